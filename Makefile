@@ -1,0 +1,86 @@
+# Everything that is done with this repository. `make help` lists it.
+#
+# A target installs what it needs into .venv on its own; a second run installs nothing.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+RUN    := $(BIN)/python -m torch.distributed.run
+
+# One process for each GPU, or two processes where there are none.
+NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)" 2>/dev/null || echo 2)
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
+
+# ---- installation -----------------------------------------------------------------------------
+
+$(VENV)/.base:
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("hadal needs Python 3.10 or newer; make PYTHON=... chooses one" if v < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.base
+	$(PIP) install --quiet -c constraints.txt -e '.[demo]' 'torch==2.13.0'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.base
+	$(PIP) install --quiet -c constraints.txt -e '.[test]' 'torch==2.13.0'
+	@touch $@ $(VENV)/.demo
+
+install: $(VENV)/.test  ## make .venv with everything that tests and tools need
+
+# ---- the demo ---------------------------------------------------------------------------------
+
+demo: $(VENV)/.demo  ## train a small GPT with ZeRO-2 on Python's own source text (under 5 minutes)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) --standalone --nproc_per_node=$(NPROC) examples/gpt/train.py $(DEMO_ARGS)
+
+demo-clean:  ## forget the demo's checkpoint and picture
+	rm -rf demo
+
+# ---- checks -----------------------------------------------------------------------------------
+
+test: $(VENV)/.test  ## run the whole suite (the matrix of contracts by its pairwise cover)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.test  ## run the whole suite with every cell of the matrix, and the slow tests
+	$(BIN)/python -m pytest --full $(PYTEST_ARGS)
+
+lint: $(VENV)/.test  ## look at style and layout
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test  ## check the types
+	$(BIN)/mypy
+
+contracts: $(VENV)/.test  ## check that imports go down only
+	$(BIN)/lint-imports --no-logo
+
+check: lint types contracts test  ## lint, types, import contracts and tests: what CI runs
+
+format: $(VENV)/.test  ## lay the code out and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.test  ## write docs/configuration.md anew from the configuration's fields
+	$(BIN)/hadal schema --markdown > docs/configuration.md
+
+# ---- measurements -----------------------------------------------------------------------------
+
+bench: $(VENV)/.test  ## measure one training step on this machine's CPUs
+	@test -f benchmarks/step.py || { echo "benchmarks/step.py is not there yet"; exit 1; }
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python benchmarks/step.py --device cpu
+
+bench-gpu: $(VENV)/.test  ## measure one training step on this machine's GPUs
+	@test -f benchmarks/step.py || { echo "benchmarks/step.py is not there yet"; exit 1; }
+	$(BIN)/python benchmarks/step.py --device cuda
+
+clean:  ## remove what was built, and .venv
+	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
