@@ -1,0 +1,81 @@
+"""Hadal trains large PyTorch models from one `ds_config.json`.
+
+The face: what users import, and nothing else. Every name is resolved on first use (PEP 562), so
+that `import hadal` costs nothing and the `hadal` command starts without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hadal import comm, zero
+    from hadal.engine.arguments import add_config_arguments
+    from hadal.engine.assemble import initialize
+    from hadal.engine.engine import Engine
+    from hadal.errors import (
+        CheckpointError,
+        CommunicationError,
+        ConfigError,
+        HadalError,
+        LossError,
+        LossScaleError,
+        MismatchError,
+        ModelError,
+        NotBuiltYetError,
+        OptimizerError,
+        ShardedAccessError,
+        UnbuiltConfigError,
+        UsageError,
+    )
+
+    from .comm import init_distributed
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "hadal.engine.engine",
+    "add_config_arguments": "hadal.engine.arguments",
+    "init_distributed": "hadal.comm",
+    "initialize": "hadal.engine.assemble",
+}
+_SUBPACKAGES = ("comm", "zero")
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "ConfigError",
+    "Engine",
+    "HadalError",
+    "LossError",
+    "LossScaleError",
+    "MismatchError",
+    "ModelError",
+    "NotBuiltYetError",
+    "OptimizerError",
+    "ShardedAccessError",
+    "UnbuiltConfigError",
+    "UsageError",
+    "__version__",
+    "add_config_arguments",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the home of a public name when it is first asked for."""
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"hadal.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'hadal' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "hadal.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The `hadal` command: one file for each subcommand."""

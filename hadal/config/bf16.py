@@ -1,0 +1,39 @@
+"""`bf16`: training with bfloat16 weights."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from hadal.config.section import UNBUILT, Section, key
+from hadal.config.values import Boolean
+
+_NEVER_SCALED = "ignored: bf16 has the range of fp32, its loss is never scaled"
+
+
+class Bf16(Section):
+    """Weights and gradients in bfloat16, without loss scaling; masters in fp32."""
+
+    switch: ClassVar[str | None] = "enabled"
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "loss_scale": _NEVER_SCALED,
+        "loss_scale_window": _NEVER_SCALED,
+        "initial_scale_power": _NEVER_SCALED,
+        "hysteresis": _NEVER_SCALED,
+        "min_loss_scale": _NEVER_SCALED,
+        "check_overflow": "ignored: this name was never read; `check_grad_overflow` is the key",
+    }
+
+    enabled: Boolean = key(False, "Train in bfloat16. Excludes `fp16.enabled`.")
+    immediate_grad_update: Boolean = key(
+        False, "Add each micro-batch's gradients to fp32 sums as soon as they exist.", mark=UNBUILT
+    )
+    check_grad_overflow: Boolean = key(
+        True, "Skip an update whose gradients hold an infinity or a NaN."
+    )
+    bf16_master_weights_and_grads: Boolean = key(
+        False, "Keep the optimizer's copies in bfloat16 too. Needs stage 1-3.", mark=UNBUILT
+    )
+    bf16_optimizer_states: Boolean = key(
+        False,
+        "Keep the moments in bfloat16. Needs `bf16_master_weights_and_grads`.",
+        mark=UNBUILT,
+    )

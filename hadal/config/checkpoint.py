@@ -1,0 +1,47 @@
+"""`checkpoint`: saving and loading."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from hadal.config.section import UNBUILT, Section, key, section
+from hadal.config.values import Boolean, Integer, lowered, titled
+
+
+class ParallelWrite(Section):
+    """Ranks that write together."""
+
+    pipeline_stage: Boolean = key(
+        False, "All copies of a pipeline stage share the writing.", mark=UNBUILT
+    )
+
+
+class Writer(Section):
+    """A faster writer of checkpoint files."""
+
+    type: Annotated[Literal["mock", "python", "fast"], BeforeValidator(lowered)] = key(
+        "fast", "Which writer."
+    )
+    io_buffer_size: Integer = key(67_108_864, "Bytes of the staging buffer.", gt=0)
+    io_buffer_double: Boolean = key(True, "Use two such buffers in turn.")
+    show_statistics: Boolean = key(False, "Print speeds.")
+    data_parallel: (
+        Annotated[Literal["replica", "socket", "machine"], BeforeValidator(lowered)] | None
+    ) = key(None, "Ranks that share one state; null is one writer.")
+    decoupled: Boolean = key(False, "Write from a helper process.")
+    io_multiplier: Integer = key(1, "Files per rank.", ge=1)
+
+
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(titled)] = key(
+        "Warn", "What to do where ranks save under different tags."
+    )
+    load_universal: Boolean = key(False, "Load a universal checkpoint folder.", mark=UNBUILT)
+    use_node_local_storage: Boolean = key(
+        False, "The folder is another one on each node.", mark=UNBUILT
+    )
+    parallel_write: ParallelWrite = section(ParallelWrite, "Ranks that write together.")
+    checkpoint_serialization: Boolean = key(True, "Write torch's zip format.", mark=UNBUILT)
+    writer: Writer | None = key(None, "A faster writer.", mark=UNBUILT)

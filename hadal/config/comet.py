@@ -1,0 +1,28 @@
+"""`comet`: training events in Comet."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import StringConstraints
+
+from hadal.config.section import UNBUILT, Section, key
+from hadal.config.values import Boolean, Integer, Text
+
+
+class Comet(Section):
+    """Training events as a Comet experiment, sent by rank 0."""
+
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Boolean = key(False, "Send events.", mark=UNBUILT)
+    workspace: Text | None = key(None, "Workspace of the experiment.")
+    project: Text | None = key(None, "Project of the experiment.")
+    samples_log_interval: Integer = key(100, "Samples between two values of an event.", ge=1)
+    experiment_name: Text | None = key(None, "Name given to the experiment.")
+    api_key: Text | None = key(None, "Secret; better kept in the environment.")
+    experiment_key: Annotated[Text, StringConstraints(pattern=r"^[A-Za-z0-9]{32,50}$")] | None = (
+        key(None, "Experiment to go on with: 32 to 50 letters and digits.")
+    )
+    online: Boolean | None = key(None, "Send at once; null lets Comet decide.")
+    mode: Literal["get", "create", "get_or_create"] | None = key(
+        None, "Whether the experiment must exist, must not, or may."
+    )

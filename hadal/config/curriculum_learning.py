@@ -1,0 +1,36 @@
+"""`curriculum_learning`: difficulty (sequence length) that grows while training."""
+
+from typing import ClassVar, Literal, TypeAlias
+
+from hadal.config.section import UNBUILT, Section, key
+from hadal.config.values import Boolean, Integer, Integers, Number
+
+Pace: TypeAlias = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+
+class PaceConfig(Section):
+    """How fast the difficulty grows; which keys are needed hangs on the schedule's type."""
+
+    total_curriculum_step: Integer | None = key(
+        None, "fixed_linear, fixed_root: updates until the full difficulty.", gt=0
+    )
+    difficulty_step: Integer | None = key(
+        None, "fixed_linear, fixed_root: the difficulty is a multiple of this.", gt=0
+    )
+    root_degree: Number | None = key(None, "fixed_root: degree of the root.", gt=0)
+    difficulty: Integers | None = key(None, "fixed_discrete: levels, in order.")
+    max_step: Integers | None = key(None, "fixed_discrete: last update of each level but one.")
+
+
+class CurriculumLearning(Section):
+    """Short sequences first (the older form; see also `data_efficiency`)."""
+
+    switch: ClassVar[str | None] = "enabled"
+    required: ClassVar[tuple[str, ...]] = ("enabled",)
+
+    enabled: Boolean = key(False, "Grow the difficulty. Must be said.", mark=UNBUILT)
+    curriculum_type: Literal["seqlen"] | None = key(None, "What grows: the sequence length.")
+    min_difficulty: Integer | None = key(None, "Difficulty at the start.")
+    max_difficulty: Integer | None = key(None, "Difficulty at the end.")
+    schedule_type: Pace | None = key(None, "How it grows.")
+    schedule_config: PaceConfig | None = key(None, "How fast it grows.")

@@ -1,0 +1,10 @@
+"""`eigenvalue`: curvature of blocks, as a top-level section."""
+
+from hadal.config.section import NO_EFFECT, Section, key
+from hadal.config.values import Boolean
+
+
+class Eigenvalue(Section):
+    """Never read at this place, in any release."""
+
+    enabled: Boolean = key(False, "Compute eigenvalues.", mark=NO_EFFECT)

@@ -1,0 +1,18 @@
+"""`zero_optimization.leaf_module`: modules that are gathered whole."""
+
+from hadal.config.section import Section, key
+from hadal.config.values import TextOrTexts
+
+_SPARSE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class LeafModule(Section):
+    """Modules that stage 3 gathers at once, without looking at what stands inside them."""
+
+    classes: TextOrTexts = key(_SPARSE_BLOCKS, "Names of classes, bare or dotted.")
+    names: TextOrTexts = key((), "Full names of modules in the model.")
+    name_suffixes: TextOrTexts = key((), "Ends of such names.")

@@ -1,0 +1,154 @@
+"""`load_config`: the one way from a ds_config.json to a `Config`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hadal.config.batch import BATCH_KEYS
+from hadal.config.legacy import modernise
+from hadal.config.plain import leaves
+from hadal.config.prepare import prepare
+from hadal.config.reading import Source, read
+from hadal.config.report import Report
+from hadal.config.rules import tell_contradictions
+from hadal.config.section import default_of
+from hadal.config.top_level import Config, Origin
+from hadal.config.triangle import Given, Sizes, complete
+from hadal.config.unbuilt import tell_unbuilt
+from hadal.config.validate import validate
+
+_log = logging.getLogger("hadal.config")
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the program that loads a configuration brings along."""
+
+    world_size: int = 1
+    sequence_parallel_size: int | None = None
+    client_optimizer: bool = False
+    client_scheduler: bool = False
+
+
+def load_config(
+    source: Source,
+    *,
+    world_size: int = 1,
+    sequence_parallel_size: int | None = None,
+    client_optimizer: bool = False,
+    client_scheduler: bool = False,
+    allow_unbuilt: bool = False,
+) -> Config:
+    """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault."""
+    brought = Circumstances(world_size, sequence_parallel_size, client_optimizer, client_scheduler)
+    name, raw = read(source)
+    report = Report()
+    config, origins = _checked(raw, brought, report)
+    report.settle(name, allow_unbuilt=allow_unbuilt)
+    _attach(config, origins, report.notes)
+    for note in report.notes:
+        _log.warning("%s", note)
+    return config
+
+
+def _checked(
+    raw: dict[str, Any], brought: Circumstances, report: Report
+) -> tuple[Config, dict[str, Origin]]:
+    prepared = prepare(Config, modernise(raw, report), report)
+    values = validate(prepared, report)
+    inferred = _infer(values, brought, report)
+    config = Config.model_construct(**values)
+    tell_contradictions(config, report)
+    ignored = _ignored(config, brought, report)
+    tell_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
+    _tell_autos(report)
+    return config, _origins(config, prepared, inferred, report)
+
+
+def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
+    """Fill in what follows from the rest; return its paths."""
+    inferred = list(_infer_batch(values, brought, report))
+    zero = values.get("zero_optimization") or default_of(Config.model_fields["zero_optimization"])
+    if zero.overlap_comm is None:
+        update = {"overlap_comm": zero.stage == 3}
+        values["zero_optimization"] = zero.model_copy(update=update)
+        inferred.append("zero_optimization.overlap_comm")
+    return tuple(inferred)
+
+
+def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
+    ranks = _data_parallel_ranks(values, brought, report)
+    open_keys = tuple(key for key in BATCH_KEYS if values.get(key) is None)
+    if report.is_faulty(BATCH_KEYS) or any(key in report.unbuilt for key in BATCH_KEYS):
+        return ()
+    if _is_chosen_elsewhere(values, report):
+        return ()
+    if not values.keys() & set(BATCH_KEYS[:2]) and set(BATCH_KEYS) & set(report.autos):
+        values[BATCH_KEYS[1]] = 1
+        report.note(BATCH_KEYS[1], 'no batch size is given but some are "auto"; 1 is taken')
+    sizes = complete(Given(*(values.get(key) for key in BATCH_KEYS)), ranks)
+    if isinstance(sizes, Sizes):
+        values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
+        return open_keys
+    report.fault(sizes.path, sizes.message)
+    return ()
+
+
+def _is_chosen_elsewhere(values: Mapping[str, Any], report: Report) -> bool:
+    """Tell whether elasticity or the autotuner chooses the batch, and no size is given."""
+    elastic, tuning = values.get("elasticity"), values.get("autotuning")
+    given = [key for key in BATCH_KEYS if values.get(key) is not None]
+    if elastic is not None and elastic.enabled:
+        if given and not elastic.ignore_non_elastic_batch_info:
+            report.fault(
+                given[0],
+                "elasticity.enabled chooses the batch; leave it out, or give "
+                "elasticity.ignore_non_elastic_batch_info true",
+            )
+        return True
+    return tuning is not None and tuning.enabled and not given
+
+
+def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:
+    """Divide the world by the ranks that share a sequence."""
+    shared = brought.sequence_parallel_size or values.get("sequence_parallel_size") or 1
+    if brought.world_size % shared:
+        report.fault(
+            "sequence_parallel_size",
+            f"{shared} does not divide the {brought.world_size} ranks; take a divisor",
+        )
+    return max(1, brought.world_size // shared)
+
+
+def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[str, ...]:
+    """Name the sections that step back because the program brings the object itself."""
+    brings = {"optimizer": brought.client_optimizer, "scheduler": brought.client_scheduler}
+    ignored = tuple(name for name, is_brought in brings.items() if is_brought)
+    for name in ignored:
+        if getattr(config, name) is not None:
+            report.note(name, f"ignored: the program hands over its own {name}")
+    return ignored
+
+
+def _tell_autos(report: Report) -> None:
+    for path in report.autos:
+        if path not in BATCH_KEYS:
+            report.note(path, '"auto" was filled in by nobody, so the default holds')
+
+
+def _origins(
+    config: Config, prepared: Mapping[str, Any], inferred: tuple[str, ...], report: Report
+) -> dict[str, Origin]:
+    origins: dict[str, Origin] = {path: "default" for path, _ in leaves(config.as_dict())}
+    origins |= dict.fromkeys((path for path, _ in leaves(prepared) if path in origins), "you")
+    origins |= dict.fromkeys(inferred, "inferred")
+    origins |= dict.fromkeys(report.autos, "auto")
+    return origins
+
+
+def _attach(config: Config, origins: dict[str, Origin], notes: tuple[str, ...]) -> None:
+    config._origins = origins
+    config._notes = notes

@@ -1,0 +1,19 @@
+"""Which known name a misspelt one stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+_ALIKE = 0.75
+_ALIKE_SHORT = 0.6
+_SHORT = 5
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelt one most likely stands for."""
+    plain = {word.lower(): word for word in known}
+    cut = _ALIKE_SHORT if len(name) <= _SHORT else _ALIKE
+    written = name.strip().lower().replace("-", "_").replace(" ", "_")
+    found = get_close_matches(written, plain, n=1, cutoff=cut)
+    return plain[found[0]] if found else None

@@ -1,0 +1,166 @@
+"""`optimizer.params`: what each built-in optimizer takes."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from annotated_types import Ge, Lt
+from pydantic import BeforeValidator, ConfigDict
+
+from hadal.config.section import NO_EFFECT, UNBUILT, Section, key
+from hadal.config.values import Boolean, Integer, Number, lowered
+
+_Decay: TypeAlias = Annotated[Number, Ge(0), Lt(1)]
+Betas: TypeAlias = tuple[_Decay, _Decay]
+
+LR = "Learning rate."
+BETAS = "Decay of the first and of the second moment, per update."
+EPS = "Added to the denominator."
+DECAY = "Weight decay."
+
+
+class AdamParams(Section):
+    """Adam and AdamW."""
+
+    lr: Number = key(1e-3, LR, ge=0)
+    betas: Betas = key((0.9, 0.999), BETAS)
+    eps: Number = key(1e-8, EPS + " It stands outside the square root.", gt=0)
+    weight_decay: Number = key(
+        0.0, "Weight decay: decoupled, or an L2 term where `adam_w_mode` is false.", ge=0
+    )
+    bias_correction: Boolean = key(
+        True, "Divide the moments by what they lack in early updates.", mark=UNBUILT
+    )
+    torch_adam: Boolean = key(False, "Use torch's own class; here it is always used.")
+    adam_w_mode: Boolean = key(
+        True, "Decouple the weight decay. Type Adam is AdamW unless this is false."
+    )
+    amsgrad: Boolean = key(False, "Divide by the largest second moment seen so far.")
+    set_grad_none: Boolean = key(
+        True, "Drop gradients after the update, or fill them with zeros.", mark=NO_EFFECT
+    )
+    fp32_optimizer_states: Boolean = key(
+        True, "On the CPU, keep the moments in fp32.", mark=UNBUILT
+    )
+    foreach: Boolean | None = key(None, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
+    fused: Boolean | None = key(None, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
+    maximize: Boolean = key(False, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
+    capturable: Boolean = key(False, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
+    differentiable: Boolean = key(False, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
+
+
+class AdagradParams(Section):
+    """Adagrad."""
+
+    lr: Number = key(0.01, LR, ge=0)
+    eps: Number = key(1e-10, EPS, gt=0)
+    weight_decay: Number = key(0, "Weight decay, an L2 term.", ge=0)
+    amsgrad: Boolean = key(False, "Taken for symmetry with Adam.", mark=NO_EFFECT)
+    lr_decay: Number = key(0, "Decay of the learning rate per update.", ge=0)
+    initial_accumulator_value: Number = key(0, "Where the sums of squares start.", ge=0)
+    fp32_optimizer_states: Boolean = key(True, "On the CPU, keep the sums in fp32.", mark=UNBUILT)
+
+
+class LambParams(Section):
+    """Lamb."""
+
+    lr: Number = key(1e-3, LR, ge=0)
+    betas: Betas = key((0.9, 0.999), BETAS)
+    eps: Number = key(1e-8, EPS, gt=0)
+    eps_inside_sqrt: Boolean = key(False, "Add eps under the square root.")
+    weight_decay: Number = key(0.0, DECAY, ge=0)
+    bias_correction: Boolean = key(True, "Divide the moments by what they lack at first.")
+    amsgrad: Literal[False] = key(False, "Not part of Lamb.")
+    max_coeff: Number = key(10.0, "Upper bound of the trust ratio.", gt=0)
+    min_coeff: Number = key(0.01, "Lower bound of the trust ratio.", gt=0)
+
+
+class LionParams(Section):
+    """Lion."""
+
+    lr: Number = key(1e-3, LR, ge=0)
+    betas: Betas = key((0.9, 0.999), "Interpolation of the update, and decay of the momentum.")
+    weight_decay: Number = key(0.0, DECAY, ge=0)
+    set_grad_none: Boolean = key(True, "Drop gradients after the update.")
+    fp32_optimizer_states: Boolean = key(True, "On the CPU, keep the momentum in fp32.")
+
+
+class MuonParams(Section):
+    """Muon, with Adam for whatever is not a hidden matrix."""
+
+    lr: Number = key(0.02, "Learning rate of both groups where they have none of their own.", ge=0)
+    momentum: Number = key(0.95, "Nesterov momentum of the matrices.", ge=0, lt=1)
+    weight_decay: Number = key(0.0, DECAY, ge=0)
+    muon_lr: Number | None = key(None, "Learning rate of the matrices.", ge=0)
+    adam_lr: Number | None = key(None, "Learning rate of everything else.", ge=0)
+    betas: Betas = key((0.9, 0.95), BETAS)
+    eps: Number = key(1e-10, EPS, gt=0)
+    ns_method: Literal["gram", "standard"] = key("gram", "Variant of Newton-Schulz.")
+
+
+class _OneBitParams(Section):
+    """What the optimizers that send signs have in common."""
+
+    lr: Number = key(1e-3, LR, ge=0)
+    betas: Betas = key((0.9, 0.999), BETAS)
+    eps: Number = key(1e-8, EPS, gt=0)
+    eps_inside_sqrt: Boolean = key(False, "Add eps under the square root.")
+    weight_decay: Number = key(0.0, DECAY, ge=0)
+    bias_correction: Boolean = key(True, "Taken, but the update does not correct.")
+    amsgrad: Literal[False] = key(False, "Not part of these optimizers.")
+    cuda_aware: Boolean = key(False, "The MPI library can send device buffers.")
+    comm_backend_name: Annotated[
+        Literal["nccl", "mpi", "hccl", "compressed"], BeforeValidator(lowered)
+    ] = key("nccl", "Library that carries the compressed exchange.")
+
+
+class OneBitAdamParams(_OneBitParams):
+    """1-bit Adam."""
+
+    freeze_step: Integer = key(100000, "Updates of uncompressed warm-up.", ge=0)
+
+
+class OneBitLambParams(OneBitAdamParams):
+    """1-bit Lamb."""
+
+    max_coeff: Number = key(10.0, "Upper bound of the trust ratio.", gt=0)
+    min_coeff: Number = key(0.01, "Lower bound of the trust ratio.", gt=0)
+    coeff_beta: Number = key(0.9, "Decay of the trust ratio's average in warm-up.", ge=0, lt=1)
+    factor_max: Number = key(4.0, "Ceiling of the frozen trust ratio's rescaling.", gt=0)
+    factor_min: Number = key(0.5, "Floor of that rescaling.", gt=0)
+    factor_threshold: Number = key(0.1, "Largest relative change of it in one update.", ge=0)
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """0/1 Adam."""
+
+    var_freeze_step: Integer = key(100000, "Last update at which the variance may change.", ge=0)
+    var_update_scaler: Integer = key(
+        16, "Variance updates after which their interval doubles.", ge=1
+    )
+    local_step_scaler: Integer = key(
+        32678, "Updates after which the interval of local steps doubles.", ge=1
+    )
+    local_step_clipper: Integer = key(16, "Longest interval of local steps.", ge=1)
+
+
+class MuParams(Section):
+    """Arguments that are handed to the class of the same name in the mup package."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+PARAMS: Mapping[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "Adagrad": AdagradParams,
+    "Lamb": LambParams,
+    "Lion": LionParams,
+    "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
+    "OneBitLamb": OneBitLambParams,
+    "MuAdam": MuParams,
+    "MuAdamW": MuParams,
+    "MuSGD": MuParams,
+}
+BUILT_IN = tuple(PARAMS)

@@ -1,0 +1,107 @@
+"""From what the user hands over (a dict, a path, a base64 text) to a dict of JSON values."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hadal.config.relaxed_json import DuplicateKeys, parse
+from hadal.config.report import written
+from hadal.errors import ConfigError, Fault
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+_THE_DICT = "the configuration"
+
+
+class Text(NamedTuple):
+    """A configuration as JSON text, and the name it goes by in messages."""
+
+    name: str
+    content: str
+
+
+def read(source: Source) -> tuple[str, dict[str, Any]]:
+    """Return a name for messages, and a dict that is the caller's no more."""
+    if isinstance(source, Mapping):
+        return _THE_DICT, _copied(source)
+    if not isinstance(source, str | os.PathLike):
+        kind = type(source).__name__
+        raise ConfigError(
+            f"the configuration is a {kind}; hand over a dict, a path or a base64 text"
+        )
+    text = _text(source)
+    value = _parsed(text)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text.name} holds {type(value).__name__}; a JSON object is expected")
+    return text.name, _copied(value)
+
+
+def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy containers, so that the caller's stay as they are; share what they hold."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: copied(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [copied(inner) for inner in value]
+        return copy.copy(value) if isinstance(value, set) else value
+
+    result: dict[str, Any] = copied(source)
+    return result
+
+
+def _text(source: str | os.PathLike[str]) -> Text:
+    if _is_file(source):
+        path = Path(source)
+        try:
+            return Text(path.name, path.read_text(encoding="utf-8-sig"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    if isinstance(source, str):
+        decoded = _decoded(source)
+        if decoded is not None:
+            return Text("the base64 configuration", decoded)
+    shown = str(source) if len(str(source)) <= 80 else str(source)[:77] + "..."
+    raise ConfigError(
+        f'"{shown}" is neither an existing file nor base64 of a JSON object; '
+        f"check the path (seen from {Path.cwd()}) or hand over a dict"
+    )
+
+
+def _is_file(source: str | os.PathLike[str]) -> bool:
+    try:
+        return Path(source).is_file()
+    except (OSError, ValueError):
+        return False  # a long base64 text is no possible path
+
+
+def _decoded(text: str) -> str | None:
+    try:
+        padded = text.strip() + "=" * (-len(text.strip()) % 4)
+        decoded = base64.urlsafe_b64decode(padded).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip()[:1] in ("{", "#", "/") else None
+
+
+def _parsed(text: Text) -> Any:
+    try:
+        return parse(text.content)
+    except DuplicateKeys as error:
+        raise ConfigError(*_duplicates(text.name, error)) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{text.name}, line {error.lineno}, column {error.colno}: {error.msg}; JSON with "
+            "comments and trailing commas is expected"
+        ) from error
+
+
+def _duplicates(name: str, error: DuplicateKeys) -> tuple[str, tuple[Fault, ...]]:
+    told = tuple(Fault(path, "given twice in one object; keep one") for path in error.paths)
+    return written(name, told), told

@@ -1,0 +1,76 @@
+"""JSON as people write it: with comments and trailing commas, but without duplicate keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+_TOKENS = re.compile(
+    r"""
+    (?P<string>"(?:[^"\\\n]|\\.)*")
+  | (?P<comment>\#[^\n]*|//[^\n]*|/\*.*?\*/)
+  | (?P<comma>,)
+  | (?P<space>\s+)
+  | (?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+class DuplicateKeys(ValueError):
+    """An object names a key twice; which one was meant, nobody knows."""
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        super().__init__(f"given twice: {', '.join(paths)}")
+        self.paths = paths
+
+
+def parse(text: str) -> Any:
+    """Parse relaxed JSON."""
+    value = json.loads(strict(text), object_pairs_hook=_Object)
+    duplicates = tuple(_duplicates(value, ""))
+    if duplicates:
+        raise DuplicateKeys(duplicates)
+    return value
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which names it was given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(name for name, _ in pairs)
+        self.twice = [name for name, count in counts.items() if count > 1]
+
+
+def _duplicates(value: Any, path: str) -> Iterator[str]:
+    """Find names given twice; an object's path is known only once it is inside the whole."""
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _duplicates(inner, f"{path}[{index}]")
+    if isinstance(value, _Object):
+        prefix = f"{path}." if path else ""
+        yield from (prefix + name for name in value.twice)
+        for name, inner in value.items():
+            yield from _duplicates(inner, prefix + name)
+
+
+def strict(text: str) -> str:
+    """Blank out comments and trailing commas; lines and columns of the rest stay where they are."""
+    parts: list[str] = []
+    comma: int | None = None  # where a comma stands that may turn out to be trailing
+    for match in _TOKENS.finditer(text):
+        kind, token = match.lastgroup, match.group()
+        if kind == "comment":
+            token = re.sub(r"[^\n]", " ", token)
+        elif kind == "comma":
+            comma = len(parts)
+        elif kind != "space":
+            if token in ("}", "]") and comma is not None:
+                parts[comma] = " "
+            comma = None
+        parts.append(token)
+    return "".join(parts)

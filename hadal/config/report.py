@@ -1,0 +1,63 @@
+"""What loading collects on its way: faults, things not built yet, notes, and who said what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hadal.errors import ConfigError, Fault, UnbuiltConfigError
+
+
+@dataclass(slots=True)
+class Report:
+    """Faults and notes of one configuration; at most one fault for each path."""
+
+    faults: dict[str, Fault] = field(default_factory=dict)
+    unbuilt: dict[str, Fault] = field(default_factory=dict)
+    told: dict[str, list[str]] = field(default_factory=dict)
+    autos: list[str] = field(default_factory=list)
+
+    def fault(self, path: str, message: str) -> None:
+        """Note a reason to refuse the configuration."""
+        self.faults.setdefault(path, Fault(path, message))
+
+    def not_built(self, path: str, message: str) -> None:
+        """Note that the configuration asks for what is not built yet."""
+        self.unbuilt.setdefault(path, Fault(path, message))
+
+    def note(self, path: str, message: str) -> None:
+        """Note a thing worth telling; keys of which the same is to be told are told together."""
+        self.told.setdefault(message, []).append(path)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Everything worth telling, one sentence each."""
+        return tuple(f"{', '.join(paths)}: {message}" for message, paths in self.told.items())
+
+    def is_faulty(self, paths: Iterable[str]) -> bool:
+        """Tell whether a key, or one below it, is faulty, so that nothing follows from it."""
+        return any(
+            fault == path or fault.startswith((f"{path}.", f"{path}["))
+            for path in paths
+            for fault in self.faults
+        )
+
+    def settle(self, name: str, *, allow_unbuilt: bool) -> None:
+        """Raise if there is a fault; turn what is not built yet into notes where allowed."""
+        if allow_unbuilt:
+            for fault in self.unbuilt.values():
+                self.note(fault.path, fault.message)
+            self.unbuilt.clear()
+        told = tuple(self.faults.values()) + tuple(self.unbuilt.values())
+        if not told:
+            return
+        kind = ConfigError if self.faults else UnbuiltConfigError
+        raise kind(written(name, told), told)
+
+
+def written(name: str, faults: tuple[Fault, ...]) -> str:
+    """Write faults one below the other, paths and messages in columns."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    width = max(len(fault.path) for fault in faults)
+    lines = [f"  {fault.path:<{width}}  {fault.message}" for fault in faults]
+    return "\n".join([f"{count} in {name}", *lines])

@@ -1,0 +1,17 @@
+"""What values may not stand beside each other: one function for each contradiction."""
+
+from __future__ import annotations
+
+from hadal.config.report import Report
+from hadal.config.rules import batch, optimizers, precision, wings, zero
+from hadal.config.top_level import Config
+
+RULES = (*batch.RULES, *precision.RULES, *zero.RULES, *optimizers.RULES, *wings.RULES)
+
+
+def tell_contradictions(config: Config, report: Report) -> None:
+    """Report every contradiction, save those that a faulty key may have caused."""
+    for rule in RULES:
+        if not report.is_faulty(rule.reads):
+            for fault in rule.check(config):
+                report.fault(fault.path, fault.message)

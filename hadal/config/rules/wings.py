@@ -1,0 +1,226 @@
+"""Contradictions inside the sections that stand for themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hadal.config.compression_training import CompressionTraining
+from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
+from hadal.config.data_efficiency import CurriculumMetric
+from hadal.config.rules.rule import reading
+from hadal.config.section import Section
+from hadal.config.top_level import Config
+from hadal.errors import Fault
+
+_PACE_NEEDS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+def _missing(section: Section, path: str, *names: str) -> Iterator[Fault]:
+    for name in names:
+        if getattr(section, name) is None:
+            yield Fault(f"{path}.{name}", "must be said where the section is on; add it")
+
+
+def _pace(section: CurriculumLearning | CurriculumMetric, path: str) -> Iterator[Fault]:
+    """Check a schedule of difficulty, whose needs hang on its type."""
+    yield from _missing(section, path, "min_difficulty", "max_difficulty", "schedule_type")
+    here, pace = f"{path}.schedule_config", section.schedule_config or PaceConfig()
+    yield from _missing(pace, here, *_PACE_NEEDS[section.schedule_type or "custom"])
+    levels, steps = pace.difficulty, pace.max_step
+    if levels is not None and steps is not None and len(levels) != len(steps) + 1:
+        yield Fault(
+            f"{here}.difficulty",
+            f"expected one level more than the {len(steps)} steps of max_step, got {len(levels)}",
+        )
+
+
+@reading("curriculum_learning")
+def _curriculum(config: Config) -> Iterator[Fault]:
+    section = config.curriculum_learning
+    if section is not None and section.enabled:
+        yield from _pace(section, "curriculum_learning")
+
+
+@reading("data_efficiency")
+def _sampling(config: Config) -> Iterator[Fault]:
+    path = "data_efficiency.data_sampling"
+    sampling = config.data_efficiency.data_sampling
+    curriculum, batching = sampling.curriculum_learning, sampling.dynamic_batching
+    if curriculum.enabled:
+        yield from _missing(curriculum, f"{path}.curriculum_learning", "curriculum_metrics")
+        for name, metric in (curriculum.curriculum_metrics or {}).items():
+            yield from _pace(metric, f"{path}.curriculum_learning.curriculum_metrics.{name}")
+    if batching.enabled:
+        yield from _missing(batching, f"{path}.dynamic_batching", "max_tokens")
+
+
+@reading("data_efficiency")
+def _token_dropping(config: Config) -> Iterator[Fault]:
+    ltd = config.data_efficiency.data_routing.random_ltd
+    ids, count = ltd.random_ltd_layer_id, ltd.random_ltd_layer_num
+    if ltd.enabled and ids is not None and count is not None and len(ids) != count:
+        yield Fault(
+            "data_efficiency.data_routing.random_ltd.random_ltd_layer_num",
+            f"{count} is not the {len(ids)} layers of random_ltd_layer_id; give {len(ids)}",
+        )
+
+
+@reading("progressive_layer_drop")
+def _layer_drop(config: Config) -> Iterator[Fault]:
+    section = config.progressive_layer_drop
+    if section is not None and section.enabled:
+        yield from _missing(section, "progressive_layer_drop", "theta", "gamma")
+
+
+@reading("autotuning.start_profile_step", "autotuning.end_profile_step")
+def _profiled_steps(config: Config) -> Iterator[Fault]:
+    first, last = config.autotuning.start_profile_step, config.autotuning.end_profile_step
+    if last < first:
+        yield Fault(
+            "autotuning.end_profile_step", f"{last} is before start_profile_step {first}; raise it"
+        )
+
+
+@reading("activation_checkpointing.number_checkpoints")
+def _contiguous_checkpoints(config: Config) -> Iterator[Fault]:
+    section, path = config.activation_checkpointing, "activation_checkpointing"
+    if section.contiguous_memory_optimization:
+        yield from _missing(section, path, "number_checkpoints")
+        if not section.partition_activations:
+            yield Fault(
+                f"{path}.contiguous_memory_optimization",
+                "needs partition_activations; switch that on too",
+            )
+
+
+@reading("sparse_attention")
+def _sparse_layout(config: Config) -> Iterator[Fault]:
+    section, path = config.sparse_attention, "sparse_attention"
+    if section is None:
+        return
+    if section.num_sliding_window_blocks % 2 == 0:
+        got = section.num_sliding_window_blocks
+        yield Fault(f"{path}.num_sliding_window_blocks", f"expected an odd number, got {got}")
+    ends, starts = section.global_block_end_indices, section.global_block_indices
+    if ends is not None and len(ends) != len(starts):
+        yield Fault(
+            f"{path}.global_block_end_indices",
+            f"expected {len(starts)} ends, as many as global_block_indices, got {len(ends)}",
+        )
+    if section.horizontal_global_attention and section.attention == "unidirectional":
+        yield Fault(
+            f"{path}.horizontal_global_attention", 'needs attention "bidirectional"; change one'
+        )
+
+
+@reading("elasticity")
+def _elastic_sizes(config: Config) -> Iterator[Fault]:
+    section, path = config.elasticity, "elasticity"
+    if section is None or not section.enabled:
+        return
+    for name in ("max_train_batch_size", "micro_batch_sizes"):
+        if name not in section.model_fields_set:
+            yield Fault(f"{path}.{name}", "must be said where the section is on; add it")
+    if max(section.micro_batch_sizes, default=0) > section.max_train_batch_size:
+        yield Fault(
+            f"{path}.micro_batch_sizes",
+            f"{max(section.micro_batch_sizes)} is more than max_train_batch_size "
+            f"{section.max_train_batch_size}; leave it out or raise that",
+        )
+    if section.max_gpus < section.min_gpus:
+        yield Fault(
+            f"{path}.max_gpus", f"{section.max_gpus} is less than min_gpus {section.min_gpus}"
+        )
+
+
+@reading("elasticity")
+def _elastic_version(config: Config) -> Iterator[Fault]:
+    section, path = config.elasticity, "elasticity"
+    if section is None or not section.enabled:
+        return
+    if section.version not in (0.1, 0.2):
+        yield Fault(f"{path}.version", f"expected 0.1 or 0.2, got {section.version}")
+    shared = section.model_parallel_size
+    if shared > 1 and section.version == 0.1:
+        yield Fault(f"{path}.model_parallel_size", f"{shared} needs version 0.2")
+    elif section.num_gpus_per_node % shared:
+        yield Fault(
+            f"{path}.num_gpus_per_node",
+            f"{section.num_gpus_per_node} is no multiple of model_parallel_size {shared}",
+        )
+
+
+@reading("compile.deepcompile", "compile.passes")
+def _compile_passes(config: Config) -> Iterator[Fault]:
+    passes = config.compile.passes or ()
+    if config.compile.deepcompile and "autotp" in passes and len(set(passes)) > 1:
+        yield Fault("compile.passes", '"autotp" stands alone; leave the others out')
+
+
+@reading("tensor_parallel")
+def _two_degrees(config: Config) -> Iterator[Fault]:
+    degree, again = config.tensor_parallel.autotp_size, config.tensor_parallel.tp.tp_size
+    if again not in (1, degree):
+        yield Fault(
+            "tensor_parallel.tp.tp_size",
+            f"{again} is neither 1 nor autotp_size {degree}; leave it out",
+        )
+
+
+@reading("compression_training")
+def _compression_groups(config: Config) -> Iterator[Fault]:
+    compression = config.compression_training
+    for name in CompressionTraining.model_fields:
+        technique, path = getattr(compression, name), f"compression_training.{name}"
+        if name == "layer_reduction" or not technique.shared_parameters.enabled:
+            continue
+        yield from _missing(technique, path, "different_groups")
+        for group, content in (technique.different_groups or {}).items():
+            here = f"{path}.different_groups.{group}.params"
+            params = content.params
+            if params is None:
+                yield Fault(here, "must be said where the technique is on; add it")
+            else:
+                yield from _missing(params, here, *_bits_or_share(params))
+
+
+def _bits_or_share(params: Section) -> tuple[str, ...]:
+    needed = ("start_bits", "target_bits", "bits", "dense_ratio")
+    return tuple(name for name in needed if name in type(params).model_fields)
+
+
+@reading("compression_training")
+def _pruning(config: Config) -> Iterator[Fault]:
+    path = "compression_training"
+    heads = config.compression_training.head_pruning.shared_parameters
+    if heads.enabled:
+        yield from _missing(heads, f"{path}.head_pruning.shared_parameters", "num_heads")
+    sparse = config.compression_training.sparse_pruning.shared_parameters
+    end = sparse.schedule_offset_end
+    if sparse.enabled and end is not None and end < sparse.schedule_offset:
+        yield Fault(
+            f"{path}.sparse_pruning.shared_parameters.schedule_offset_end",
+            f"{end} is before schedule_offset {sparse.schedule_offset}; raise it",
+        )
+
+
+RULES = (
+    _curriculum,
+    _sampling,
+    _token_dropping,
+    _layer_drop,
+    _profiled_steps,
+    _contiguous_checkpoints,
+    _sparse_layout,
+    _elastic_sizes,
+    _elastic_version,
+    _compile_passes,
+    _two_degrees,
+    _compression_groups,
+    _pruning,
+)

@@ -1,0 +1,121 @@
+"""Contradictions of sharding, offloading and the gradients' average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hadal.config.rules.precision import offloads_optimizer
+from hadal.config.rules.rule import reading
+from hadal.config.top_level import Config
+from hadal.errors import Fault
+
+_ZERO = "zero_optimization"
+_STAGE = f"{_ZERO}.stage"
+_SCATTER = f"{_ZERO}.reduce_scatter"
+_OP = "gradient_allreduce_op"
+_DEVICE = f"{_ZERO}.offload_optimizer.device"
+
+
+@reading(_STAGE, f"{_ZERO}.offload_optimizer.ratio")
+def _partial_offload(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    offload = zero.offload_optimizer
+    if offload is not None and offload.ratio < 1 and zero.stage != 3:
+        yield Fault(
+            f"{_ZERO}.offload_optimizer.ratio",
+            f"{offload.ratio} needs {_STAGE} 3, got {zero.stage}; give 1 or raise the stage",
+        )
+
+
+@reading(_STAGE, f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer")
+def _disk_without_path(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    sections = (
+        ("offload_param", zero.offload_param, zero.stage == 3),
+        ("offload_optimizer", zero.offload_optimizer, zero.stage == 3),
+    )
+    for name, offload, acts in sections:
+        if acts and offload and offload.device == "nvme" and not offload.nvme_path:
+            yield Fault(f"{_ZERO}.{name}.nvme_path", 'must be said for device "nvme"; add it')
+
+
+@reading(_STAGE, _SCATTER, _OP, "prescale_gradients", "gradient_predivide_factor")
+def _scaling_before_scatter(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    is_mean = config.gradient_allreduce_op == "mean"
+    scatters = zero.reduce_scatter and (zero.stage == 3 or (zero.stage == 2 and is_mean))
+    if not scatters:
+        return
+    remedy = f"with {_SCATTER} at stage {zero.stage}; leave it out or switch {_SCATTER} off"
+    if config.prescale_gradients:
+        yield Fault("prescale_gradients", f"true does not go {remedy}")
+    if config.gradient_predivide_factor != 1.0:
+        factor = config.gradient_predivide_factor
+        yield Fault("gradient_predivide_factor", f"{factor} does not go {remedy}")
+
+
+@reading(_STAGE, f"{_ZERO}.allgather_bucket_size")
+def _odd_bucket(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    if zero.stage in (1, 2) and zero.allgather_bucket_size % 2:
+        size = zero.allgather_bucket_size
+        yield Fault(
+            f"{_ZERO}.allgather_bucket_size",
+            f"expected an even number at stages 1 and 2, got {size}; take {size + 1}",
+        )
+
+
+@reading(_STAGE, _SCATTER, f"{_ZERO}.zero_quantized_gradients")
+def _quantized_gradients(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    if zero.stage == 3 and zero.zero_quantized_gradients and not zero.reduce_scatter:
+        yield Fault(f"{_ZERO}.zero_quantized_gradients", f"needs {_SCATTER}; switch that on")
+
+
+@reading(_OP, _STAGE, f"{_ZERO}.zenflow", "compile.deepcompile")
+def _sum(config: Config) -> Iterator[Fault]:
+    if config.gradient_allreduce_op != "sum":
+        return
+    zero = config.zero_optimization
+    clashes = (
+        (zero.stage == 3, f"{_STAGE} 3"),
+        (zero.zenflow is not None, f"{_ZERO}.zenflow"),
+        (config.compile.deepcompile, "compile.deepcompile"),
+    )
+    for is_on, what in clashes:
+        if is_on:
+            yield Fault(_OP, f'"sum" does not go with {what}; take "mean"')
+
+
+@reading(_STAGE, "gradient_clipping", f"{_ZERO}.compute_grad_norm", f"{_ZERO}.zenflow", _DEVICE)
+def _no_norm(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    if zero.compute_grad_norm:
+        return
+    clashes = (
+        (zero.stage not in (1, 2), f"needs {_STAGE} 1 or 2, got {zero.stage}"),
+        (config.gradient_clipping > 0, "needs gradient_clipping 0"),
+        (zero.zenflow is not None, f"does not go with {_ZERO}.zenflow"),
+        (offloads_optimizer(config), f"does not go with {_ZERO}.offload_optimizer"),
+    )
+    for is_on, what in clashes:
+        if is_on:
+            yield Fault(f"{_ZERO}.compute_grad_norm", f"false {what}; change that or leave it out")
+
+
+@reading(_DEVICE, f"{_ZERO}.zenflow")
+def _zenflow_without_offload(config: Config) -> Iterator[Fault]:
+    if config.zero_optimization.zenflow is not None and not offloads_optimizer(config):
+        yield Fault(f"{_ZERO}.zenflow", f'needs {_DEVICE} "cpu"; add it or leave zenflow out')
+
+
+RULES = (
+    _partial_offload,
+    _disk_without_path,
+    _scaling_before_scatter,
+    _odd_bucket,
+    _quantized_gradients,
+    _sum,
+    _no_norm,
+    _zenflow_without_offload,
+)

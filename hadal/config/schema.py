@@ -1,0 +1,92 @@
+"""The JSON schema of a ds_config.json (draft 2020-12), for editors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from hadal.config.optimizer import Optimizer
+from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+from hadal.config.scheduler import PARAMS as SCHEDULES
+from hadal.config.scheduler import Scheduler
+from hadal.config.section import Section, mark_of
+from hadal.config.top_level import Config
+
+Schema = dict[str, Any]
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_COMMENTS: Schema = {"^(_|//|\\$)": {}}
+
+
+def config_schema() -> Schema:
+    """Return the schema of the whole configuration."""
+    typed: dict[str, type[Section]] = {**OPTIMIZERS, **SCHEDULES}
+    models: set[type[Section]] = {Config, *typed.values()}
+    ordered = sorted(models, key=lambda model: model.__name__)
+    _, found = models_json_schema([(model, "validation") for model in ordered])
+    defs: dict[str, Schema] = found["$defs"]
+    for model in _sections(Config) | models:
+        _complete(defs[model.__name__], model)
+    _typed_params(defs, Optimizer, OPTIMIZERS)
+    _typed_params(defs, Scheduler, SCHEDULES)
+    root = defs.pop("Config")
+    root["patternProperties"] = _COMMENTS
+    title = {"$schema": _DRAFT, "title": "ds_config.json"}
+    return title | {name: root[name] for name in root if name != "title"} | {"$defs": defs}
+
+
+def _sections(model: type[Section]) -> set[type[Section]]:
+    below: set[type[Section]] = set()
+    for name in model.model_fields:
+        child = model.child(name, {})
+        if child is not None and name != "params":
+            below |= {child.model} | _sections(child.model)
+    return below
+
+
+def _complete(schema: Schema, model: type[Section]) -> None:
+    """Add what pydantic does not know: "auto", names of older releases, what must be said."""
+    properties: dict[str, Schema] = schema.setdefault("properties", {})
+    for name, field in model.model_fields.items():
+        takes_auto = not mark_of(field).auto_is_a_word and model.child(name, {}) is None
+        properties[name] = _tidy(properties[name], takes_auto=takes_auto)
+    for name, new in model.aliases.items():
+        properties[name] = {"description": f"The same as {new}."}
+    for name, new in model.renamed.items():
+        properties[name] = {"description": f"An old name of {new}.", "deprecated": True}
+    for name, what in model.leftovers.items():
+        properties[name] = {"description": f"A leftover, {what}.", "deprecated": True}
+    if model.required:
+        schema["required"] = list(model.required)
+
+
+def _tidy(schema: Schema, *, takes_auto: bool) -> Schema:
+    outer = {"title", "description", "default", "x-hadal-status"}
+    inner = {name: value for name, value in schema.items() if name not in outer}
+    kept = {name: schema[name] for name in schema if name in outer - {"title"}}
+    if kept.get("default", ...) is None and not _takes_null(inner):
+        del kept["default"]
+    if not takes_auto or not inner:
+        return inner | kept
+    choices = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
+    return {"anyOf": [*choices, {"const": "auto"}]} | kept
+
+
+def _takes_null(schema: Schema) -> bool:
+    return {"type": "null"} in schema.get("anyOf", [schema])
+
+
+def _typed_params(
+    defs: dict[str, Schema], model: type[Section], params: Mapping[str, type[Section]]
+) -> None:
+    """Let the type decide which params an editor offers."""
+    schema = defs[model.__name__]
+    schema["allOf"] = [
+        {
+            "if": {"properties": {"type": {"const": name}}, "required": ["type"]},
+            "then": {"properties": {"params": {"$ref": f"#/$defs/{kind.__name__}"}}},
+        }
+        for name, kind in params.items()
+    ]
+    schema["properties"]["type"]["examples"] = list(params)

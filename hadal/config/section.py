@@ -1,0 +1,158 @@
+"""What every section of the configuration is made of: keys, with their meaning where they stand.
+
+Words of this folder.
+
+section   a JSON object with known keys: a frozen model, one file each
+key       one name in a section, declared by `key(default, meaning, ...)`
+mark      what a key's declaration says beyond type and range (see `Mark`)
+leftover  a key of older releases that is accepted, told once, and does nothing
+renamed   an old name that still means a key of today; told once
+alias     a second name that is as good as the first
+fault     a reason to refuse the configuration        note  a thing worth telling
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+Status = Literal["acts", "not built yet", "no effect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a key's declaration says beyond its type and range.
+
+    `off` are the values beside the default that ask for nothing. `only` are the sole values that
+    the status speaks of. `stages` are the ZeRO stages at which the key does anything.
+    """
+
+    status: Status = "acts"
+    off: tuple[Any, ...] = ()
+    only: tuple[Any, ...] = ()
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    tunable: bool = False
+    auto_is_a_word: bool = False
+    null_is_default: bool = False
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Write the status into the JSON schema, where an editor can show it."""
+        if self.status != "acts":
+            schema["x-hadal-status"] = self.status
+
+    def asks(self, value: Any, default: Any) -> bool:
+        """Tell whether the value asks for what the status speaks of."""
+        if self.only:
+            return value in self.only
+        return bool(value != default and value not in self.off)
+
+
+ACTS = Mark()
+UNBUILT = Mark(status="not built yet")
+UNBUILT_WHERE_USED = Mark(status="not built yet", only=("refused by another key",))
+"""The key serves another one, which is refused; it asks for nothing by itself."""
+NO_EFFECT = Mark(status="no effect")
+AUTO_IS_A_WORD = Mark(auto_is_a_word=True)
+NULL_IS_DEFAULT = Mark(null_is_default=True)
+TUNABLE = Mark(tunable=True)
+UNBUILT_AT_STAGE_3 = Mark(status="not built yet", stages=(3,))
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    mark: Mark = ACTS,
+) -> Any:
+    """Declare a key: its default, what it means (with its unit), its range and its mark."""
+    return Field(default, description=meaning, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=mark)
+
+
+class Section(BaseModel):
+    """A JSON object with known keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        defer_build=True,
+        protected_namespaces=(),
+        arbitrary_types_allowed=True,
+    )
+
+    switch: ClassVar[str | None] = None
+    """The key that turns the section on; the other keys ask for nothing while it is off."""
+    off: ClassVar[tuple[Any, ...]] = (False, None, "none")
+    """The switch's values that turn the section off."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    leftovers: ClassVar[Mapping[str, str]] = {}
+    """Name of a leftover, and what happens instead, as the end of a sentence."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Keys that must be said where the section stands."""
+
+    @classmethod
+    def is_open(cls) -> bool:
+        """Tell whether keys that are not declared are handed on as they are."""
+        return cls.model_config.get("extra") == "allow"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the section's keys ask for anything."""
+        return self.switch is None or getattr(self, self.switch) not in self.off
+
+    @classmethod
+    def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
+        """Return what sections stand under a key, which may hang on the values beside it."""
+        del raw
+        return child_of(cls.model_fields[name])
+
+
+SectionType = TypeVar("SectionType", bound=Section)
+
+
+def section(kind: type[SectionType], meaning: str, *, mark: Mark = ACTS) -> Any:
+    """Declare a section that exists with its defaults where the JSON does not have it."""
+    return Field(default_factory=kind.model_construct, description=meaning, json_schema_extra=mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """Sections under a key: one of them, a map of them by free names, or a list."""
+
+    model: type[Section]
+    shape: Literal["one", "map", "list"]
+
+
+def child_of(field: FieldInfo) -> Child | None:
+    """Read from a key's type which sections stand under it."""
+    return _child(field.annotation)
+
+
+def _child(annotation: Any) -> Child | None:
+    origin = get_origin(annotation)
+    if origin is None:
+        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+        return Child(annotation, "one") if is_section else None
+    inner = [_child(argument) for argument in get_args(annotation)]
+    found = next((child for child in inner if child is not None), None)
+    if found is None or origin in (Union, UnionType, Annotated):
+        return found
+    return Child(found.model, "map" if origin is dict else "list")
+
+
+def mark_of(field: FieldInfo) -> Mark:
+    """Return the mark that `key` left on a field."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, Mark) else ACTS
+
+
+def default_of(field: FieldInfo) -> Any:
+    """Return the value that a key has where the JSON does not give one."""
+    return field.get_default(call_default_factory=True, validated_data={})

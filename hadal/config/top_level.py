@@ -1,0 +1,155 @@
+"""The configuration as a whole: the top-level keys and the sections."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Gt
+from pydantic import BeforeValidator, PrivateAttr
+
+from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.config.aio import Aio
+from hadal.config.amp import Amp
+from hadal.config.autotuning import Autotuning
+from hadal.config.batch import Batch
+from hadal.config.bf16 import Bf16
+from hadal.config.checkpoint import Checkpoint
+from hadal.config.comet import Comet
+from hadal.config.comms_logger import CommsLogger
+from hadal.config.communication import Communication
+from hadal.config.compile import Compile
+from hadal.config.compression_training import CompressionTraining
+from hadal.config.csv_monitor import CsvMonitor
+from hadal.config.curriculum_learning import CurriculumLearning
+from hadal.config.data_efficiency import DataEfficiency
+from hadal.config.data_types import DataTypes
+from hadal.config.datastates_ckpt import DatastatesCkpt
+from hadal.config.eigenvalue import Eigenvalue
+from hadal.config.elasticity import Elasticity
+from hadal.config.expert_parallel import ExpertParallel
+from hadal.config.flops_profiler import FlopsProfiler
+from hadal.config.fp16 import Fp16
+from hadal.config.hybrid_engine import HybridEngine
+from hadal.config.nebula import Nebula
+from hadal.config.optimizer import Optimizer
+from hadal.config.pipeline import Pipeline
+from hadal.config.plain import plain
+from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
+from hadal.config.quantize_training import QuantizeTraining
+from hadal.config.scheduler import Scheduler
+from hadal.config.section import UNBUILT, UNBUILT_WHERE_USED, key, section
+from hadal.config.sparse_attention import SparseAttention
+from hadal.config.tensor_parallel import TensorParallel
+from hadal.config.tensorboard import TensorBoard
+from hadal.config.timers import Timers
+from hadal.config.torch_autocast import TorchAutocast
+from hadal.config.values import Boolean, Integer, Number, lowered, whole_or_never
+from hadal.config.wandb import Wandb
+from hadal.config.weight_quantization import WeightQuantization
+from hadal.config.zero_optimization import ZeroOptimization
+
+Origin = Literal["you", "auto", "default", "inferred"]
+_FOREIGN = "left alone: another program reads it"
+_COMMENT = "left alone: a comment"
+
+
+class General(Batch, Communication):
+    """The top-level keys that are no sections."""
+
+    gradient_clipping: Number = key(
+        1.0, "Largest norm of the whole gradient; 0 does not clip.", ge=0
+    )
+    zero_allow_untested_optimizer: Boolean = key(
+        False, "Let ZeRO shard an optimizer that was not tested with it. Any may be sharded here."
+    )
+    zero_force_ds_cpu_optimizer: Boolean = key(
+        True, "Insist on an own optimizer where state is offloaded. Never insisted on here."
+    )
+    steps_per_print: Annotated[
+        Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
+    ] = key(None, "Updates between two lines of progress; null or infinity prints none.")
+    wall_clock_breakdown: Boolean = key(False, "Time forward, backward and update.", mark=UNBUILT)
+    memory_breakdown: Boolean = key(False, "Print memory around them.", mark=UNBUILT)
+    dump_state: Boolean = key(False, "Print the engine and the configuration at the start.")
+    log_level: (
+        Annotated[
+            Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)
+        ]
+        | None
+    ) = key(None, "Level of the log; null leaves it.")
+    dataloader_drop_last: Boolean = key(False, "Drop a last batch that is not full.")
+    vocabulary_size: Integer | None = key(
+        None, "Vocabulary of the model; warns where it is no multiple of 8.", gt=0
+    )
+    graph_harvesting: Boolean = key(False, "Record device graphs.", mark=UNBUILT)
+    disable_python_gc: Boolean = key(
+        False, "Stop Python's cycle collector while the engine lives.", mark=UNBUILT
+    )
+    use_data_before_expert_parallelism: Boolean = key(
+        False, "Order ranks of expert groups by data first.", mark=UNBUILT
+    )
+
+
+class Config(General):
+    """One ds_config.json, checked and complete."""
+
+    leftovers: ClassVar[Mapping[str, str]] = {
+        "msamp": _FOREIGN,
+        "inference": _FOREIGN,
+        "comment": _COMMENT,
+        "comments": _COMMENT,
+    }
+
+    optimizer: Optimizer | None = key(None, "The optimizer that the engine builds.")
+    scheduler: Scheduler | None = key(None, "The learning-rate schedule.")
+    fp16: Fp16 = section(Fp16, "Half precision.")
+    bf16: Bf16 = section(Bf16, "bfloat16.")
+    amp: Amp | None = key(None, "Apex mixed precision.")
+    torch_autocast: TorchAutocast | None = key(None, "Forward under autocast.")
+    data_types: DataTypes = section(DataTypes, "Other dtypes.")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "Sharding.")
+    aio: Aio = section(Aio, "Disk requests.", mark=UNBUILT_WHERE_USED)
+    tensor_parallel: TensorParallel = section(TensorParallel, "Cut layers.")
+    hybrid_engine: HybridEngine = section(HybridEngine, "Training and generating.")
+    expert_parallel: ExpertParallel = section(ExpertParallel, "Spread experts.")
+    timers: Timers = section(Timers, "Clocks.", mark=UNBUILT_WHERE_USED)
+    autotuning: Autotuning = section(Autotuning, "Search for speed.")
+    flops_profiler: FlopsProfiler = section(FlopsProfiler, "Operations of one step.")
+    activation_checkpointing: ActivationCheckpointing = section(
+        ActivationCheckpointing, "Recomputation."
+    )
+    sparse_attention: SparseAttention | None = key(None, "Sparse attention.", mark=UNBUILT)
+    data_efficiency: DataEfficiency = section(DataEfficiency, "Less data.")
+    curriculum_learning: CurriculumLearning | None = key(None, "Short sequences first.")
+    tensorboard: TensorBoard = section(TensorBoard, "Events to TensorBoard.")
+    csv_monitor: CsvMonitor = section(CsvMonitor, "Events to CSV files.")
+    wandb: Wandb = section(Wandb, "Events to Weights & Biases.")
+    comet: Comet = section(Comet, "Events to Comet.")
+    elasticity: Elasticity | None = key(None, "A batch for many numbers of ranks.")
+    comms_logger: CommsLogger | None = key(None, "Times of collectives.")
+    compression_training: CompressionTraining = section(CompressionTraining, "A smaller model.")
+    checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
+    datastates_ckpt: DatastatesCkpt | None = key(None, "DataStates.", mark=UNBUILT)
+    nebula: Nebula | None = key(None, "Azure Nebula.")
+    compile: Compile = section(Compile, "Graph passes.")
+    pipeline: Pipeline = section(Pipeline, "Stages of layers.")
+    progressive_layer_drop: ProgressiveLayerDrop | None = key(None, "Skipped layers.")
+    eigenvalue: Eigenvalue | None = key(None, "Curvature.")
+    quantize_training: QuantizeTraining | None = key(None, "Quantised training, first form.")
+    weight_quantization: WeightQuantization | None = key(None, "Weights held quantised.")
+
+    _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Where each value comes from, by JSON path."""
+        return self._origins
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was worth telling while loading."""
+        return self._notes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the effective configuration as plain JSON values."""
+        return {name: plain(getattr(self, name)) for name in type(self).model_fields}

@@ -1,0 +1,67 @@
+"""The batch triangle: train batch = micro-batch x accumulation x ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hadal.errors import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the JSON says of the three sizes; None is what it leaves open."""
+
+    train: int | None = None
+    micro: int | None = None
+    accumulation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The three sizes, which agree."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def complete(given: Given, ranks: int) -> Sizes | Fault:
+    """Infer what is left open; a fault where the sizes cannot agree."""
+    if given.train is not None:
+        return _split(given.train, given, ranks)
+    if given.micro is None:
+        return Fault(
+            "train_batch_size",
+            "neither this nor train_micro_batch_size_per_gpu is given; give one of the two",
+        )
+    accumulation = given.accumulation or 1
+    return Sizes(given.micro * accumulation * ranks, given.micro, accumulation)
+
+
+def _split(train: int, given: Given, ranks: int) -> Sizes | Fault:
+    micro, accumulation = given.micro, given.accumulation
+    if micro is not None and accumulation is not None:
+        product = micro * accumulation * ranks
+        if product != train:
+            return Fault(
+                "train_batch_size",
+                f"{train} is not {micro} per device x {accumulation} accumulation x {ranks} ranks "
+                f"= {product}; leave one of the three out",
+            )
+        return Sizes(train, micro, accumulation)
+    known = (micro or accumulation or 1) * ranks
+    if train % known:
+        return Fault("train_batch_size", _uneven(train, given, ranks, known))
+    rest = train // known
+    if micro is not None:
+        return Sizes(train, micro, rest)
+    return Sizes(train, rest, accumulation or 1)
+
+
+def _uneven(train: int, given: Given, ranks: int, known: int) -> str:
+    parts = f"{ranks} ranks"
+    if given.micro is not None:
+        parts = f"{given.micro} per device x {parts}"
+    elif given.accumulation is not None:
+        parts = f"{given.accumulation} accumulation x {parts}"
+    return f"{train} is no multiple of {parts} = {known}; take a multiple of {known}"

@@ -1,0 +1,102 @@
+"""From prepared JSON to frozen sections: types and ranges, every fault with its path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from hadal.config.kinds import expected
+from hadal.config.optimizer import Optimizer
+from hadal.config.plain import found
+from hadal.config.report import Report
+from hadal.config.scheduler import Scheduler
+from hadal.config.section import Section
+from hadal.config.top_level import Config, General
+
+SectionType = TypeVar("SectionType", bound=Section)
+Location = Sequence[int | str]
+
+
+def validate(prepared: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Return the top-level values and sections that the JSON gives; faulty keys are left out."""
+    general = {name: prepared[name] for name in General.model_fields if name in prepared}
+    checked = validate_section(General, general, report)
+    values: dict[str, Any] = {name: getattr(checked, name) for name in checked.model_fields_set}
+    for name, raw in prepared.items():
+        child = Config.child(name, prepared)
+        if child is not None:
+            values[name] = validate_section(child.model, raw, report, name)
+    return values
+
+
+def validate_section(
+    model: type[SectionType], raw: Mapping[str, Any], report: Report, path: str = ""
+) -> SectionType:
+    """Return a section; a key whose value is faulty is told and takes its default."""
+    values = dict(raw)
+    if issubclass(model, Optimizer | Scheduler) and isinstance(values.get("params"), Mapping):
+        values["params"] = _typed_params(model, values, report, path)
+    while True:
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            for problem in error.errors(include_url=False, include_context=False):
+                leaf = _leaf(model, problem["loc"])
+                _tell(model, values, leaf, report, path)
+                _drop(values, leaf)
+
+
+def _typed_params(
+    model: type[Optimizer] | type[Scheduler], raw: Mapping[str, Any], report: Report, path: str
+) -> dict[str, Any]:
+    """Check params by the type beside them; keep only what was given."""
+    child = model.child("params", raw)
+    if child is None:
+        return dict(raw["params"])
+    params = validate_section(child.model, raw["params"], report, f"{path}.params")
+    given = params.model_fields_set - set(params.model_extra or {})
+    return {name: getattr(params, name) for name in raw["params"] if name in given} | dict(
+        params.model_extra or {}
+    )
+
+
+def _leaf(model: type[Section], location: Location) -> Location:
+    """Cut a location where a key's value begins: whatever lies deeper is told as that value."""
+    depth = 0
+    while depth < len(location):
+        name = location[depth]
+        depth += 1
+        child = model.child(str(name), {}) if name in model.model_fields else None
+        if child is None:
+            break
+        model = child.model
+        depth += child.shape != "one" and depth < len(location)
+    return location[:depth]
+
+
+def _tell(model: type[Section], values: Any, leaf: Location, report: Report, path: str) -> None:
+    here = path
+    field = None
+    for name in leaf:
+        if isinstance(name, int):
+            here += f"[{name}]"
+        else:
+            here = f"{here}.{name}" if here else name
+            field = model.model_fields.get(name, field)
+            child = model.child(name, {}) if name in model.model_fields else None
+            model = child.model if child is not None else model
+        values = values[name]
+    wanted = expected(field) if field is not None else "something else"
+    report.fault(here, f"expected {wanted}, got {found(values)}")
+
+
+def _drop(values: Any, leaf: Location) -> None:
+    """Take a faulty value out, so that the rest can be looked at."""
+    for name in leaf[:-1]:
+        values = values[name]
+    if isinstance(values, dict):
+        values.pop(leaf[-1], None)
+    else:
+        values[leaf[-1]] = {}

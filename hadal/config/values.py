@@ -1,0 +1,82 @@
+"""The kinds of value that a configuration holds, and how a JSON value becomes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Strict
+
+
+def whole(value: Any) -> Any:
+    """Take 500000000, 5e8 and "500000000" as the same integer; leave anything else alone."""
+    number = _number(value)
+    if isinstance(number, float) and math.isfinite(number) and number.is_integer():
+        return int(number)
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise ValueError("not an integer")
+    return int(number)
+
+
+def real(value: Any) -> Any:
+    """Take 0.001 and "1e-3" as the same number; refuse booleans, NaN and infinity."""
+    number = _number(value)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ValueError("not a number")
+    if not math.isfinite(number):
+        raise ValueError("not a finite number")
+    return float(number)
+
+
+def whole_or_never(value: Any) -> Any:
+    """Take infinity as "never", which is null; other programs write it for "do not print"."""
+    return None if value is None or value == math.inf else whole(value)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        return float(value)
+
+
+def lowered(value: Any) -> Any:
+    """Compare words without regard to case."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def titled(value: Any) -> Any:
+    """Compare words without regard to case, and write them with a capital."""
+    return value.capitalize() if isinstance(value, str) else value
+
+
+def one_or_many(value: Any) -> Any:
+    """Take a single string as a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+def spelled(**names: str) -> Callable[[Any], Any]:
+    """Take other spellings of a word for the word itself."""
+
+    def canonical(value: Any) -> Any:
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return canonical
+
+
+Boolean: TypeAlias = Annotated[bool, Strict()]
+Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
+Number: TypeAlias = Annotated[float, BeforeValidator(real)]
+Text: TypeAlias = Annotated[str, Strict()]
+
+Integers: TypeAlias = tuple[Integer, ...]
+Numbers: TypeAlias = tuple[Number, ...]
+Texts: TypeAlias = tuple[Text, ...]
+TextOrTexts: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(one_or_many)]
+NumberOrNumbers: TypeAlias = Number | Numbers
+
+Dtype: TypeAlias = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(lowered)]

@@ -1,0 +1,73 @@
+"""Every exception that Hadal raises on purpose, in one tree.
+
+A message says what was found, what was expected, where (JSON path, parameter's full name, rank,
+file) and the remedy. Whoever wants to catch all of them catches `HadalError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class HadalError(Exception):
+    """The root of the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One reason to refuse a configuration: where (JSON path), and what with its remedy."""
+
+    path: str
+    message: str
+
+
+class ConfigError(HadalError, ValueError):
+    """The configuration has faults. All of them are told at once, each with its JSON path."""
+
+    def __init__(self, message: str, faults: tuple[Fault, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
+
+
+class NotBuiltYetError(HadalError, NotImplementedError):
+    """A thing that is promised was asked for, and this version does not do it yet."""
+
+
+class UnbuiltConfigError(ConfigError, NotBuiltYetError):
+    """The configuration is sound, but asks for things that this version does not do yet."""
+
+
+class ModelError(HadalError, ValueError):
+    """The model, or one of its parameters, cannot be trained as it is."""
+
+
+class UsageError(HadalError, RuntimeError):
+    """The engine's methods were called in an order, or with an argument, that cannot work."""
+
+
+class LossError(HadalError, ValueError):
+    """What was given to `backward` is not a loss."""
+
+
+class OptimizerError(HadalError, ValueError):
+    """The optimizer or the learning-rate schedule cannot be used as asked."""
+
+
+class LossScaleError(HadalError, ArithmeticError):
+    """fp16 gradients overflow although the loss scale is at its floor."""
+
+
+class ShardedAccessError(HadalError, RuntimeError):
+    """A parameter was read or written while its values were spread over the ranks."""
+
+
+class CommunicationError(HadalError, RuntimeError):
+    """Ranks cannot reach each other, or a collective failed."""
+
+
+class MismatchError(CommunicationError):
+    """Ranks disagree on something that must be the same everywhere (model, config, path)."""
+
+
+class CheckpointError(HadalError, OSError):
+    """A checkpoint cannot be written or read."""
