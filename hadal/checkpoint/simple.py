@@ -1,0 +1,224 @@
+"""One folder per checkpoint: each rank's shards as safetensors, everything else as JSON.
+
+A checkpoint is read by as many ranks as wrote it, at the same stage. It holds no code: loading
+reads tensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.comm.collectives import gather_objects
+from hadal.errors import CheckpointError
+from hadal.zero.runtime import ZeroRuntime
+
+LATEST = "latest"
+_INDEX = "index.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What belongs to a checkpoint: where values come from when saving, and go to when loading."""
+
+    module: nn.Module
+    runtime: ZeroRuntime
+    optimizer: Optimizer | None
+    schedule: Any
+    scalars: dict[str, Any]
+
+
+def find(load_dir: Path, tag: str | None) -> Path | None:
+    """The folder of the checkpoint `tag`, or of the latest one; None where there is none.
+
+    Raises:
+        CheckpointError: a tag was asked for that is not there, or `latest` names a missing folder.
+    """
+    if tag is None:
+        latest = load_dir / LATEST
+        if not latest.is_file():
+            return None
+        tag = latest.read_text(encoding="utf-8").strip()
+    folder = load_dir / tag
+    if Path(tag).name != tag or not (folder / _INDEX).is_file():
+        raise CheckpointError(f"no complete checkpoint {tag!r} in {load_dir} ({_INDEX} is missing)")
+    return folder
+
+
+def save(save_dir: Path, tag: str, state: Saved, save_latest: bool) -> None:
+    """Write a checkpoint. Every rank writes its own file; `latest` moves when all have."""
+    ranks = state.runtime.ranks
+    folder = save_dir / tag
+    if Path(tag).name != tag:
+        raise CheckpointError(f"a checkpoint's tag must be a plain folder name, found {tag!r}")
+    fault = _try_to_write(folder, state)
+    faults = [found for found in gather_objects(fault, ranks) if found]
+    if faults:
+        raise CheckpointError(f"checkpoint {folder} was not saved: {'; '.join(faults)}")
+    if ranks.rank == 0 and save_latest:
+        _write_text(save_dir / LATEST, tag)
+    gather_objects(None, ranks)  # nobody returns before `latest` says so
+
+
+def _try_to_write(folder: Path, state: Saved) -> str | None:
+    rank = state.runtime.ranks.rank
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = _shard_path(folder, rank)
+        save_file(dict(_tensors(state)), path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+        if rank == 0:
+            _write_text(folder / _INDEX, json.dumps(_index(state), indent=1))
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
+        return f"rank {rank}: {error}"
+    return None
+
+
+def load(folder: Path, state: Saved) -> dict[str, Any]:
+    """Put a checkpoint's values where `state` points, and return its scalars.
+
+    Raises:
+        CheckpointError: damaged, or written by another world size, stage or model.
+    """
+    runtime = state.runtime
+    runtime.reshard_all()
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        tensors = load_file(_shard_path(folder, runtime.ranks.rank))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"rank {runtime.ranks.rank} cannot read {folder}: {error}") from error
+    _check_fit(folder, index, state)
+    if state.optimizer is not None:
+        for group, saved in zip(state.optimizer.param_groups, index["param_groups"], strict=True):
+            group.update({key: _from_json(value) for key, value in saved.items()})
+        _restore_optimizer(state.optimizer, index["optimizer_state"], tensors, folder)
+    for name, target in _weights(state):
+        source = tensors.get(name)
+        if source is None or source.shape != target.shape:
+            raise CheckpointError(f"{folder}: {name} is missing or has another shape")
+        target.copy_(source)
+    runtime.after_load()
+    if state.schedule is not None and index["schedule"] is not None:
+        state.schedule.load_state_dict(index["schedule"])
+    scalars: dict[str, Any] = index["scalars"]
+    return scalars
+
+
+def _check_fit(folder: Path, index: dict[str, Any], state: Saved) -> None:
+    expected = {"format": _FORMAT, "world_size": state.runtime.ranks.size, "layout": _layout(state)}
+    for key, value in expected.items():
+        if index.get(key) != value:
+            raise CheckpointError(
+                f"{folder}: {key} is {index.get(key)!r}, expected {value!r}. Loading a checkpoint"
+                f" of"
+                " another world size, stage, dtype or model is not built yet: use the same ones."
+            )
+
+
+def _index(state: Saved) -> dict[str, Any]:
+    optimizer, schedule = state.optimizer, state.schedule
+    return {
+        "format": _FORMAT,
+        "world_size": state.runtime.ranks.size,
+        "layout": _layout(state),
+        "scalars": state.scalars,
+        "schedule": None if schedule is None else _plain(schedule.state_dict()),
+        "param_groups": [] if optimizer is None else [_plain(g) for g in optimizer.param_groups],
+        "optimizer_state": {} if optimizer is None else _optimizer_scalars(optimizer),
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """What of a state dict is plain data; tensors and objects of a running program are left out."""
+    kept = {}
+    for key, value in values.items():
+        if key != "params" and isinstance(value, (bool, int, float, str, list, tuple, type(None))):
+            kept[key] = list(value) if isinstance(value, tuple) else value
+    return kept
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _layout(state: Saved) -> str:
+    """A short digest of everything that decides what lies where."""
+    parts = [
+        (b.name, str(b.partition), str(b.precision), b.layout.numel, str(b.layout.slots))
+        for b in state.runtime.buckets
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _weights(state: Saved) -> Iterator[tuple[str, Tensor]]:
+    for number, bucket in enumerate(state.runtime.buckets):
+        yield f"weights.{number}", bucket.shard
+        if bucket.master is not None and bucket.precision.keeps_master:
+            yield f"master.{number}", bucket.master
+    managed = {id(parameter) for parameter in state.runtime.bucket_of}
+    for name, parameter in state.module.named_parameters():
+        if id(parameter) not in managed:
+            yield f"parameter.{name}", parameter.detach()
+    for name, buffer in state.module.named_buffers():
+        yield f"buffer.{name}", buffer
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for p, parameter in enumerate(group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield f"optimizer.{g}.{p}.{key}", value
+
+
+def _optimizer_scalars(optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in _optimizer_tensors(optimizer)
+        if not isinstance(value, Tensor)
+    }
+
+
+def _tensors(state: Saved) -> Iterator[tuple[str, Tensor]]:
+    state.runtime.reshard_all()
+    for name, tensor in _weights(state):
+        yield name, tensor.detach().clone().contiguous()
+    if state.optimizer is not None:
+        for name, value in _optimizer_tensors(state.optimizer):
+            if isinstance(value, Tensor):
+                yield name, value.detach().clone().contiguous()
+
+
+def _restore_optimizer(
+    optimizer: Optimizer, scalars: dict[str, Any], tensors: dict[str, Tensor], folder: Path
+) -> None:
+    optimizer.state.clear()
+    found = {**scalars, **{k: v for k, v in tensors.items() if k.startswith("optimizer.")}}
+    for name, value in found.items():
+        _, g, p, key = name.split(".", 3)
+        try:
+            parameter = optimizer.param_groups[int(g)]["params"][int(p)]
+        except (ValueError, IndexError):
+            raise CheckpointError(f"{folder}: {name} belongs to no parameter here") from None
+        is_tensor = isinstance(value, Tensor)
+        optimizer.state[parameter][key] = value.to(parameter.device) if is_tensor else value
+
+
+def _shard_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.safetensors"
+
+
+def _write_text(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

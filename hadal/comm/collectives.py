@@ -1,0 +1,245 @@
+"""The only raw collective calls of the library.
+
+On a CPU, tensors travel in pairs: each rank sends every other one just the slice it needs and does
+the arithmetic itself, in float32 whatever the wire carries. On an accelerator the backend's own
+collectives do the same work. Both give a *mean* over the ranks, divided before it is rounded to a
+16-bit dtype, so that averaging cannot overflow where the values themselves do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hadal.comm.ranks import Ranks
+from hadal.errors import CommunicationError
+
+# torch 2.13 renamed these; the library supports 2.11 too.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Sends in pairs are matched by order within a tag: what is started in its own order has its own
+# tag.
+_REDUCE, _GATHER, _SPREAD, _CODE = 11, 12, 13, 14
+
+# Elements that are summed at a time: two float32 blocks of this length stay in a core's L2 cache.
+_BLOCK_NUMEL = 1 << 16
+
+
+class _Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass
+class Pending:
+    """A started collective, in one phase or several."""
+
+    label: str
+    works: Sequence[_Work] = ()
+    then: Callable[[], Pending | None] = _nothing
+    done: bool = field(default=False, init=False)
+
+    def advance(self) -> None:
+        """Wait for the present phase, do its arithmetic, and start the next one if there is one."""
+        if self.done:
+            return
+        try:
+            for work in self.works:
+                work.wait()
+            following = self.then()
+        except (RuntimeError, dist.DistError) as error:
+            raise CommunicationError(
+                f"{self.label} failed: {error}. Another rank died or waits elsewhere; its own"
+                " message tells more."
+            ) from error
+        if following is None:
+            self.done = True
+            self.works, self.then = (), _nothing
+        else:
+            self.works, self.then = following.works, following.then
+
+    def wait(self) -> None:
+        """Wait for all phases."""
+        while not self.done:
+            self.advance()
+
+
+def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
+    """The even cut of the 1-D `full` that belongs to `rank`."""
+    numel = full.numel() // ranks.size
+    return full[rank * numel : (rank + 1) * numel]
+
+
+def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = _GATHER) -> Pending:
+    """Fill the slices of 1-D `full` from their ranks; mine must already be in its place."""
+    if ranks.size == 1:
+        return _finished(label)
+    mine = slice_of(full, ranks.rank, ranks)
+    if not ranks.exchanges_in_pairs(full.device):
+        return Pending(label, [_all_gather(full, mine, group=ranks.group, async_op=True)])
+    works: list[_Work] = []
+    for other in ranks.others:
+        works.append(_send(mine, other, ranks, tag))
+        works.append(_receive(slice_of(full, other, ranks), other, ranks, tag))
+    return Pending(label, works)
+
+
+def start_reduce_scatter(
+    full: Tensor, out: Tensor, ranks: Ranks, wire: torch.dtype, accumulate: bool, label: str
+) -> Pending:
+    """Put the mean over all ranks of my slice of 1-D `full` into `out` (or add it to `out`).
+
+    `out` may be my slice of `full` itself. `full` must not be touched until the wait is over. The
+    values travel in dtype `wire`.
+    """
+    if ranks.size == 1:
+        return Pending(label, then=lambda: mean_into(out, [full], accumulate))
+    sent = full if full.dtype == wire else full.to(wire)
+    if not ranks.exchanges_in_pairs(full.device):
+        mean = torch.empty(out.numel(), dtype=wire, device=out.device)
+        work = _reduce_scatter(mean, sent, op=dist.ReduceOp.AVG, group=ranks.group, async_op=True)
+        return Pending(label, [work], lambda: mean_into(out, [mean], accumulate))
+    works: list[_Work] = []
+    pieces = [slice_of(sent, ranks.rank, ranks)]
+    for other in ranks.others:
+        works.append(_send(slice_of(sent, other, ranks), other, ranks, _REDUCE))
+        pieces.append(torch.empty_like(pieces[0]))
+        works.append(_receive(pieces[-1], other, ranks, _REDUCE))
+    return Pending(label, works, lambda: mean_into(out, pieces, accumulate))
+
+
+def start_all_reduce(full: Tensor, ranks: Ranks, wire: torch.dtype, label: str) -> Pending:
+    """Replace 1-D `full` by its mean over all ranks, the same bits on each."""
+    mine = slice_of(full, ranks.rank, ranks)
+    if ranks.size == 1:
+        return _finished(label)
+    pending = start_reduce_scatter(full, mine, ranks, wire, accumulate=False, label=label)
+    mean = pending.then
+
+    def spread() -> Pending:
+        mean()
+        return start_all_gather(full, ranks, label, _SPREAD)
+
+    pending.then = spread
+    return pending
+
+
+def mean_into(out: Tensor, pieces: Sequence[Tensor], accumulate: bool) -> None:
+    """Put the mean of the 1-D `pieces` into `out`, or add it to what `out` holds.
+
+    Summed in float32 (float64 for float64) and rounded once. `out` may be one of the pieces.
+    """
+    if len(pieces) == 1 and not accumulate:
+        if out.data_ptr() != pieces[0].data_ptr():
+            out.copy_(pieces[0])
+        return
+    exact = torch.promote_types(torch.float32, out.dtype)
+    block = min(_BLOCK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
+    total = torch.empty(block, dtype=exact, device=out.device)
+    for start in range(0, out.numel(), max(block, 1)):
+        target = out[start : start + block]
+        part = total[: target.numel()]
+        part.copy_(pieces[0][start : start + block])
+        for piece in pieces[1:]:
+            part.add_(piece[start : start + block])
+        if len(pieces) > 1:
+            part.mul_(1.0 / len(pieces))
+        if accumulate:
+            part.add_(target)
+        target.copy_(part)
+
+
+def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
+    """Give every rank `source`'s values of `tensor`, in place."""
+    if ranks.size == 1 or tensor.numel() == 0:
+        return
+    works: list[_Work] = []
+    if not ranks.exchanges_in_pairs(tensor.device) or ranks.size > 2:
+        works.append(dist.broadcast(tensor, group=ranks.group, group_src=source, async_op=True))
+    elif ranks.rank == source:
+        works.append(_send(tensor, 1 - source, ranks, _SPREAD))
+    else:
+        works.append(_receive(tensor, source, ranks, _SPREAD))
+    Pending(label, works).wait()
+
+
+def sum_(tensor: Tensor, ranks: Ranks, label: str) -> None:
+    """Replace a small tensor by its sum over all ranks."""
+    _small_reduction(tensor, dist.ReduceOp.SUM, ranks, label)
+
+
+def max_(tensor: Tensor, ranks: Ranks, label: str) -> None:
+    """Replace a small tensor by its element-wise maximum over all ranks."""
+    _small_reduction(tensor, dist.ReduceOp.MAX, ranks, label)
+
+
+def gather_objects(value: object, ranks: Ranks) -> list[Any]:
+    """Every rank's picklable `value`, by rank. For start-up and errors: it is slow."""
+    if ranks.size == 1:
+        return [value]
+    values: list[Any] = [None] * ranks.size
+    dist.all_gather_object(values, value, group=ranks.group)
+    return values
+
+
+def gather_codes(code: int, ranks: Ranks) -> list[int]:
+    """Every rank's whole number, by rank: one small exchange on the host."""
+    if ranks.size == 1:
+        return [code]
+    codes = torch.empty(ranks.size, dtype=torch.int64)
+    codes[ranks.rank] = code
+    works: list[_Work] = []
+    for other in ranks.others:
+        works.append(_send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE))
+        works.append(_receive(codes[other : other + 1], other, ranks, _CODE))
+    Pending("an agreement between ranks", works).wait()
+    return [int(found) for found in codes]
+
+
+def barrier() -> None:
+    """Wait until every rank of the world has come here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _finished(label: str) -> Pending:
+    pending = Pending(label)
+    pending.done = True
+    return pending
+
+
+def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int) -> _Work:
+    work = dist.isend(_as_bytes(tensor), group=ranks.group, group_dst=other, tag=tag)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def _receive(tensor: Tensor, other: int, ranks: Ranks, tag: int) -> _Work:
+    work = dist.irecv(_as_bytes(tensor), group=ranks.group, group_src=other, tag=tag)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Values are carried, not added, so every dtype travels alike.
+    return tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach()
+
+
+def _small_reduction(
+    tensor: Tensor, operation: dist.ReduceOp.RedOpType, ranks: Ranks, label: str
+) -> None:
+    if ranks.size == 1:
+        return
+    try:
+        dist.all_reduce(tensor, op=operation, group=ranks.group)
+    except (RuntimeError, dist.DistError) as error:
+        raise CommunicationError(f"{label} failed: {error}") from error

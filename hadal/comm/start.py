@@ -1,0 +1,165 @@
+"""Start-up: who am I, how many are we, where is rank 0. The only reader of the environment here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from hadal.device import collective_backend, rank_device
+from hadal.errors import CommunicationError
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Place(NamedTuple):
+    """One process's place in the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    told_by: str
+
+
+ALONE = Place(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
+
+# (launcher, rank, world size, local rank): the first whose rank and world size are both set wins.
+# SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is set only for processes that srun itself started.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    distributed_port: int = DEFAULT_PORT,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start the process group, unless one already runs.
+
+    The place of this process is taken from the arguments, else from the variables of torchrun,
+    Slurm or MPI, else it is alone.
+
+    Args:
+        dist_backend: torch's backend name; by default the one of the current device.
+        distributed_port: rank 0's port where neither MASTER_PORT nor `init_method` names one.
+        timeout: how long to wait for the other ranks, at start and in every collective.
+        init_method: torch's URL (`tcp://host:port`, `file:///path`), as an alternative to
+        variables. rank: this process's number, with `init_method`.
+        world_size: how many processes there are, with `init_method`.
+
+    Raises:
+        CommunicationError: the variables contradict each other, or the ranks cannot meet.
+    """
+    if dist.is_initialized():
+        return
+    place = find_place(os.environ, distributed_port)
+    rank_device(place.local_rank)
+    backend = dist_backend or collective_backend()
+    if init_method is not None:
+        known = rank >= 0 and world_size > 0
+        place = place._replace(
+            rank=rank if known else place.rank,
+            world_size=world_size if known else place.world_size,
+            told_by=f"init_method {init_method}",
+        )
+    try:
+        _start(backend, place, init_method, timeout)
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        where = init_method or f"{place.address}:{place.port}"
+        raise CommunicationError(
+            f"rank {place.rank} of {place.world_size} (told by {place.told_by}) could not meet the"
+            f" others at {where} within {timeout.total_seconds():g} s: {error}. Check that rank 0"
+            " runs, that MASTER_ADDR and MASTER_PORT are the same on all ranks and that no firewall"
+            " stands between them."
+        ) from error
+
+
+def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> None:
+    if place.world_size == 1 and init_method is None:
+        # Alone there is nobody to meet: no port is opened, so that many such runs share a host.
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+        )
+        return
+    dist.init_process_group(
+        backend,
+        init_method=init_method or f"tcp://{place.address}:{place.port}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+
+
+def find_place(variables: Mapping[str, str], port: int = DEFAULT_PORT) -> Place:
+    """Read this process's place from a launcher's variables; `ALONE` where there are none."""
+    for name, *keys in _LAUNCHERS:
+        launcher, (rank_key, world_key, local_key) = name, keys
+        if rank_key in variables and world_key in variables:
+            rank = _whole_number(variables, rank_key)
+            world_size = _whole_number(variables, world_key)
+            local_rank = _whole_number(variables, local_key) if local_key in variables else rank
+            break
+    else:
+        return ALONE
+    if not 0 <= rank < world_size:
+        raise CommunicationError(
+            f"{rank_key}={rank} is not one of 0..{world_size - 1}, as {world_key}={world_size}"
+            f" demands; {launcher} set one of them, or an older run left it in the environment"
+        )
+    port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
+    address = variables.get("MASTER_ADDR") or _first_host(variables, world_size)
+    return Place(rank, world_size, local_rank, address, port, launcher)
+
+
+def local_rank() -> int:
+    """This process's number on its host, as its launcher told it; 0 without a launcher."""
+    return find_place(os.environ).local_rank
+
+
+def _whole_number(variables: Mapping[str, str], key: str) -> int:
+    try:
+        return int(variables[key])
+    except ValueError:
+        raise CommunicationError(
+            f"the variable {key} must be a whole number, found {variables[key]!r}"
+        ) from None
+
+
+def _first_host(variables: Mapping[str, str], world_size: int) -> str:
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    if nodes:
+        return first_slurm_host(nodes)
+    local_sizes = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    local = next((int(variables[key]) for key in local_sizes if key in variables), None)
+    if world_size == 1 or local == world_size:
+        return "127.0.0.1"
+    raise CommunicationError(
+        f"{world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it to"
+        " that host's name for all ranks"
+    )
+
+
+def first_slurm_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `node[03-05,9],gpu1` gives `node03`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    if match is None:
+        raise CommunicationError(f"cannot read the Slurm node list {nodes!r}; set MASTER_ADDR")
+    return match[1] + (match[2] or "") + (match[3] or "")

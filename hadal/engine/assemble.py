@@ -1,0 +1,441 @@
+"""From a configuration and a user's objects to an engine: the only reader of the whole config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from hadal.comm import Ranks, init_distributed
+from hadal.comm.collectives import broadcast_, gather_codes, gather_objects
+from hadal.config import Config, load_config
+from hadal.device import current_device
+from hadal.engine.arguments import choose_config
+from hadal.engine.engine import Engine, Parts, Training
+from hadal.engine.loader import ShardedLoader
+from hadal.errors import MismatchError, ModelError, NotBuiltYetError, OptimizerError, UsageError
+from hadal.optim.build import build_optimizer
+from hadal.optim.loss_scale import ScaleRule
+from hadal.optim.schedules import build_schedule
+from hadal.optim.step import build_stepper, check_groups
+from hadal.zero import access, init
+from hadal.zero.bucket import Bucket
+from hadal.zero.grouping import LeafModules, Unit, find_units, is_foreign, plan_buckets
+from hadal.zero.hooks import Hooks
+from hadal.zero.policy import STAGES, Limits, Partition, Precision
+from hadal.zero.runtime import ZeroRuntime
+
+_log = logging.getLogger(__name__)
+
+Groups = list[dict[str, Any]]
+OptimizerMaker = Callable[[Any], Optimizer]
+ScheduleMaker = Callable[[Optimizer], Any]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# What trains where neither the config nor the caller names an optimizer or a schedule.
+_DEFAULT_OPTIMIZER = "AdamW"
+_DEFAULT_SCHEDULE = "WarmupDecayLR"
+_DEFAULT_SCHEDULE_STEPS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the caller brought along, besides the model and the configuration."""
+
+    optimizer: Optimizer | OptimizerMaker | None
+    model_parameters: Any
+    schedule: LRScheduler | ScheduleMaker | None
+    training_data: Dataset[Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
+def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | OptimizerMaker | None = None,
+    model_parameters: Iterable[nn.Parameter] | Groups | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | ScheduleMaker | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Optimizer | None, ShardedLoader | None, Any]:
+    """Make an engine that trains `model` as the configuration says. All ranks must call it.
+
+    Args:
+        args: a namespace whose `deepspeed_config` may name the configuration.
+        model: the module to train; its weights and buffers on rank 0 are given to all ranks.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from
+            `model_parameters`; it takes the place of the `optimizer` section.
+        model_parameters: parameters, or param groups, to train; all that require gradients by
+        default. training_data: a data set to shard over the ranks.
+        lr_scheduler: a schedule of the given optimizer, or a callable that makes one from it.
+        distributed_port: rank 0's port, where no launcher names one.
+        mpu: a model-parallel unit; not built yet.
+        dist_init_required: False where the caller has started the process group.
+        collate_fn: how the loader makes a batch of samples.
+        config: the configuration: a dict, the path of a JSON file, or its base64 text.
+        mesh_param: the sizes of a device mesh; not built yet.
+        config_params: an older name of `config`.
+
+    Returns:
+        The engine, its optimizer, the loader over `training_data` and the schedule; None for what
+        there is not.
+
+    Raises:
+        ConfigError: the configuration has faults; all are listed.
+        ModelError, OptimizerError, UsageError: something given cannot be trained with.
+        MismatchError: the ranks were given different models or configurations.
+        CommunicationError: the ranks cannot reach each other.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise NotBuiltYetError(f"initialize({name}=...) is not built yet; leave it out")
+    source = choose_config(args, config, config_params)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port, timeout=timedelta(minutes=30))
+    ranks = Ranks.world()
+    settings = load_config(
+        source,
+        world_size=ranks.size,
+        client_optimizer=optimizer is not None,
+        client_scheduler=lr_scheduler is not None,
+    )
+    if settings.log_level:
+        logging.getLogger("hadal").setLevel(settings.log_level.upper())
+    wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
+    engine = _assemble(model, wishes, settings, ranks)
+    if settings.dump_state and ranks.rank == 0:
+        _log.info("configuration: %s", json.dumps(settings.as_dict(), indent=1, default=str))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _assemble(model: nn.Module, wishes: Wishes, config: Config, ranks: Ranks) -> Engine:
+    device = current_device()
+    _check_model(model, device, ranks)
+    maker = _optimizer_maker(wishes, config, model)
+    has_optimizer = wishes.optimizer is not None or config.optimizer is not None
+    optimizer = maker() if has_optimizer else None
+    groups = _members_of_groups(model, optimizer, ranks)
+    _check_same(model, groups, config, ranks)
+    runtime = _build_runtime(model, groups, config, ranks, device)
+    _spread_the_rest(model, runtime, config, ranks, device)
+    access.register(runtime, runtime.bucket_of)
+    loader = _build_loader(wishes, config, ranks)
+
+    def make_training(made: Optimizer | None = None) -> Training:
+        made = made or _stand_in(maker(), groups)
+        stepper = build_stepper(made, runtime.gradients, groups)
+        schedule = _build_schedule(wishes, config, made, has_optimizer, loader)
+        return Training(made, schedule, stepper)
+
+    training = None
+    if optimizer is not None and runtime.gradients:
+        training = make_training(optimizer)
+    return Engine(
+        Parts(
+            model=model,
+            ranks=ranks,
+            runtime=runtime,
+            hooks=Hooks(model, runtime),
+            training=training,
+            make_training=make_training,
+            scale_rule=_scale_rule(config),
+            skip_overflow=config.fp16.enabled
+            or (config.bf16.enabled and config.bf16.check_grad_overflow),
+            gradient_clipping=config.gradient_clipping,
+            micro_batch_size=config.train_micro_batch_size_per_gpu,
+            accumulation=config.gradient_accumulation_steps,
+            steps_per_print=config.steps_per_print,
+            loader=loader,
+            device=device,
+            config=config,
+        )
+    )
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"rank {ranks.rank}: parameter {name} has no shape yet; run the model once before"
+                " initialize"
+            )
+        misplaced = parameter.device.type not in ("cpu", device.type)
+        elsewhere = parameter.device.type == device.type != "cpu" and parameter.device != device
+        if misplaced or elsewhere:
+            raise ModelError(
+                f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
+                f" or"
+                f" the cpu; move the model with model.to({str(device)!r}), or build it inside"
+                " hadal.zero.Init() where one device cannot hold it"
+            )
+
+
+def _check_same(
+    model: nn.Module, groups: Sequence[Sequence[nn.Parameter]], config: Config, ranks: Ranks
+) -> None:
+    """All ranks must have been given the same model and configuration."""
+    group_of = {id(p): number for number, members in enumerate(groups) for p in members}
+    described = {
+        name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        f" in param group {group_of.get(id(p))}"
+        for name, p in model.named_parameters()
+    }
+    keys = {path: json.dumps(v, default=str) for path, v in _leaves(config.as_dict())}
+    for what, mine in (("configuration", keys), ("model", described)):
+        digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+        if len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1:
+            continue
+        theirs = gather_objects(mine, ranks)
+        raise MismatchError(_first_difference(what, theirs))
+
+
+def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank[1:], start=1):
+        for name in [*first, *(key for key in other if key not in first)]:
+            here, there = first.get(name, "nothing"), other.get(name, "nothing")
+            if here != there:
+                return (
+                    f"the ranks were given different {what}s: {name} is {here} on rank 0 and"
+                    f" {there}"
+                    f" on rank {rank}. Build the same {what} on every rank."
+                )
+    return f"the ranks were given the same {what} in different orders; build it alike on every rank"
+
+
+def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, here)
+        else:
+            yield here, value
+
+
+def _spread_the_rest(
+    model: nn.Module, runtime: ZeroRuntime, config: Config, ranks: Ranks, device: torch.device
+) -> None:
+    """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device."""
+    cast = _model_dtype(config)
+    for name, parameter in model.named_parameters():
+        if parameter not in runtime.bucket_of:
+            parameter.data = parameter.data.to(device)
+            broadcast_(parameter.data, 0, ranks, f"the broadcast of {name}")
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            kept = buffer.to(device, cast if buffer.is_floating_point() and cast else buffer.dtype)
+            kept = kept.contiguous()
+            broadcast_(kept, 0, ranks, f"the broadcast of buffer {key}")
+            module._buffers[key] = kept
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+def _model_dtype(config: Config) -> torch.dtype | None:
+    """The dtype that all weights are cast to; None leaves each its own."""
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else None
+
+
+def _precision(config: Config, given: torch.dtype) -> Precision:
+    compute = _model_dtype(config) or given
+    mixed = _model_dtype(config) is not None
+    accumulate = config.data_types.grad_accum_dtype
+    wire = config.communication_data_type
+    accumulated = _DTYPES[accumulate] if accumulate else compute
+    return Precision(
+        compute=compute,
+        master=torch.promote_types(given, torch.float32) if mixed else given,
+        accumulate=accumulated,
+        reduce=_DTYPES[wire] if wire else accumulated,
+    )
+
+
+def _limits(config: Config) -> Limits:
+    zero = config.zero_optimization
+    return Limits(
+        bucket_numel=max(1, min(zero.reduce_bucket_size, zero.allgather_bucket_size or 1)),
+        persistence_numel=zero.stage3_param_persistence_threshold,
+        persistent_total_numel=zero.stage3_model_persistence_threshold,
+        live_numel=zero.stage3_max_live_parameters,
+        reuse_numel=zero.stage3_max_reuse_distance,
+    )
+
+
+def _scale_rule(config: Config) -> ScaleRule:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return ScaleRule()
+    return ScaleRule(
+        initial=float(fp16.loss_scale) or 2.0**fp16.initial_scale_power,
+        dynamic=fp16.loss_scale == 0,
+        window=fp16.loss_scale_window,
+        minimum=fp16.min_loss_scale,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+    )
+
+
+def _build_runtime(
+    model: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+) -> ZeroRuntime:
+    partition: Partition = STAGES[config.zero_optimization.stage]
+    limits = _limits(config)
+    group_of = {p: -1 for p in model.parameters() if not p.requires_grad and not is_foreign(p)}
+    group_of |= {p: number for number, members in enumerate(groups) for p in members}
+    leaf = config.zero_optimization.leaf_module
+    leaves = LeafModules(tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes))
+    units: list[Unit] = find_units(model, group_of, leaves)
+    buckets = []
+    for plan in plan_buckets(units, partition, limits):
+        given = plan.members[0].parameter.dtype
+        with init.taking_over([member.parameter for member in plan.members]):
+            bucket = Bucket(plan, _precision(config, given), ranks, device)
+        bucket.reshard()
+        buckets.append(bucket)
+    return ZeroRuntime(units, buckets, ranks, limits)
+
+
+# ---- what trains ---------------------------------------------------------------------------------
+
+
+def _optimizer_maker(wishes: Wishes, config: Config, model: nn.Module) -> Callable[[], Optimizer]:
+    """How to come by the optimizer: the caller's, the section's, or the default."""
+    brought = wishes.optimizer
+    if isinstance(brought, Optimizer):
+        return lambda: brought
+    parameters = wishes.model_parameters
+    chosen = (
+        [p for p in model.parameters() if p.requires_grad]
+        if parameters is None
+        else list(parameters)
+    )
+    if brought is not None:
+        if not callable(brought):
+            raise OptimizerError(
+                f"initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes"
+                f" one, got {type(brought).__name__}"
+            )
+        made = brought
+        return lambda: made(chosen)
+    section = config.optimizer
+    if section is None:
+        return lambda: build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
+    kind, params = section.type, section.params
+    return lambda: build_optimizer(kind, params, chosen)
+
+
+def _members_of_groups(
+    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
+) -> list[list[nn.Parameter]]:
+    """Per param group, the model's parameters that will be trained."""
+    everything = list(model.parameters())
+    if optimizer is None:
+        return [[p for p in everything if p.requires_grad and not is_foreign(p)]]
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"the optimizer callable gave a {type(optimizer).__name__}, expected a"
+            " torch.optim.Optimizer"
+        )
+    check_groups(optimizer, everything, ranks.rank)
+    groups = []
+    for group in optimizer.param_groups:
+        foreign = [p for p in group["params"] if p.requires_grad and is_foreign(p)]
+        if foreign:
+            names = [n for n, p in model.named_parameters() if any(p is f for f in foreign)]
+            raise ModelError(
+                f"rank {ranks.rank}: {names[0]} is a {type(foreign[0]).__name__} of"
+                f" {foreign[0].dtype}"
+                " and cannot lie in a flat buffer; freeze it (requires_grad_(False)) or convert it"
+                " to"
+                " a plain floating-point parameter"
+            )
+        groups.append([p for p in group["params"] if p.requires_grad])
+    return groups
+
+
+def _stand_in(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+    """An optimizer that was made late, after the parameters had been laid into buckets."""
+    if len(optimizer.param_groups) != len(groups):
+        raise OptimizerError(
+            f"the default optimizer has {len(optimizer.param_groups)} param groups, expected"
+            f" {len(groups)}; give initialize an optimizer, or an `optimizer` section"
+        )
+    return optimizer
+
+
+def _build_schedule(
+    wishes: Wishes,
+    config: Config,
+    optimizer: Optimizer,
+    has_optimizer: bool,
+    loader: ShardedLoader | None,
+) -> Any:
+    brought = wishes.schedule
+    if brought is not None and not isinstance(brought, LRScheduler) and callable(brought):
+        return brought(optimizer)
+    if brought is not None:
+        if not isinstance(wishes.optimizer, Optimizer):
+            raise OptimizerError(
+                "initialize(lr_scheduler=...) got a schedule object without the optimizer object"
+                " that"
+                " it belongs to; give both, or a callable that makes the schedule from the"
+                " optimizer"
+            )
+        return brought
+    if config.scheduler is not None:
+        return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+    if has_optimizer:
+        return None
+    steps = len(loader) if loader is not None else _DEFAULT_SCHEDULE_STEPS
+    _log.warning(
+        "no optimizer was given: %s with its defaults trains, under %s over %d steps; name both in"
+        " the"
+        " configuration to choose",
+        _DEFAULT_OPTIMIZER,
+        _DEFAULT_SCHEDULE,
+        steps,
+    )
+    return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
+
+
+def _build_loader(wishes: Wishes, config: Config, ranks: Ranks) -> ShardedLoader | None:
+    if wishes.training_data is None:
+        return None
+    return ShardedLoader(
+        wishes.training_data,
+        config.train_micro_batch_size_per_gpu,
+        ranks,
+        wishes.collate_fn,
+        config.dataloader_drop_last,
+    )

@@ -1,0 +1,442 @@
+"""The user's object: a module that trains itself with forward, backward and step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.checkpoint import simple as checkpoint
+from hadal.comm import Ranks
+from hadal.config import Config
+from hadal.engine.loader import ShardedLoader
+from hadal.errors import LossError, UsageError
+from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scale
+from hadal.optim.step import Stepper, clip_coefficient, global_norm
+from hadal.zero import access
+from hadal.zero.hooks import Hooks
+from hadal.zero.runtime import ZeroRuntime
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Training:
+    """What steps the weights: absent until there is something to train with."""
+
+    optimizer: Optimizer
+    schedule: Any
+    stepper: Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything an engine is made of. `assemble` reads the configuration; the engine does not."""
+
+    model: nn.Module
+    ranks: Ranks
+    runtime: ZeroRuntime
+    hooks: Hooks
+    training: Training | None
+    make_training: Callable[[], Training]
+    scale_rule: ScaleRule
+    skip_overflow: bool
+    gradient_clipping: float
+    micro_batch_size: int
+    accumulation: int
+    steps_per_print: int | None
+    loader: ShardedLoader | None
+    device: torch.device
+    config: Config
+
+
+@dataclass(slots=True)
+class Counters:
+    """How far training has come."""
+
+    micro_steps: int = 0
+    """Micro-steps, whether or not they ended in an update."""
+    global_steps: int = 0
+    """Boundaries reached, skipped updates included."""
+    global_samples: int = 0
+    """Samples consumed by all ranks."""
+    skipped_steps: int = 0
+    """Updates that were skipped because gradients were not finite."""
+
+
+@dataclass(slots=True)
+class LastUpdate:
+    """What the last boundary found."""
+
+    norm: float | None = None
+    clip: float = 1.0
+    overflow: bool = False
+
+
+@dataclass(slots=True)
+class _Cycle:
+    """Where the engine stands between two updates."""
+
+    backwards: int = 0
+    unsynchronized: bool = False
+    destroyed: bool = False
+    last: LastUpdate = field(default_factory=LastUpdate)
+
+
+class Engine(nn.Module):
+    """A model under training. Made by `hadal.initialize`; one class for every configuration.
+
+    Attributes that it does not have are the module's.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.module = parts.model
+        self._parts = parts
+        self._training = parts.training
+        self._accumulation = parts.accumulation
+        self._scale: ScaleState = first_scale(parts.scale_rule)
+        self._counters = Counters()
+        self._cycle = _Cycle()
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall through to the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # ---- what it is made of ----------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; its param groups hold this rank's flat cuts of the master weights."""
+        return self._training.optimizer if self._training else None
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule, if there is one."""
+        return self._training.schedule if self._training else None
+
+    @property
+    def training_dataloader(self) -> ShardedLoader | None:
+        """The loader over `training_data`, if it was given."""
+        return self._parts.loader
+
+    @property
+    def config(self) -> Config:
+        """The effective configuration."""
+        return self._parts.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._parts.device
+
+    # ---- counters --------------------------------------------------------------------------------
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps so far."""
+        return self._counters.micro_steps
+
+    @property
+    def global_steps(self) -> int:
+        """Boundaries reached so far, skipped updates included."""
+        return self._counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all ranks have consumed."""
+        return self._counters.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because gradients were not finite."""
+        return self._counters.skipped_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one rank in one micro-step."""
+        return self._parts.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps of one update."""
+        return self._accumulation
+
+    def train_batch_size(self) -> int:
+        """Samples of all ranks in one update."""
+        return self._parts.micro_batch_size * self._accumulation * self._parts.ranks.size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of one update, by way of the micro-steps alone.
+
+        Raises:
+            UsageError: not a multiple of the samples of one micro-step on all ranks, or called in
+                the middle of an update.
+        """
+        step = self._parts.micro_batch_size * self._parts.ranks.size
+        if train_batch_size <= 0 or train_batch_size % step:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}): expected a multiple of {step}, which is"
+                f" {self._parts.micro_batch_size} per device x {self._parts.ranks.size} ranks"
+            )
+        if self._counters.micro_steps % self._accumulation:
+            raise UsageError("set_train_batch_size was called inside an accumulation; step first")
+        self._accumulation = train_batch_size // step
+        self._counters.micro_steps = self._counters.global_steps * self._accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-step ends in an update."""
+        return (self._counters.micro_steps + 1) % self._accumulation == 0
+
+    # ---- what the last update found --------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """The L2 norm of the last update's gradients before clipping; None before the first."""
+        return self._cycle.last.norm
+
+    @property
+    def clip_coefficient(self) -> float:
+        """What the last update's gradients were multiplied with to clip them; 1.0: nothing."""
+        return self._cycle.last.clip
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was skipped because gradients were not finite."""
+        return self._cycle.last.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before backward (fp16; 1.0 otherwise)."""
+        return self._scale.scale
+
+    def get_lr(self) -> list[float]:
+        """The present learning rate of each param group."""
+        if self._training is None:
+            return []
+        return [float(group["lr"]) for group in self._training.optimizer.param_groups]
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if self._cycle.destroyed:
+            raise UsageError("this engine was destroyed; use its module, or initialize anew")
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Compute gradients of `loss`, the mean over this rank's micro-batch, and return it.
+
+        The engine divides by the micro-steps of an update and by the number of ranks.
+
+        Raises:
+            LossError: `loss` is not a scalar that depends on trainable parameters.
+            UsageError: nothing is trainable.
+        """
+        self._check_loss(loss)
+        if self._training is None:
+            self._training = self._parts.make_training()
+        factor = self._scale.scale / self._accumulation
+        scaled = loss if factor == 1.0 else loss.float() * factor
+        boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
+        runtime = self._parts.runtime
+        with runtime.backward(boundary=boundary), self._parts.hooks.reading():
+            scaled.backward()
+        self._cycle.backwards += 1
+        return loss
+
+    def _check_loss(self, loss: object) -> None:
+        where = f"rank {self._parts.ranks.rank}: engine.backward(loss)"
+        if not self._parts.runtime.gradients:
+            raise UsageError(
+                f"{where} has nothing to train: no parameter of the model that requires a gradient"
+                " is given to the optimizer"
+            )
+        if not isinstance(loss, Tensor):
+            raise LossError(
+                f"{where} expects a tensor, got {type(loss).__name__}; give the loss itself, for"
+                " example outputs.loss or outputs[0]"
+            )
+        if loss.numel() != 1:
+            raise LossError(
+                f"{where} expects a scalar, got a tensor of shape {tuple(loss.shape)}; reduce it"
+                " first, for example loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise LossError(
+                f"{where}: the loss does not depend on any trainable parameter; was it computed"
+                " under torch.no_grad(), or detached?"
+            )
+
+    def step(self) -> None:
+        """End a micro-step; at the boundary, update the weights and the learning rate.
+
+        Raises:
+            UsageError: no backward came before, or called inside `no_sync`.
+            LossScaleError: fp16 gradients overflow at the floor of the loss scale.
+        """
+        if self._cycle.unsynchronized:
+            raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
+        if not self._cycle.backwards:
+            raise UsageError(
+                "engine.step() came without a backward; call engine.backward(loss) before each step"
+            )
+        self._cycle.backwards = 0
+        if self.is_gradient_accumulation_boundary():
+            self._update()
+        self._counters.micro_steps += 1
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        parts, training = self._parts, self._training
+        assert training is not None  # a backward came before
+        runtime = parts.runtime
+        runtime.reduce_all()
+        runtime.reshard_all()
+        norm = global_norm(runtime.gradients, parts.ranks) / self._scale.scale
+        overflow = parts.skip_overflow and not math.isfinite(norm)
+        clip = 1.0 if overflow else clip_coefficient(norm, parts.gradient_clipping)
+        self._cycle.last = LastUpdate(norm, clip, overflow)
+        counters = self._counters
+        if overflow:
+            counters.skipped_steps += 1
+            _log.warning(
+                "update %d skipped: gradients are not finite (loss scale %g)",
+                counters.global_steps,
+                self._scale.scale,
+            )
+        else:
+            training.stepper.step(clip / self._scale.scale)
+            if training.schedule is not None:
+                training.schedule.step()
+        runtime.clear_gradients()
+        counters.global_steps += 1
+        counters.global_samples += self.train_batch_size()
+        self._scale = next_scale(self._scale, overflow, parts.scale_rule)
+        self._report()
+
+    def _report(self) -> None:
+        every = self._parts.steps_per_print
+        if every and self._counters.global_steps % every == 0 and self._parts.ranks.rank == 0:
+            _log.info(
+                "step %d, skipped %d, lr %s, gradient norm %.4g",
+                self._counters.global_steps,
+                self._counters.skipped_steps,
+                self.get_lr(),
+                self._cycle.last.norm,
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Say that more backwards follow before the next step: reductions may wait for them.
+
+        A hint, legal at every stage. Where gradients are partitioned they are reduced all the same;
+        the numbers do not change.
+        """
+        before = self._cycle.unsynchronized
+        self._cycle.unsynchronized = True
+        try:
+            yield
+        finally:
+            self._cycle.unsynchronized = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients collected since the last update."""
+        self._parts.runtime.clear_gradients()
+        super().zero_grad(set_to_none=set_to_none)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's whole state, in memory of its own, on every rank. All ranks must call it."""
+        runtime = self._parts.runtime
+        with runtime.whole(runtime.buckets):
+            state = self.module.state_dict(*args, **kwargs)
+            return {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
+
+        Args:
+            save_dir: the folder; it is made where it does not exist.
+            tag: the checkpoint's name; `global_step<N>` by default.
+            client_state: the caller's own values: what JSON can hold.
+            save_latest: whether `load_checkpoint` should find this one without a tag.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or `client_state` cannot be saved.
+        """
+        name = tag or f"global_step{self._counters.global_steps}"
+        checkpoint.save(Path(save_dir), name, self._saved_state(client_state or {}), save_latest)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint. All ranks must call it.
+
+        Returns:
+            The checkpoint's folder and the `client_state` saved with it; (None, {}) where
+            `load_dir` holds none.
+
+        Raises:
+            CheckpointError: it is damaged, or was saved by another world size, stage or model.
+        """
+        folder = checkpoint.find(Path(load_dir), tag)
+        if folder is None:
+            return None, {}
+        if self._training is None and self._parts.runtime.gradients:
+            self._training = self._parts.make_training()
+        loaded = checkpoint.load(folder, self._saved_state({}))
+        self._counters = Counters(**loaded["counters"])
+        self._scale = ScaleState(*loaded["scale"])
+        self._cycle.backwards = 0
+        return str(folder), loaded["client_state"]
+
+    def _saved_state(self, client_state: Mapping[str, Any]) -> checkpoint.Saved:
+        return checkpoint.Saved(
+            module=self.module,
+            runtime=self._parts.runtime,
+            optimizer=self.optimizer,
+            schedule=self.lr_scheduler,
+            scalars={
+                "counters": {
+                    name: getattr(self._counters, name) for name in Counters.__dataclass_fields__
+                },
+                "scale": list(self._scale),
+                "client_state": dict(client_state),
+            },
+        )
+
+    @torch.no_grad()
+    def destroy(self) -> None:
+        """Take the hooks off and give every parameter whole memory of its own. All ranks must."""
+        if self._cycle.destroyed:
+            return
+        self._cycle.destroyed = True
+        runtime = self._parts.runtime
+        self._parts.hooks.remove()
+        access.forget(runtime.bucket_of)
+        runtime.release()
+        gc.collect()

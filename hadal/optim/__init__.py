@@ -1,0 +1,1 @@
+"""Stepping: norm, clip, loss scale, optimizers over shards, learning-rate schedules."""

@@ -1,0 +1,88 @@
+"""The optimizer that a configuration or a caller asks for, and whether it may step flat shards."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hadal.errors import OptimizerError
+
+# Their update of one element looks at that element's gradient and state alone, so cutting a tensor
+# anywhere changes nothing. Subclasses are not trusted: they may have overridden the update.
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+_REFUSED = {
+    "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
+    "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
+}
+# Keys of the `optimizer` section that steer the choice and are no argument of torch's classes.
+_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")
+
+
+def build_optimizer(
+    kind: str, params: Mapping[str, Any], groups: Iterable[nn.Parameter] | list[dict[str, Any]]
+) -> Optimizer:
+    """Make the optimizer that the `optimizer` section names, over the given parameters or groups.
+
+    `Adam` decays weights decoupled (as `AdamW`) unless `adam_w_mode` is false.
+
+    Raises:
+        OptimizerError: no such optimizer, one that cannot work here, or arguments it does not take.
+    """
+    arguments = dict(params)
+    name = kind
+    if kind in ("Adam", "AdamW"):
+        switches = {key: arguments.pop(key, None) for key in _ADAM_SWITCHES}
+        name = "Adam" if kind == "Adam" and switches["adam_w_mode"] is False else "AdamW"
+        if not switches["torch_adam"]:
+            arguments.setdefault("weight_decay", 0.0)
+    made = getattr(torch.optim, name, None)
+    if not (inspect.isclass(made) and issubclass(made, Optimizer)) or made is Optimizer:
+        known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise OptimizerError(
+            f"optimizer.type {kind!r} is neither known here nor a class of torch.optim{hint}"
+        )
+    refuse_unusable(made)
+    try:
+        inspect.signature(made).bind(groups, **arguments)
+    except TypeError as error:
+        raise OptimizerError(f"optimizer.params does not fit {kind}: {error}") from None
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    optimizer: Optimizer = made(groups, **arguments)
+    return optimizer
+
+
+def refuse_unusable(kind: type[Optimizer]) -> None:
+    """Raise `OptimizerError` for an optimizer whose step cannot work with reduced gradients."""
+    for cls in kind.__mro__:
+        if cls.__name__ in _REFUSED:
+            raise OptimizerError(
+                f"optimizer {kind.__name__} cannot be used: {_REFUSED[cls.__name__]}"
+            )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether this optimizer may step a flat cut of several parameters as if it were one tensor."""
+    return type(optimizer) in _ELEMENTWISE

@@ -1,0 +1,341 @@
+"""Learning-rate schedules of the `scheduler` section: pure curves, and the object that plays them.
+
+In every curve `n` counts the schedule's steps so far (0 before the first) and `t` is n - 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hadal.errors import OptimizerError
+
+_log = logging.getLogger(__name__)
+
+Rates = float | Sequence[float]
+
+
+class Schedule(ABC):
+    """Sets each param group's learning rate after each update.
+
+    Owns the number of steps so far; the curve itself is `rate`.
+    """
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._write()
+
+    @abstractmethod
+    def rate(self, n: int, group: int) -> float:
+        """The learning rate of param group number `group` after `n` steps."""
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move on by one update (or to a given one) and write the new rates."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
+        self._write()
+
+    def _write(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = self.rate(self.last_batch_iteration + 1, index)
+
+    def get_lr(self) -> list[float]:
+        """The present rate of each param group."""
+        n = self.last_batch_iteration + 1
+        return [self.rate(n, index) for index in range(len(self.optimizer.param_groups))]
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that were written last."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self._write()
+
+    def _per_group(self, value: Rates, key: str) -> list[float]:
+        groups = len(self.optimizer.param_groups)
+        if not isinstance(value, (list, tuple)):
+            return [float(value)] * groups  # type: ignore[arg-type]
+        if len(value) != groups:
+            raise OptimizerError(
+                f"scheduler.params.{key} lists {len(value)} values for {groups} param groups; give"
+                " one value, or one for each group"
+            )
+        return [float(item) for item in value]
+
+
+def warm_up(t: int, length: int, kind: str) -> float:
+    """The share of the warm-up that is done at t < length, from 0 to 1."""
+    return math.log(t + 1) / math.log(length) if kind == "log" else t / length
+
+
+def _warm_up_length(steps: int) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
+        raise OptimizerError(
+            f"scheduler.params.warmup_num_steps must be a whole number above 0, found {steps!r}"
+        )
+    return max(2, steps)
+
+
+def _warm_up_kind(kind: str) -> str:
+    if kind not in ("log", "linear"):
+        _log.warning('scheduler.params.warmup_type %r is unknown, "log" is used', kind)
+        return "log"
+    return kind
+
+
+class WarmupLR(Schedule):
+    """From a low rate to a high one in `warmup_num_steps`, then constant."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = optimizer
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        self._low = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self._high = self._per_group(
+            own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr"
+        )
+        self._length = _warm_up_length(warmup_num_steps)
+        self._kind = _warm_up_kind(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def share(self, t: int) -> float:
+        """How far between the low (0) and the high (1) rate."""
+        return warm_up(t, self._length, self._kind) if t < self._length else 1.0
+
+    def rate(self, n: int, group: int) -> float:
+        """The rate of a param group after `n` steps."""
+        low, high = self._low[group], self._high[group]
+        return low if n == 0 else low + (high - low) * self.share(n - 1)
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then linearly down to the low rate at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = total_num_steps
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
+        if total_num_steps < warmup_num_steps:
+            _log.warning(
+                "scheduler.params.total_num_steps %d is below warmup_num_steps %d",
+                total_num_steps,
+                warmup_num_steps,
+            )
+
+    def share(self, t: int) -> float:
+        """How far between the low (0) and the high (1) rate."""
+        if t < self._length:
+            return warm_up(t, self._length, self._kind)
+        return max(0.0, (self._total - t) / max(1.0, self._total - self._length))
+
+
+class WarmupCosineLR(Schedule):
+    """Warm-up as a share of each group's own rate, then half a cosine down (Loshchilov 2017)."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = total_num_steps
+        self._first_ratio = warmup_min_ratio
+        self._last_ratio = cos_min_ratio
+        self._length = _warm_up_length(warmup_num_steps)
+        self._kind = _warm_up_kind(warmup_type)
+        self._own = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration)
+
+    def ratio(self, t: int) -> float:
+        """The share of a group's own rate."""
+        if t < self._length:
+            done = warm_up(t, self._length, self._kind)
+            return self._first_ratio + (1.0 - self._first_ratio) * done
+        done = min(1.0, (t - self._length + 1) / max(1, self._total - self._length))
+        last = self._last_ratio
+        return max(0.0, last + (1.0 - last) * (1.0 + math.cos(math.pi * done)) / 2.0)
+
+    def rate(self, n: int, group: int) -> float:
+        """The rate of a param group after `n` steps."""
+        return 0.0 if n == 0 else self._own[group] * self.ratio(n - 1)
+
+
+class LRRangeTest(Schedule):
+    """A rate that only grows, to find the largest that still trains (Smith 2017)."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
+            raise OptimizerError(
+                "scheduler.params.lr_range_test_step_size must be a whole number above 0, found"
+                f" {lr_range_test_step_size!r}"
+            )
+        self.optimizer = optimizer
+        self._low = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._size = lr_range_test_step_size
+        self._growth = lr_range_test_step_rate
+        self._stairs = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rate(self, n: int, group: int) -> float:
+        """The rate of a param group after `n` steps."""
+        interval = n // self._size if self._stairs else n / self._size
+        return self._low[group] * (1.0 + self._growth * interval)
+
+
+class OneCycle(Schedule):
+    """Up and down once, with momentum the other way, then a slow decay (Smith 2018)."""
+
+    def __init__(  # noqa: PLR0913 - the section's own keys
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = optimizer
+        if cycle_first_step_size <= 0:
+            raise OptimizerError("scheduler.params.cycle_first_step_size must be above 0")
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        stairs = cycle_second_stair_count
+        self._sizes = (cycle_first_step_size, second)
+        self._stairs = (
+            cycle_first_stair_count,
+            cycle_first_stair_count if stairs is None else stairs,
+        )
+        self._low = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self._high = self._per_group(cycle_max_lr, "cycle_max_lr")
+        self._low_momentum = self._per_group(cycle_min_mom, "cycle_min_mom")
+        self._high_momentum = self._per_group(cycle_max_mom, "cycle_max_mom")
+        self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
+        self._cycles_momentum = cycle_momentum
+        if cycle_momentum and "betas" not in optimizer.defaults:
+            _log.warning(
+                "scheduler.params.cycle_momentum is off: %s has no betas", type(optimizer).__name__
+            )
+            self._cycles_momentum = False
+        super().__init__(optimizer, last_batch_iteration)
+
+    def position(self, n: int) -> float:
+        """Where in the cycle: 0 at both ends, 1 at the peak."""
+        first, second = self._sizes
+        rising = n <= first
+        done, size = (n, first) if rising else (first + second - n, second)
+        if n == first + second:
+            return 0.0
+        stairs = self._stairs[0 if rising else 1]
+        return math.floor(done * stairs / size) / stairs if stairs else done / size
+
+    def _decay_intervals(self, n: int) -> float:
+        behind = n - sum(self._sizes)
+        return behind / self._decay[0] if self._decay[0] else 0.0
+
+    def rate(self, n: int, group: int) -> float:
+        """The rate of a param group after `n` steps."""
+        low, high = self._low[group], self._high[group]
+        if n > sum(self._sizes):
+            return low / (1.0 + self._decay[1] * self._decay_intervals(n))
+        return low + (high - low) * self.position(n)
+
+    def momentum(self, n: int, group: int) -> float:
+        """The first beta of a param group after `n` steps."""
+        low, high = self._low_momentum[group], self._high_momentum[group]
+        if n == 0:
+            return low
+        if n > sum(self._sizes):
+            return high * (1.0 + self._decay[2] * self._decay_intervals(n))
+        return high - (high - low) * self.position(n)
+
+    def _write(self) -> None:
+        super()._write()
+        if self._cycles_momentum:
+            n = self.last_batch_iteration + 1
+            for index, group in enumerate(self.optimizer.param_groups):
+                group["betas"] = (self.momentum(n, index), 0.99)
+
+
+_NATIVE: dict[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def build_schedule(
+    kind: str, params: Mapping[str, Any], optimizer: Optimizer
+) -> Schedule | LRScheduler:
+    """Make the schedule that the `scheduler` section names.
+
+    Raises:
+        OptimizerError: no such schedule, or parameters that it does not take.
+    """
+    made: Any = _NATIVE.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
+    if made is None:
+        raise OptimizerError(
+            f"scheduler.type {kind!r} is unknown; expected one of {', '.join(_NATIVE)} or a class"
+            f" of"
+            " torch.optim.lr_scheduler"
+        )
+    try:
+        inspect.signature(made).bind(optimizer, **params)
+    except TypeError as error:
+        raise OptimizerError(f"scheduler.params does not fit {kind}: {error}") from None
+    schedule: Schedule | LRScheduler = made(optimizer, **params)
+    return schedule

@@ -1,0 +1,352 @@
+"""One update: a norm over the shards, one multiply, the optimizer, and the weights written back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import Pending, broadcast_, slice_of, start_all_gather, sum_
+from hadal.device import AdamRule, fused_adam_
+from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.optim.build import is_elementwise, refuse_unusable
+from hadal.zero.bucket import Bucket
+from hadal.zero.gradients import Gradients
+from hadal.zero.layout import share_out
+
+# On a CPU, elements that are cast, scaled, stepped and written back together, so that a block's
+# five arrays stay in a core's cache; on an accelerator, enough to keep it busy.
+_CPU_BLOCK_NUMEL = 1 << 16
+_ACCELERATOR_BLOCK_NUMEL = 1 << 25
+
+
+def block_numel(device: torch.device) -> int:
+    """How many elements are worked on at a time."""
+    return _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
+
+
+def global_norm(gradients: Sequence[Gradients], ranks: Ranks) -> float:
+    """The L2 norm of all mean gradients, each counted once; one small sum over the ranks."""
+    total = torch.zeros((), dtype=torch.float64)
+    for one in gradients:
+        # Where the mean is whole on every rank, each rank counts its even cut of it.
+        cut = one.bucket.partition.optimizer
+        mine = one.mean if cut else slice_of(one.mean, ranks.rank, ranks)
+        total += _square_sum(mine)
+    sum_(total, ranks, "the sum of the gradient norm")
+    return math.sqrt(float(total))
+
+
+def _square_sum(values: Tensor) -> float:
+    exact = torch.promote_types(values.dtype, torch.float32)
+    total = 0.0
+    step = block_numel(values.device)
+    for start in range(0, values.numel(), step):
+        block = values[start : start + step].to(exact)
+        total += float(torch.dot(block, block))
+    return total
+
+
+def clip_coefficient(norm: float, limit: float) -> float:
+    """What gradients are multiplied with so that their norm is at most `limit` (0: no limit)."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+class Stepper(Protocol):
+    """Steps an optimizer once per update and leaves the new weights in the buckets."""
+
+    def step(self, multiplier: float) -> None:
+        """Make one update with the mean gradients times `multiplier`."""
+
+
+def build_stepper(
+    optimizer: Optimizer,
+    gradients: Sequence[Gradients],
+    parameters: Sequence[Sequence[nn.Parameter]],
+) -> Stepper:
+    """Put the buckets under a user's optimizer.
+
+    The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
+    holds, per param group, the model's own parameters in their order.
+
+    Raises:
+        OptimizerError: the optimizer cannot work with reduced gradients.
+        NotBuiltYetError: it has been stepped before.
+    """
+    refuse_unusable(type(optimizer))
+    if optimizer.state:
+        raise NotBuiltYetError(
+            f"the {type(optimizer).__name__} given to initialize has been stepped already; taking"
+            " over its state is not built yet. Give a fresh one, or load a checkpoint."
+        )
+    if is_elementwise(optimizer):
+        return FlatStepper(optimizer, gradients)
+    return WholeStepper(optimizer, gradients, parameters)
+
+
+class _Piece(NamedTuple):
+    """A contiguous run of one param group in one bucket's master."""
+
+    group: int
+    start: int
+    stop: int
+    values: nn.Parameter
+
+
+class FlatStepper:
+    """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
+
+    def __init__(self, optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
+        self._optimizer = optimizer
+        self._gradients = list(gradients)
+        self._pieces: dict[Gradients, list[_Piece]] = {}
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for one in gradients:
+            master = one.bucket.master
+            assert master is not None  # every bucket with gradients is trained
+            pieces = []
+            for run in one.bucket.layout.runs(*one.bucket.span):
+                values = nn.Parameter(master[run.start : run.stop])
+                optimizer.param_groups[run.group]["params"].append(values)
+                pieces.append(_Piece(run.group, run.start, run.stop, values))
+            self._pieces[one] = pieces
+
+    def step(self, multiplier: float) -> None:
+        """Make one update with the mean gradients times `multiplier`."""
+        if _is_plain_adam(self._optimizer):
+            self._step_in_blocks(multiplier)
+        else:
+            self._step_at_once(multiplier)
+
+    def _step_in_blocks(self, multiplier: float) -> None:
+        """Adam, a cache-sized block at a time: every byte is read and written once."""
+        refreshing: list[Pending] = []
+        for one in self._gradients:
+            for piece in self._pieces[one]:
+                self._step_piece(one, piece, multiplier)
+            _append(refreshing, one.bucket.start_refresh())
+        # A scheduler that was made by torch asks whether the optimizer has stepped.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        _wait_all(refreshing)
+
+    def _step_piece(self, one: Gradients, piece: _Piece, multiplier: float) -> None:
+        group = self._optimizer.param_groups[piece.group]
+        values = piece.values.detach()
+        moments, largest, count = self._adam_state(piece, values, bool(group["amsgrad"]))
+        count += 1
+        rule = _adam_rule(self._optimizer, group)
+        mean = one.mean[piece.start : piece.stop]
+        step = min(block_numel(values.device), values.numel())
+        gradient = torch.empty(step, dtype=values.dtype, device=values.device)
+        for start in range(0, values.numel(), step):
+            stop = min(start + step, values.numel())
+            block = gradient[: stop - start]
+            block.copy_(mean[start:stop])
+            if multiplier != 1.0:
+                block.mul_(multiplier)
+            fused_adam_(
+                values[start:stop],
+                block,
+                (moments[0][start:stop], moments[1][start:stop]),
+                None if largest is None else largest[start:stop],
+                count,
+                rule,
+            )
+            one.bucket.write_back(piece.start + start, piece.start + stop)
+
+    def _adam_state(
+        self, piece: _Piece, values: Tensor, amsgrad: bool
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor]:
+        """Adam's state of one piece, under torch.optim's own names, made on first use."""
+        state = self._optimizer.state[piece.values]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=values.device)
+            state["exp_avg"] = torch.zeros_like(values)
+            state["exp_avg_sq"] = torch.zeros_like(values)
+            if amsgrad:
+                state["max_exp_avg_sq"] = torch.zeros_like(values)
+        largest = state["max_exp_avg_sq"] if amsgrad else None
+        return (state["exp_avg"], state["exp_avg_sq"]), largest, state["step"]
+
+    def _step_at_once(self, multiplier: float) -> None:
+        """Any other elementwise optimizer: its own `step`, once, on all pieces."""
+        for one in self._gradients:
+            for piece in self._pieces[one]:
+                mean = one.mean[piece.start : piece.stop]
+                piece.values.grad = mean.to(piece.values.dtype, copy=True).mul_(multiplier)
+        self._optimizer.step()
+        refreshing: list[Pending] = []
+        for one in self._gradients:
+            for piece in self._pieces[one]:
+                piece.values.grad = None
+                one.bucket.write_back(piece.start, piece.stop)
+            _append(refreshing, one.bucket.start_refresh())
+        _wait_all(refreshing)
+
+
+def _is_plain_adam(optimizer: Optimizer) -> bool:
+    """Whether torch's fused kernel does exactly what this optimizer's own step would do."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    unusual = any(
+        group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups
+    )
+    return not hooked and not unusual
+
+
+def _adam_rule(optimizer: Optimizer, group: dict[str, object]) -> AdamRule:
+    beta1, beta2 = group["betas"]  # type: ignore[misc]
+    decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    return AdamRule(
+        lr=float(group["lr"]),  # type: ignore[arg-type]
+        beta1=float(beta1),  # type: ignore[has-type]
+        beta2=float(beta2),  # type: ignore[has-type]
+        eps=float(group["eps"]),  # type: ignore[arg-type]
+        weight_decay=float(group["weight_decay"]),  # type: ignore[arg-type]
+        decoupled=decoupled,
+        maximize=bool(group["maximize"]),
+    )
+
+
+class _Whole(NamedTuple):
+    """One whole parameter that an optimizer sees uncut, on the rank that owns it."""
+
+    slot: int
+    owner: int
+    values: nn.Parameter | None
+    """None on the ranks that do not own it."""
+
+
+class WholeStepper:
+    """Steps optimizers that must see whole parameters of their true shape (Muon, Adafactor, ...).
+
+    Each parameter is stepped on one rank. Flat masters stay what they are; per update an owner
+    receives its parameters' gradients and gives back their new values. Where optimizer state is
+    not partitioned every rank steps everything and nothing travels.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._gradients = list(gradients)
+        self._ranks = gradients[0].bucket.ranks
+        self._alone = not gradients[0].bucket.partition.optimizer
+        flat = [(one, slot) for one in gradients for slot in range(len(one.bucket.parameters))]
+        numels = [one.bucket.layout.slots[slot].numel for one, slot in flat]
+        owners = share_out(numels, self._ranks.size).owners
+        self._wholes: dict[Gradients, list[_Whole]] = {one: [] for one in gradients}
+        owned: dict[nn.Parameter, nn.Parameter] = {}
+        for (one, slot), owner in zip(flat, owners, strict=True):
+            values = None
+            if self._alone or owner == self._ranks.rank:
+                values = self._make_values(one, slot)
+                owned[one.bucket.parameters[slot]] = values
+            self._wholes[one].append(_Whole(slot, owner, values))
+        for group, members in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = [owned[member] for member in members if member in owned]
+
+    def _make_values(self, one: Gradients, slot: int) -> nn.Parameter:
+        bucket = one.bucket
+        master = bucket.master
+        assert master is not None  # every bucket with gradients is trained
+        place = bucket.layout.slots[slot]
+        if self._alone:
+            return nn.Parameter(master[place.offset : place.stop].view(place.shape))
+        return nn.Parameter(torch.empty(place.shape, dtype=master.dtype, device=master.device))
+
+    def step(self, multiplier: float) -> None:
+        """Make one update with the mean gradients times `multiplier`."""
+        for one in self._gradients:
+            self._fetch(one, multiplier)
+        self._optimizer.step()
+        refreshing: list[Pending] = []
+        for one in self._gradients:
+            self._put(one)
+            bucket = one.bucket
+            bucket.write_back(0, bucket.span[1] - bucket.span[0])
+            _append(refreshing, bucket.start_refresh())
+        _wait_all(refreshing)
+
+    def _fetch(self, one: Gradients, multiplier: float) -> None:
+        """Give the owners the present values and the gradients of their parameters."""
+        gradients = self._gathered(one.bucket, one.mean)
+        master = one.bucket.master
+        assert master is not None  # every bucket with gradients is trained
+        values = None if self._alone else self._gathered(one.bucket, master)
+        for whole in self._wholes[one]:
+            if whole.values is None:
+                continue
+            place = one.bucket.layout.slots[whole.slot]
+            part = gradients[place.offset : place.stop].view(place.shape)
+            whole.values.grad = part.to(whole.values.dtype, copy=True).mul_(multiplier)
+            if values is not None:
+                kept = values[place.offset : place.stop].view(place.shape)
+                whole.values.detach().copy_(kept)
+
+    def _gathered(self, bucket: Bucket, cut: Tensor) -> Tensor:
+        if self._alone:
+            return cut
+        full = torch.empty(bucket.layout.numel, dtype=cut.dtype, device=cut.device)
+        full[bucket.span[0] : bucket.span[1]].copy_(cut)
+        start_all_gather(full, self._ranks, f"the gather of {bucket.name} for its owners").wait()
+        return full
+
+    def _put(self, one: Gradients) -> None:
+        """Bring the owners' new values back into every rank's flat master."""
+        for whole in self._wholes[one]:
+            if whole.values is not None:
+                whole.values.grad = None
+        if self._alone:
+            return
+        bucket = one.bucket
+        master = bucket.master
+        assert master is not None  # every bucket with gradients is trained
+        full = torch.zeros(bucket.layout.numel, dtype=master.dtype, device=master.device)
+        for owner in sorted({whole.owner for whole in self._wholes[one]}):
+            mine = [whole for whole in self._wholes[one] if whole.owner == owner]
+            places = [bucket.layout.slots[whole.slot] for whole in mine]
+            packed = torch.empty(
+                sum(place.numel for place in places), dtype=master.dtype, device=master.device
+            )
+            parts = packed.split([place.numel for place in places])
+            for whole, part in zip(mine, parts, strict=True):
+                if whole.values is not None:
+                    part.copy_(whole.values.detach().reshape(-1))
+            broadcast_(packed, owner, self._ranks, f"the new values of {bucket.name}")
+            for place, part in zip(places, parts, strict=True):
+                full[place.offset : place.stop].copy_(part)
+        master.copy_(full[bucket.span[0] : bucket.span[1]])
+
+
+def _append(pendings: list[Pending], pending: Pending | None) -> None:
+    if pending is not None:
+        pendings.append(pending)
+
+
+def _wait_all(pendings: Sequence[Pending]) -> None:
+    for pending in pendings:
+        pending.wait()
+
+
+def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int) -> None:
+    """Raise `OptimizerError` where the optimizer holds a parameter that the model does not have."""
+    in_model = {id(parameter) for parameter in known}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in in_model:
+                raise OptimizerError(
+                    f"rank {rank}: parameter {index} of param group {number}"
+                    f" ({tuple(parameter.shape)}, {parameter.dtype}) is not a parameter of the"
+                    " model. Make the optimizer after the model has its final form and device."
+                )

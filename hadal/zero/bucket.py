@@ -1,0 +1,229 @@
+"""One flat buffer of weights: the parameters that look into it, my shard of it, and its master."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import Pending, broadcast_, start_all_gather
+from hadal.errors import ModelError, ShardedAccessError
+from hadal.zero.grouping import BucketPlan
+from hadal.zero.layout import Layout, lay_out
+from hadal.zero.policy import Partition, Precision
+
+
+class Weights(Enum):
+    """Where a bucket's weights stand."""
+
+    SHARDED = auto()
+    """Only my shard exists; the parameters hold placeholders."""
+    ARRIVING = auto()
+    """The full buffer is being gathered: not readable yet."""
+    FULL = auto()
+    """The parameters look into the full buffer."""
+
+
+class Bucket:
+    """The weights of a few parameters, end to end.
+
+    Owns `full` (1-D, compute dtype; its storage is empty while SHARDED), `shard` (my cut of it: a
+    view of `full` unless weights are partitioned) and, for what is trained, `master` (the values
+    that the optimizer updates, for elements `span` of the bucket; the weights themselves where
+    they already have the master's dtype).
+    """
+
+    def __init__(
+        self, plan: BucketPlan, precision: Precision, ranks: Ranks, device: torch.device
+    ) -> None:
+        self.name = plan.name
+        self.partition: Partition = plan.partition
+        self.precision = precision
+        self.ranks = ranks
+        self.trainable = plan.trainable
+        self.device = device
+        self.parameters: Sequence[nn.Parameter]
+        members = sorted(plan.members, key=lambda member: member.group)
+        self.parameters = tuple(member.parameter for member in members)
+        itemsize = min(precision.compute.itemsize, precision.master.itemsize)
+        self.layout: Layout = lay_out(
+            [(m.name, tuple(m.parameter.shape), m.group) for m in members], ranks.size, itemsize
+        )
+        cut = plan.partition.optimizer or plan.partition.weights
+        self.span = self.layout.span(ranks.rank) if cut else (0, self.layout.numel)
+        self.state = Weights.FULL
+        self._pending: Pending | None = None
+        self._adopt()
+
+    # ---- laying down -----------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take over the parameters' values, rank 0's on every rank, before any cast."""
+        given = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            given[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
+            parameter.grad = None
+        broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
+        start, stop = self.span
+        self.full: Tensor = given.to(self.precision.compute)
+        self.shard: Tensor = self.full[start:stop]
+        if self.partition.weights:
+            self.shard = self.shard.clone()
+        if not self.trainable:
+            self.master: Tensor | None = None
+        elif self.precision.keeps_master:
+            self.master = given[start:stop].to(self.precision.master, copy=True)
+        else:
+            self.master = self.shard
+        self._views = self.views_of(self.full)
+        # One element each, so that a write to one freed parameter cannot reach another.
+        nans = torch.full((len(self.parameters),), torch.nan, dtype=self.full.dtype).to(self.device)
+        self._placeholders = [
+            nans[index].expand(slot.shape) for index, slot in enumerate(self.layout.slots)
+        ]
+        self._nans = nans
+        self._versions = [0] * len(self.parameters)
+        self._point_at(self._views)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """A view of `flat` (1-D, laid out like this bucket) for each parameter, in its shape."""
+        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self.layout.slots]
+
+    def _point_at(self, values: Sequence[Tensor]) -> None:
+        for index, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
+            parameter.data = value
+            self._versions[index] = parameter._version
+
+    # ---- moving between SHARDED and FULL ---------------------------------------------------------
+
+    @property
+    def storage_key(self) -> int:
+        """The address of the full buffer's storage, for recognising tensors that look into it."""
+        return self.full.untyped_storage().data_ptr()
+
+    def start_unshard(self) -> None:
+        """Begin to gather the full buffer: SHARDED to ARRIVING (to FULL at once when alone)."""
+        if self.state is not Weights.SHARDED:
+            return
+        self._check_placeholders()
+        # Views that autograd saved look into this storage. It is resized, never replaced.
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self.full[self.span[0] : self.span[1]].copy_(self.shard)
+        self._pending = start_all_gather(self.full, self.ranks, f"the gather of {self.name}")
+        self.state = Weights.ARRIVING
+
+    def wait_unshard(self) -> None:
+        """Make the parameters look into the gathered buffer: ARRIVING to FULL."""
+        if self.state is not Weights.ARRIVING:
+            return
+        assert self._pending is not None  # ARRIVING means that a gather was started
+        self._pending.wait()
+        self._pending = None
+        self._point_at(self._views)
+        self.state = Weights.FULL
+
+    def unshard(self) -> None:
+        """Gather the full buffer and wait for it."""
+        self.start_unshard()
+        self.wait_unshard()
+
+    def reshard(self) -> None:
+        """Drop the full buffer: FULL to SHARDED. Edits by the user are kept first."""
+        if not self.partition.weights or self.state is not Weights.FULL:
+            return
+        self.absorb_edits()
+        self._point_at(self._placeholders)
+        self.full.untyped_storage().resize_(0)
+        self.state = Weights.SHARDED
+
+    def serve(self) -> None:
+        """Give my shard to ranks that gather this bucket while I do not use it."""
+        scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
+        scratch[self.span[0] : self.span[1]].copy_(self.shard)
+        start_all_gather(scratch, self.ranks, f"the gather of {self.name}").wait()
+
+    def _check_placeholders(self) -> None:
+        """Refuse to go on where a freed parameter was written to: the write would be lost."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter._version != self._versions[index]:
+                raise ShardedAccessError(self._lost_write(index))
+        if self.device.type == "cpu" and not bool(self._nans.isnan().all()):
+            raise ShardedAccessError(self._lost_write(int(self._nans.isnan().int().argmin())))
+
+    def _lost_write(self, index: int) -> str:
+        return (
+            f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} was written to"
+            f" while"
+            " its values were spread over the ranks, so the write reached nothing. Write inside"
+            " `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
+        )
+
+    # ---- master and weights ----------------------------------------------------------------------
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Put elements [start, stop) of the stepped master into the weights, cast."""
+        if self.master is not None and self.precision.keeps_master:
+            self.shard[start:stop].copy_(self.master[start:stop])
+
+    def start_refresh(self) -> Pending | None:
+        """Gather the weights where they are whole, but were stepped or loaded in shards."""
+        if self.partition.optimizer and not self.partition.weights:
+            return start_all_gather(self.full, self.ranks, f"the refresh of {self.name}")
+        return None
+
+    def absorb_edits(self) -> None:
+        """Put weights that the user changed in place since the last look into shard and master.
+
+        Raises:
+            ModelError: a parameter no longer looks into this bucket.
+        """
+        if self.state is not Weights.FULL:
+            return
+        for index, parameter in enumerate(self.parameters):
+            self._check_link(index)
+            if parameter._version != self._versions[index]:
+                self._absorb(index)
+                self._versions[index] = parameter._version
+
+    def absorb(self, parameter: nn.Parameter) -> None:
+        """Put one parameter's whole present values into shard and master."""
+        index = next(i for i, known in enumerate(self.parameters) if known is parameter)
+        self._absorb(index)
+        self._versions[index] = parameter._version
+
+    def _check_link(self, index: int) -> None:
+        parameter, view = self.parameters[index], self._views[index]
+        if parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype:
+            return
+        if view.numel() == 0:
+            return
+        raise ModelError(
+            f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} left its bucket: it"
+            f" is now {parameter.dtype} on {parameter.device} in memory of its own (expected"
+            f" {view.dtype} on {view.device}). Call .to(), .float() and the like before"
+            " hadal.initialize, and change weights in place only."
+        )
+
+    def _absorb(self, index: int) -> None:
+        start, stop = self.span
+        slot = self.layout.slots[index]
+        first, last = max(start, slot.offset), min(stop, slot.stop)
+        if first >= last:
+            return
+        edited = self.full[first:last]
+        mine = slice(first - start, last - start)
+        if self.partition.weights:
+            self.shard[mine].copy_(edited)
+        if self.master is not None and self.precision.keeps_master:
+            # Elements that the user left alone keep the master's full precision.
+            master = self.master[mine]
+            kept = master.to(edited.dtype) == edited
+            master.copy_(torch.where(kept, master, edited.to(master.dtype)))
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again, with its present (whole) values."""
+        for parameter in self.parameters:
+            parameter.data = parameter.detach().clone()

@@ -1,0 +1,182 @@
+"""One bucket's gradients: where they gather during backward, and their mean over the ranks."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from hadal.comm.collectives import Pending, slice_of, start_all_reduce, start_reduce_scatter
+from hadal.zero.bucket import Bucket
+
+
+class Arrival(Enum):
+    """Where a bucket's gradients stand between two updates."""
+
+    EMPTY = auto()
+    """Nothing has arrived since the last update."""
+    LOCAL = auto()
+    """This rank's own gradients are being collected in the full buffer."""
+    REDUCING = auto()
+    """A reduction is under way: the full buffer must not be touched."""
+    MEAN = auto()
+    """The mean over all ranks is in `mean`."""
+
+
+class Gradients:
+    """The gradients of one bucket.
+
+    Owns `full`, the flat 1-D buffer that gradients are collected in. Where gradients are
+    partitioned it exists only while they are collected, in the compute dtype, and the mean is
+    added to a shard of its own; elsewhere it stays, in the accumulation dtype, and receives the
+    mean in place.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.partitioned = bucket.partition.gradients
+        self.state = Arrival.EMPTY
+        self.full: Tensor | None = None
+        precision = bucket.precision
+        self._dtype = precision.compute if self.partitioned else precision.accumulate
+        self._views: list[Tensor] = []
+        self._filled = bytearray(len(bucket.parameters))
+        self._mean: Tensor | None = None
+        self._mean_holds = False
+        self._pending: Pending | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean gradient of the elements that this rank steps (the bucket's `span`)."""
+        assert self._mean is not None  # asked for only after a reduction
+        return self._mean
+
+    def place_views(self) -> None:
+        """Let autograd add to what is collected already, in place, where that saves a copy."""
+        if self.state is Arrival.LOCAL and self._dtype == self.bucket.precision.compute:
+            for index, parameter in enumerate(self.bucket.parameters):
+                if self._filled[index]:
+                    parameter.grad = self._views[index]
+
+    def take(self, index: int) -> None:
+        """Collect the gradient that autograd just put on parameter number `index`."""
+        parameter = self.bucket.parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        self._open()
+        view = self._views[index]
+        gradient = gradient.detach()
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        if gradient.data_ptr() != view.data_ptr():
+            if self._filled[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+        self._filled[index] = 1
+        parameter.grad = None
+
+    def _open(self) -> None:
+        """Make the full buffer ready to collect local gradients."""
+        if self.state is Arrival.LOCAL:
+            return
+        if self.state is Arrival.REDUCING:
+            self.finish_reduce()
+        if self.full is None:
+            layout = self.bucket.layout
+            self.full = torch.empty(layout.numel, dtype=self._dtype, device=self.bucket.device)
+            for start, stop in layout.gaps:
+                self.full[start:stop].zero_()
+            self._views = self.bucket.views_of(self.full)
+        elif self.state is Arrival.MEAN:
+            self._reopen()
+        self.state = Arrival.LOCAL
+
+    def _reopen(self) -> None:
+        """Turn a mean that lies in the full buffer back into summands of the next mean.
+
+        Its owner contributes the whole sum and the other ranks nothing, so that another backward
+        before the step can be added and everything averaged once more.
+        """
+        assert self.full is not None
+        ranks = self.bucket.ranks
+        mine = slice_of(self.full, ranks.rank, ranks)
+        kept = mine * ranks.size
+        self.full.zero_()
+        mine.copy_(kept)
+        self._filled[:] = b"\x01" * len(self._filled)
+
+    def start_reduce(self) -> None:
+        """Begin to average what was collected. What got no gradient counts as zero.
+
+        Every rank must call this for the same buckets in the same order.
+        """
+        if self.state in (Arrival.EMPTY, Arrival.MEAN):
+            self._open()
+        assert self.full is not None
+        for index, view in enumerate(self._views):
+            if not self._filled[index]:
+                view.zero_()
+        self._pending = self._start(self.full, f"the reduction of {self.bucket.name}")
+        self.state = Arrival.REDUCING
+
+    def _start(self, full: Tensor, label: str) -> Pending:
+        bucket, ranks = self.bucket, self.bucket.ranks
+        wire = bucket.precision.reduce
+        if not bucket.partition.optimizer:
+            self._mean = full
+            return start_all_reduce(full, ranks, wire, label)
+        if not self.partitioned:
+            self._mean = slice_of(full, ranks.rank, ranks)
+            return start_reduce_scatter(full, self._mean, ranks, wire, False, label)
+        if self._mean is None:
+            numel, dtype = bucket.layout.shard_numel, bucket.precision.accumulate
+            self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
+        return start_reduce_scatter(full, self._mean, ranks, wire, self._mean_holds, label)
+
+    def advance(self) -> None:
+        """Bring the reduction that is under way one phase further."""
+        if self._pending is not None:
+            self._pending.advance()
+            if self._pending.done:
+                self.finish_reduce()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction that is under way: REDUCING to MEAN."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self._mean_holds = True
+        self.state = Arrival.MEAN
+        self._filled[:] = bytes(len(self._filled))
+        if self.partitioned:
+            self._views = []
+            self.full = None
+
+    def count_as_zero(self) -> None:
+        """No rank brought a gradient for any parameter here: their mean is zero."""
+        self._open()
+        assert self.full is not None
+        start, stop = self.bucket.span
+        if self.partitioned:
+            self._mean = self.full.new_zeros(stop - start, dtype=self.bucket.precision.accumulate)
+            self.full, self._views = None, []
+        else:
+            self.full.zero_()
+            self._mean = self.full[start:stop]
+        self.state = Arrival.MEAN
+
+    def remove_views(self) -> None:
+        """End of a backward: whatever `place_views` put on parameters is taken off again."""
+        for parameter in self.bucket.parameters:
+            parameter.grad = None
+
+    def clear(self) -> None:
+        """Forget everything collected since the last update; the buffers stay."""
+        self.finish_reduce()
+        self.state = Arrival.EMPTY
+        self._mean_holds = False
+        self._filled[:] = bytes(len(self._filled))

@@ -1,0 +1,259 @@
+"""Which parameters are unsharded together: units, and the buckets that hold their parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hadal.zero.policy import Limits, Partition
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+# Modules that hold others and are never called themselves.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafModules:
+    """Modules that a user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+    def match(self, name: str, module: nn.Module) -> bool:
+        """Whether this module, of this full name, was asked for."""
+        kind = type(module)
+        return (
+            kind.__name__ in self.classes
+            or f"{kind.__module__}.{kind.__qualname__}" in self.classes
+            or name in self.names
+            or any(name.endswith(suffix) for suffix in self.name_suffixes)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One parameter, with its full name and the number of its param group (-1: not optimized)."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A module whose parameters are unsharded together."""
+
+    name: str
+    module: nn.Module
+    members: list[Member] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class BucketPlan:
+    """The parameters that will share one flat buffer."""
+
+    name: str
+    partition: Partition
+    members: list[Member]
+    units: list[Unit]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether these parameters get gradients and are stepped."""
+        return self.members[0].group >= 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of all members, without padding."""
+        return sum(member.parameter.numel() for member in self.members)
+
+
+def find_units(
+    model: nn.Module, group_of: Mapping[nn.Parameter, int], leaves: LeafModules
+) -> list[Unit]:
+    """Divide the model's managed parameters (the keys of `group_of`) into units.
+
+    Repeated blocks and leaf modules take all that is below them, any other module what it owns
+    itself. A parameter that is reachable by several paths belongs to their lowest common ancestor.
+    Units come in the order of the model's modules.
+    """
+    paths = dict(model.named_modules(remove_duplicate=False))
+    whole = _whole_units(paths, leaves)
+    owners: dict[nn.Parameter, str] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, module in paths.items():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter not in group_of:
+                continue
+            names.setdefault(parameter, f"{path}.{key}" if path else key)
+            owner = _unit_above(path, paths, whole)
+            known = owners.get(parameter)
+            owners[parameter] = (
+                owner
+                if known is None or known == owner
+                else _unit_above(_common_ancestor(known, owner), paths, whole)
+            )
+    units: dict[str, Unit] = {}
+    for parameter, owner in owners.items():
+        unit = units.setdefault(owner, Unit(owner or "(root)", paths[owner]))
+        unit.members.append(Member(names[parameter], parameter, group_of[parameter]))
+    order = {path: position for position, path in enumerate(paths)}
+    return [units[path] for path in sorted(units, key=lambda path: order[path])]
+
+
+def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
+    """The paths of modules that take everything below them, except further such modules."""
+    whole: set[str] = set()
+    leaf_paths = {path for path, module in paths.items() if leaves.match(path, module)}
+    for path, module in paths.items():
+        if any(_is_below(path, leaf) for leaf in leaf_paths):
+            continue
+        if path in leaf_paths:
+            whole.add(path)
+        elif isinstance(module, _LISTS) and (_has_repeated_blocks(module) or not path):
+            whole.update(_join(path, key) for key, block in module._modules.items() if block)
+    return {path for path in whole if not isinstance(paths[path], _NEVER_CALLED + _LISTS)}
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a list holds two or more composite modules of one class: a stack of blocks.
+
+    A list of plain layers (a small feed-forward net written as a Sequential) is not worth units of
+    its own where it lies inside a block.
+    """
+    composite = [type(block) for block in module._modules.values() if block and block._modules]
+    return len(composite) > len(set(composite))
+
+
+def _unit_above(path: str, paths: Mapping[str, nn.Module], whole: set[str]) -> str:
+    """The nearest unit that takes this path: a whole unit at or above it, else itself.
+
+    A container that is never called cannot gather anything for its children: its caller does.
+    """
+    above = path
+    while True:
+        if above in whole:
+            return above
+        if not above:
+            break
+        above = above.rpartition(".")[0]
+    while path and isinstance(paths[path], _NEVER_CALLED):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _common_ancestor(one: str, other: str) -> str:
+    common: list[str] = []
+    for left, right in zip(one.split("."), other.split("."), strict=False):
+        if left != right:
+            break
+        common.append(left)
+    return ".".join(common)
+
+
+def _is_below(path: str, ancestor: str) -> bool:
+    return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+class _Kind(NamedTuple):
+    """What the parameters of one bucket have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    policy: Partition
+
+
+def plan_buckets(units: Sequence[Unit], partition: Partition, limits: Limits) -> list[BucketPlan]:
+    """Divide the units' parameters into buckets.
+
+    Parameters of one bucket share dtype, trainability and policy. Neighbouring units share a bucket
+    while it does not grow beyond the largest unit or the bucket target: fewer collectives, and no
+    more memory in flight than there would be anyway. Where weights are sharded a bucket never spans
+    units, or a use of one would gather the other. A unit above the target is split between
+    parameters; a larger parameter stands alone.
+    """
+    persistent = _persistent_parameters(units, partition, limits)
+    largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
+    plans: list[BucketPlan] = []
+    open_plans: dict[_Kind, BucketPlan] = {}
+    for unit in units:
+        parts: dict[_Kind, list[Member]] = defaultdict(list)
+        for member in unit.members:
+            policy = partition
+            if partition.weights and member.parameter in persistent:
+                policy = Partition(partition.optimizer, partition.gradients, weights=False)
+            kind = _Kind(member.parameter.dtype, member.group >= 0, policy)
+            parts[kind].append(member)
+        for kind, members in parts.items():
+            target = (
+                limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
+            )
+            for piece in _pieces(members, limits.bucket_numel):
+                open_plan = open_plans.get(kind)
+                room = target - (open_plan.numel if open_plan else 0)
+                fits = sum(member.parameter.numel() for member in piece) <= room
+                if open_plan and fits and not kind.policy.weights:
+                    open_plan.members += piece
+                    if open_plan.units[-1] is not unit:
+                        open_plan.units.append(unit)
+                    continue
+                plan = BucketPlan(_bucket_name(unit, piece), kind.policy, list(piece), [unit])
+                plans.append(plan)
+                open_plans[kind] = plan
+    return plans
+
+
+def _bucket_name(unit: Unit, piece: Sequence[Member]) -> str:
+    return unit.name if len(piece) == len(unit.members) else f"{unit.name}[{piece[0].name}..]"
+
+
+def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:
+    """Cut a list of members between parameters so that pieces stay within `target` elements."""
+    pieces: list[list[Member]] = [[]]
+    filled = 0
+    for member in members:
+        numel = member.parameter.numel()
+        if pieces[-1] and filled + numel > target:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(member)
+        filled += numel
+    return pieces
+
+
+def _persistent_parameters(
+    units: Sequence[Unit], partition: Partition, limits: Limits
+) -> set[nn.Parameter]:
+    """The small parameters that stay whole although weights are sharded.
+
+    One of a single element always does: its placeholder could not be told from a value.
+    """
+    if not partition.weights:
+        return set()
+    chosen: set[nn.Parameter] = set()
+    room = limits.persistent_total_numel
+    for unit in units:
+        for member in unit.members:
+            numel = member.parameter.numel()
+            if numel <= 1:
+                chosen.add(member.parameter)
+            elif numel < limits.persistence_numel and numel <= room:
+                chosen.add(member.parameter)
+                room -= numel
+    return chosen
+
+
+def is_foreign(parameter: torch.Tensor) -> bool:
+    """Whether a parameter cannot lie in a flat buffer: an integer, a quantized or a wrapped one."""
+    plain = type(parameter) in (nn.Parameter, torch.Tensor)
+    return not plain or not parameter.is_floating_point() or parameter.layout != torch.strided

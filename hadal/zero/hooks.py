@@ -1,0 +1,215 @@
+"""The only file that hangs hooks: on parameters for their gradients, on units for their weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from hadal.zero.bucket import Bucket
+from hadal.zero.grouping import Unit
+from hadal.zero.runtime import ZeroRuntime
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: _F) -> _F:
+    """Keep a hook out of compiled graphs: it moves memory, which a graph must not trace."""
+    kept: _F = torch.compiler.disable(function)
+    return kept
+
+
+class Hooks:
+    """All hooks of one model. They stand outside units, so that a unit can be compiled."""
+
+    def __init__(self, model: nn.Module, runtime: ZeroRuntime) -> None:
+        self._runtime = runtime
+        self._handles: list[RemovableHandle] = []
+        self._forward = ExitStack()
+        self._depth = 0
+        self._exception_before: BaseException | None = None
+        for gradients in runtime.gradients:
+            for index, parameter in enumerate(gradients.bucket.parameters):
+                self._handles.append(self._watch_gradient(gradients.bucket, index, parameter))
+        for unit in runtime.gathered_units:
+            self._watch_unit(unit)
+        if runtime.gathered_units:
+            self._watch_model(model)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A context in which every read of a parameter finds its values, announced or not.
+
+        Forward and backward run inside it. Where all weights are whole it is empty.
+        """
+        return _reading(self._runtime)
+
+    def _watch_gradient(
+        self, bucket: Bucket, index: int, parameter: nn.Parameter
+    ) -> RemovableHandle:
+        on_gradient = self._runtime.on_gradient
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
+            lambda _: on_gradient(bucket, index)
+        )
+        return handle
+
+    def _watch_unit(self, unit: Unit) -> None:
+        runtime = self._runtime
+
+        @_outside_graphs
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            runtime.before_use(unit)
+            if torch.is_grad_enabled():
+                _on_gradient_of((args, kwargs), lambda: runtime.after_backward_of(unit))
+
+        @_outside_graphs
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                _on_gradient_of(output, lambda: runtime.before_backward_of(unit))
+            runtime.after_use(unit)
+
+        module = unit.module
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            # Last in line: the user's own hooks may still read the weights.
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def _watch_model(self, model: nn.Module) -> None:
+        # Registered after the units' hooks, so that the model's own come first and last.
+        self._handles += [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    @_outside_graphs
+    def _begin(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._exception_before = sys.exc_info()[1]
+            self._runtime.begin_forward()
+            self._forward.enter_context(self.reading())
+
+    @_outside_graphs
+    def _end(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._forward.close()
+            # A hook that is always called is not told whether the forward raised.
+            self._runtime.end_forward(raised=sys.exc_info()[1] is not self._exception_before)
+
+
+@contextmanager
+def _reading(runtime: ZeroRuntime) -> Iterator[None]:
+    if not runtime.gathered_units:
+        yield
+        return
+    with saved_tensors_hooks(_packer(runtime), _unpacker(runtime)), ReadWatcher(runtime.on_read):
+        yield
+
+
+class _Saved:
+    """A tensor that autograd saved and that looks into a bucket which may be freed meanwhile."""
+
+    __slots__ = ("bucket", "tensor")
+
+    def __init__(self, bucket: Bucket, tensor: Tensor) -> None:
+        self.bucket = bucket
+        self.tensor = tensor
+
+
+def _packer(runtime: ZeroRuntime) -> Callable[[Tensor], Any]:
+    @_outside_graphs
+    def pack(tensor: Tensor) -> Any:
+        bucket = runtime.bucket_at(tensor)
+        return tensor if bucket is None else _Saved(bucket, tensor)
+
+    return pack
+
+
+def _unpacker(runtime: ZeroRuntime) -> Callable[[Any], Tensor]:
+    @_outside_graphs
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _Saved):
+            runtime.need(saved.bucket)
+            return saved.tensor
+        tensor: Tensor = saved
+        return tensor
+
+    return unpack
+
+
+# What asks about a parameter and not for its values; a tensor's properties come as getters.
+_ASKS = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "device",
+                "dtype",
+                "grad",
+                "is_leaf",
+                "layout",
+                "ndim",
+                "requires_grad",
+                "shape",
+            )
+        ),
+        Tensor.dim,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.numel,
+        Tensor.size,
+    }
+)
+
+
+class ReadWatcher(TorchFunctionMode):
+    """Sees every operation's arguments before it runs, and announces the parameters among them."""
+
+    def __init__(self, on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _ASKS:
+            self._look(args)
+        if kwargs:
+            self._look(kwargs.values())
+            return func(*args, **kwargs)
+        return func(*args)
+
+    def _look(self, values: Any) -> None:
+        for value in values:
+            if type(value) is nn.Parameter:
+                self._on_read(value)
+            elif type(value) in (list, tuple):
+                self._look(value)
+
+
+def _on_gradient_of(value: Any, act: Callable[[], None]) -> None:
+    """Call `act` each time the gradient of a tensor somewhere in `value` is complete."""
+    if isinstance(value, Tensor):
+        # A leaf would keep the hook beyond this graph.
+        if value.requires_grad and not value.is_leaf:
+            value.register_hook(lambda _: act())
+    elif isinstance(value, dict):
+        for item in value.values():
+            _on_gradient_of(item, act)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _on_gradient_of(item, act)

@@ -1,0 +1,149 @@
+"""Pure arithmetic of a flat buffer: where parameters lie, how it is cut, what lies in whose shard.
+
+All numbers are elements. Nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+ALIGNMENT_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one parameter in its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements the parameter has: 1 for a 0-dim one, 0 for an empty one."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """The first element behind the parameter."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The part of one parameter that lies in a span of its bucket."""
+
+    slot: int
+    start: int
+    """Its first element, counted from the parameter's start (in its flattened form)."""
+    numel: int
+    offset: int
+    """Where it lies, counted from the span's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A contiguous stretch of a span that belongs to one param group: what an optimizer steps."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A flat buffer of `numel` elements, evenly cut over `world_size` ranks."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.world_size
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) stretches that belong to no parameter: padding."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.stop)), self.numel]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return tuple((start, stop) for start, stop in pairs if start < stop)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The (start, stop) of `rank`'s shard."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def fragments(self, start: int, stop: int) -> Iterator[Fragment]:
+        """The parts of parameters that lie in [start, stop), in order; empty parts are left out."""
+        for index, slot in enumerate(self.slots):
+            first, last = max(start, slot.offset), min(stop, slot.stop)
+            if first < last:
+                yield Fragment(index, first - slot.offset, last - first, first - start)
+
+    def runs(self, start: int, stop: int) -> tuple[Run, ...]:
+        """The runs of [start, stop), counted from `start`, one per param group that is present.
+
+        A run reaches over padding between its parameters: padding holds zeros and stays zero.
+        """
+        bounds: dict[int, tuple[int, int]] = {}
+        for fragment in self.fragments(start, stop):
+            group = self.slots[fragment.slot].group
+            end = fragment.offset + fragment.numel
+            first = bounds.get(group, (fragment.offset, end))[0]
+            bounds[group] = (first, end)
+        return tuple(Run(group, *bound) for group, bound in bounds.items())
+
+
+def align(numel: int, unit: int) -> int:
+    """`numel` rounded up to a multiple of `unit`."""
+    return -(-numel // unit) * unit
+
+
+def lay_out(
+    parameters: Iterable[tuple[str, tuple[int, ...], int]], world_size: int, itemsize: int
+) -> Layout:
+    """Place (name, shape, param group) triples end to end, groups together, on aligned offsets.
+
+    `itemsize` is the bytes of one element of the smallest dtype the buffer is kept in, so that
+    every offset and every shard starts on a 16-byte border in every dtype.
+    """
+    unit = max(1, ALIGNMENT_NBYTES // itemsize)
+    slots: list[Slot] = []
+    end = 0
+    for name, shape, group in sorted(parameters, key=lambda item: item[2]):
+        slot = Slot(name, tuple(shape), group, align(end, unit) if prod(shape) else end)
+        slots.append(slot)
+        end = slot.stop
+    return Layout(tuple(slots), align(end, unit * world_size), world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which whole parameters one rank owns, where an optimizer must see them uncut."""
+
+    owners: tuple[int, ...]
+    """The owning rank of each parameter, in the order given."""
+    loads: tuple[int, ...]
+    """Elements owned, by rank."""
+
+
+def share_out(numels: Iterable[int], world_size: int) -> Share:
+    """Give every whole parameter to the rank that has least so far, the largest first."""
+    sizes = list(numels)
+    owners = [0] * len(sizes)
+    loads = [0] * world_size
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        rank = min(range(world_size), key=lambda r: (loads[r], r))
+        owners[index] = rank
+        loads[rank] += sizes[index]
+    return Share(tuple(owners), tuple(loads))

@@ -1,0 +1,354 @@
+"""Plays the moves of all buckets of one model: gathers on use, reductions in one order, frees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import max_
+from hadal.errors import UsageError
+from hadal.zero.agreement import END_OF_ACCESS, END_OF_BACKWARD, END_OF_FORWARD, Agreement
+from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.gradients import Arrival, Gradients
+from hadal.zero.grouping import Unit
+from hadal.zero.planner import kept_until_backward
+from hadal.zero.policy import Limits
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class ZeroRuntime:
+    """The buckets of one model and the order of their moves.
+
+    Two orders must be the same on all ranks. Gathers go through an `Agreement`. Reductions follow
+    `_order`, a list of buckets; a bucket is reduced when all gradients that it expects have arrived
+    and everything before it in the order has been started.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], buckets: Sequence[Bucket], ranks: Ranks, limits: Limits
+    ) -> None:
+        self.buckets = list(buckets)
+        self.ranks = ranks
+        self.phase = Phase.IDLE
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self.gradients = [Gradients(bucket) for bucket in buckets if bucket.trainable]
+        self._gradients_of = {g.bucket: g for g in self.gradients}
+        self._number = {bucket: number for number, bucket in enumerate(self.buckets)}
+        self._uses: dict[Unit, list[Bucket]] = {}
+        self._plan_uses(units, limits)
+        self._agreement = Agreement(ranks, self._gather, self._lend)
+        self._running: list[Unit] = []
+        # How many `whole` contexts hold a bucket: nothing inside them may free it.
+        self._pins: Counter[Bucket] = Counter()
+        # The gathered buckets of sharded weights, by the address of their storage.
+        self._storages: dict[int, Bucket] = {}
+        # The first guess: gradients come in the reverse of the forward order, each once.
+        self._order = list(reversed(self.gradients))
+        self._expected = {g: [1] * len(g.bucket.parameters) for g in self.gradients}
+        self._arrived: dict[Gradients, list[int]] = {}
+        self._missing: dict[Gradients, int] = {}
+        self._started = 0
+        self._in_flight: list[Gradients] = []
+        self._reduces = False
+        self._keeps = False
+        self._moves = False
+
+    def _plan_uses(self, units: Sequence[Unit], limits: Limits) -> None:
+        sharded = [bucket for bucket in self.buckets if bucket.partition.weights]
+        kept = kept_until_backward([bucket.layout.numel for bucket in sharded], limits)
+        self._kept = {bucket for bucket, keep in zip(sharded, kept, strict=True) if keep}
+        for unit in units:
+            mine = dict.fromkeys(self.bucket_of[member.parameter] for member in unit.members)
+            uses = [bucket for bucket in mine if bucket.partition.weights]
+            if uses:
+                self._uses[unit] = uses
+
+    @property
+    def gathered_units(self) -> Iterable[Unit]:
+        """The units whose weights must be gathered before they are used."""
+        return self._uses.keys()
+
+    def bucket_at(self, tensor: Tensor) -> Bucket | None:
+        """The bucket of sharded weights whose full buffer a tensor looks into, if any."""
+        return self._storages.get(tensor.untyped_storage().data_ptr())
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def need(self, bucket: Bucket) -> None:
+        """Make a bucket's weights readable."""
+        if bucket.state is Weights.FULL:
+            return
+        with self._own_moves():
+            if self.ranks.size == 1:
+                self._gather(self._number[bucket])
+            else:
+                self._agreement.request(self._number[bucket])
+
+    @contextmanager
+    def _own_moves(self) -> Iterator[None]:
+        """While buckets are moved, parameters are touched by the mechanism itself: no reads."""
+        before, self._moves = self._moves, True
+        try:
+            yield
+        finally:
+            self._moves = before
+
+    def _gather(self, number: int) -> None:
+        bucket = self.buckets[number]
+        bucket.unshard()
+        self._storages[bucket.storage_key] = bucket
+
+    def _free(self, bucket: Bucket) -> None:
+        with self._own_moves():
+            self._storages.pop(bucket.storage_key, None)
+            bucket.reshard()
+
+    def _lend(self, number: int) -> None:
+        self.buckets[number].serve()
+
+    def before_use(self, unit: Unit) -> None:
+        """A unit is about to run forward (for the first time, or again inside backward)."""
+        self._running.append(unit)
+        for bucket in self._uses[unit]:
+            self.need(bucket)
+
+    def after_use(self, unit: Unit) -> None:
+        """A unit has run forward. A recomputation inside backward frees nothing: use is next."""
+        if unit in self._running:
+            self._running.remove(unit)
+        if self.phase is not Phase.BACKWARD:
+            for bucket in self._uses[unit]:
+                if bucket not in self._kept:
+                    self._drop(bucket)
+
+    def before_backward_of(self, unit: Unit) -> None:
+        """The gradient of a unit's output has arrived."""
+        for bucket in self._uses[unit]:
+            self.need(bucket)
+
+    def after_backward_of(self, unit: Unit) -> None:
+        """The gradient of a unit's input is complete: frozen weights have done their work."""
+        if self.phase is Phase.BACKWARD and not self._keeps:
+            for bucket in self._uses[unit]:
+                if not bucket.trainable:
+                    self._drop(bucket)
+
+    def _drop(self, bucket: Bucket) -> None:
+        """Free a bucket's full weights, unless something else still needs them."""
+        if bucket.state is Weights.FULL and not (
+            self._pins[bucket] or any(bucket in self._uses[unit] for unit in self._running)
+        ):
+            self._free(bucket)
+
+    def on_read(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be read by an operation, whether a unit announced it or not.
+
+        A read that no unit announces (a module that reaches into another one) is remembered: from
+        now on the running unit gathers that bucket too.
+        """
+        bucket = self.bucket_of.get(parameter)
+        if bucket is None or bucket.state is Weights.FULL or self._moves:
+            return
+        if self._running and bucket not in self._uses[self._running[-1]]:
+            self._uses[self._running[-1]].append(bucket)
+        self.need(bucket)
+
+    def begin_forward(self) -> None:
+        """The whole model starts to run forward."""
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FORWARD
+
+    def end_forward(self, *, raised: bool) -> None:
+        """The whole model has run forward, or raised what the other ranks may not have."""
+        if self.phase is not Phase.FORWARD:
+            return
+        self.phase = Phase.IDLE
+        self._running.clear()
+        if not raised:
+            self._finish(END_OF_FORWARD)
+        for bucket in self.buckets:
+            if bucket not in self._kept:
+                self._drop(bucket)
+
+    def _finish(self, marker: int) -> None:
+        if self._uses and self.ranks.size > 1:
+            self._agreement.finish(marker)
+
+    @contextmanager
+    def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
+        """Keep buckets readable for a while, outside of forward and backward."""
+        held = list(dict.fromkeys(buckets))
+        gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
+        for bucket in held:
+            self.need(bucket)
+            self._pins[bucket] += 1
+        if self.phase is Phase.IDLE:
+            self._finish(END_OF_ACCESS)
+        try:
+            yield
+        finally:
+            self._pins.subtract(held)
+            for bucket in gathered:
+                self._drop(bucket)
+
+    def reshard_all(self) -> None:
+        """Before a step: what is gathered will be stale."""
+        for bucket in self.buckets:
+            bucket.absorb_edits()
+            self._free(bucket)
+
+    # ---- gradients -------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self, *, boundary: bool) -> Iterator[None]:
+        """Around one backward. Reduces where gradients are cut, and everywhere at a boundary."""
+        self._reduces = boundary or any(g.partitioned for g in self.gradients)
+        self._keeps = not boundary
+        self._started = 0
+        self._arrived = {g: [0] * len(g.bucket.parameters) for g in self.gradients}
+        self._missing = {g: sum(counts) for g, counts in self._expected.items()}
+        for gradients in self.gradients:
+            gradients.place_views()
+        self.phase = Phase.BACKWARD
+        try:
+            yield
+            self._finish(END_OF_BACKWARD)
+        finally:
+            self.phase = Phase.IDLE
+            self._running.clear()
+            for gradients in self.gradients:
+                gradients.remove_views()
+        if self._reduces:
+            self._reduce_rest()
+        for bucket in self.buckets:
+            if not (self._keeps and bucket in self._kept):
+                self._drop(bucket)
+
+    def on_gradient(self, bucket: Bucket, index: int) -> None:
+        """Autograd has put a gradient on parameter number `index` of a bucket.
+
+        Raises:
+            UsageError: the backward was not started by the engine.
+        """
+        if self.phase is not Phase.BACKWARD:
+            raise UsageError(
+                f"rank {self.ranks.rank}: a gradient for {bucket.layout.slots[index].name} arrived"
+                " outside engine.backward(loss). Call engine.backward(loss) in place of"
+                " loss.backward(): it scales, reduces and counts."
+            )
+        gradients = self._gradients_of[bucket]
+        gradients.take(index)
+        counts = self._arrived[gradients]
+        counts[index] += 1
+        if counts[index] > self._expected[gradients][index]:
+            return
+        self._missing[gradients] -= 1
+        if self._missing[gradients]:
+            return
+        if not (self._keeps and bucket in self._kept):
+            self._drop(bucket)
+        if self._reduces:
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start every reduction whose turn has come."""
+        while self._started < len(self._order) and not self._missing[self._order[self._started]]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        gradients = self._order[self._started]
+        self._started += 1
+        self._start(gradients)
+
+    def _start(self, gradients: Gradients) -> None:
+        # At most two are in flight, so that memory stays bounded by the bucket size.
+        for earlier in self._in_flight:
+            earlier.advance()
+        self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
+        gradients.start_reduce()
+        self._in_flight.append(gradients)
+
+    def _reduce_rest(self) -> None:
+        """At the end of a backward: reduce what was not complete, and once more what came late."""
+        on_time = self._started == len(self._order)
+        while self._started < len(self._order):
+            self._start_next()
+        # Late: it came behind its bucket's reduction, or into a bucket that none was expected for.
+        late = [g.state is Arrival.LOCAL for g in self.gradients]
+        report = torch.tensor([not on_time, *late], dtype=torch.uint8, device=self._device)
+        max_(report, self.ranks, "the agreement on late gradients")
+        surprised, *late_anywhere = report.tolist()
+        for gradients, is_late in zip(self.gradients, late_anywhere, strict=True):
+            if is_late:
+                self._start(gradients)
+        self._finish_reductions()
+        if surprised or any(late_anywhere):
+            self._learn()
+
+    def _learn(self) -> None:
+        """Expect from the next backward what this one brought on any rank."""
+        mine = [count for g in self.gradients for count in self._arrived[g]]
+        counts = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        max_(counts, self.ranks, "the agreement on expected gradients")
+        brought = iter(counts.tolist())
+        for gradients in self.gradients:
+            self._expected[gradients] = [next(brought) for _ in gradients.bucket.parameters]
+        self._order = [g for g in reversed(self.gradients) if any(self._expected[g])]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.buckets[0].device
+
+    def reduce_all(self) -> None:
+        """Before a step: average whatever no backward has averaged yet."""
+        waiting = [g.state is Arrival.LOCAL for g in self.gradients]
+        report = torch.tensor(waiting, dtype=torch.uint8, device=self._device)
+        max_(report, self.ranks, "the agreement on unreduced gradients")
+        for gradients, is_waiting in zip(self.gradients, report.tolist(), strict=True):
+            if is_waiting:
+                self._start(gradients)
+        self._finish_reductions()
+        for gradients in self.gradients:
+            if gradients.state is Arrival.EMPTY:
+                gradients.count_as_zero()
+
+    def _finish_reductions(self) -> None:
+        for gradients in self._in_flight:
+            gradients.finish_reduce()
+        self._in_flight.clear()
+
+    def clear_gradients(self) -> None:
+        """After a step: the next gradients start from nothing."""
+        for gradients in self.gradients:
+            gradients.clear()
+
+    # ---- the end, and after a load ---------------------------------------------------------------
+
+    def after_load(self) -> None:
+        """Shards and masters have new values: bring whole weights up to date."""
+        self.clear_gradients()
+        pendings = [bucket.start_refresh() for bucket in self.buckets]
+        for pending in pendings:
+            if pending is not None:
+                pending.wait()
+
+    def release(self) -> None:
+        """Give every parameter whole memory of its own."""
+        for bucket in self.buckets:
+            self.need(bucket)
+        self._finish(END_OF_ACCESS)
+        for bucket in self.buckets:
+            bucket.release()
