@@ -7,7 +7,7 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator
 
 from hadal.config.section import NO_EFFECT, NULL_IS_DEFAULT, UNBUILT, Section, key
-from hadal.config.values import Boolean, Integer, Text, spelled
+from hadal.config.values import Boolean, Integer, Spelled, Text
 
 
 class ModelInfo(Section):
@@ -38,7 +38,7 @@ class Autotuning(Section):
     overwrite: Boolean = key(True, "Delete both folders first.")
     metric: Annotated[
         Literal["latency", "throughput", "FLOPS_per_gpu"],
-        BeforeValidator(spelled(FLOPS="FLOPS_per_gpu")),
+        BeforeValidator(Spelled({"FLOPS": "FLOPS_per_gpu"})),
     ] = key("throughput", "What is compared; `FLOPS` means FLOPS_per_gpu.")
     metric_path: Text | None = key(None, "File in which an experiment leaves its numbers.")
     start_profile_step: Integer = key(3, "First measured update.", ge=1)

@@ -1,5 +1,6 @@
 """`data_efficiency`: choosing samples by difficulty, and dropping tokens."""
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from hadal.config.curriculum_learning import Pace, PaceConfig
@@ -125,6 +126,11 @@ class DataRouting(Section):
 
 class DataEfficiency(Section):
     """Reaching the same quality with less data."""
+
+    moved: ClassVar[Mapping[str, str]] = {
+        "curriculum_learning": "curriculum_learning",
+        "random_ltd": "data_efficiency.data_routing.random_ltd",
+    }
 
     enabled: Boolean = key(False, _MASTER, mark=NO_EFFECT)
     seed: Integer = key(1234, "Seed of the sampler.", mark=UNBUILT_WHERE_USED)

@@ -107,6 +107,7 @@ def _row(name: str, field: FieldInfo, above: Status) -> str:
 def _old_names(model: type[Section]) -> Iterator[str]:
     told = [f"`{name}` is another name of `{new}`" for name, new in model.aliases.items()]
     told += [f"`{name}` is an old name of `{new}`" for name, new in model.renamed.items()]
+    told += [f"`{name}` is an old form of `{new}`" for name, new in model.moved.items()]
     told += [f"`{name}`: {what}" for name, what in model.leftovers.items()]
     if told:
         yield from ("Also accepted:", "")

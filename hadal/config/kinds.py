@@ -8,10 +8,11 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import StringConstraints
+from pydantic import BeforeValidator, StringConstraints
 from pydantic.fields import FieldInfo
 
 from hadal.config.section import Section
+from hadal.config.values import Spelled, lowered, titled
 
 _SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 _WORDS = {
@@ -91,3 +92,26 @@ def either(choices: list[str]) -> str:
     if len(choices) == 1:
         return choices[0]
     return ", ".join(choices[:-1]) + " or " + choices[-1]
+
+
+def spellings(field: FieldInfo) -> list[str]:
+    """List other ways to write a key's words: cases, and names that mean the same."""
+    words = [json.loads(word) for word in _choices(field.annotation, ()) if word[0] == '"']
+    others: list[str] = []
+    for convert in _conversions(field.annotation, tuple(field.metadata)):
+        if convert in (lowered, titled):
+            others += [case for word in words for case in (word.lower(), word.upper())]
+            others += [word.capitalize() for word in words]
+        elif isinstance(convert, Spelled):
+            others += convert.names
+    return [word for word in dict.fromkeys(others) if word not in words]
+
+
+def _conversions(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Any]:
+    yield from (one.func for one in metadata if isinstance(one, BeforeValidator))
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        yield from _conversions(inner, tuple(more))
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _conversions(member, ())

@@ -96,7 +96,7 @@ def _move(outer: Raw, name: str, target: Raw, new: str, report: Report) -> None:
 
 def _arg_mappings(raw: Raw, report: Report) -> None:
     tuning = raw.get("autotuning")
-    if "arg_mappings" in raw:
+    if "arg_mappings" in raw and isinstance(tuning, Mapping | None):
         misplaced = raw.pop("arg_mappings")
         if isinstance(tuning, Mapping) and tuning.get("arg_mappings") is not None:
             report.fault("arg_mappings", "autotuning.arg_mappings is there too; keep that")

@@ -65,6 +65,7 @@ def _checked(
     ignored = _ignored(config, brought, report)
     tell_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
     _tell_autos(report)
+    _tell_vocabulary(config.vocabulary_size, report)
     return config, _origins(config, prepared, inferred, report)
 
 
@@ -137,6 +138,11 @@ def _tell_autos(report: Report) -> None:
     for path in report.autos:
         if path not in BATCH_KEYS:
             report.note(path, '"auto" was filled in by nobody, so the default holds')
+
+
+def _tell_vocabulary(size: int | None, report: Report) -> None:
+    if size is not None and size % 8:
+        report.note("vocabulary_size", f"{size} is no multiple of 8; one would be faster")
 
 
 def _origins(

@@ -27,7 +27,7 @@ class Optimizer(Section):
         None,
         "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, MuAdam, "
         "MuAdamW or MuSGD in any case, or the exact name of a class of torch.optim.",
-        mark=Mark(status="not built yet", only=UNBUILT_TYPES),
+        mark=Mark(status="not built yet", only=UNBUILT_TYPES, auto_is_a_word=True),
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer; see the tables of each type.")
     legacy_fusion: Boolean = key(
@@ -39,8 +39,8 @@ class Optimizer(Section):
         """Let the type say which params there are; a torch class takes any."""
         if name != "params":
             return super().child(name, raw)
-        model = PARAMS.get(canonical_type(raw.get("type")), OpenParams)
-        return Child(model, "one")
+        kind = canonical_type(raw.get("type"))
+        return Child(PARAMS.get(kind, OpenParams) if isinstance(kind, str) else OpenParams, "one")
 
 
 class OpenParams(Section):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from hadal.config.section import AUTO_IS_A_WORD, NO_EFFECT, UNBUILT, Mark, Section, key
+from hadal.config.section import NO_EFFECT, UNBUILT, Mark, Section, key
 from hadal.config.values import Boolean, Integer, Text
 
 _MODULE_SAYS = "Said by the pipeline module itself."
@@ -14,7 +14,7 @@ class Pipeline(Section):
     stages: Literal["auto"] | Integer = key(
         "auto",
         _MODULE_SAYS,
-        mark=Mark(status="no effect", auto_is_a_word=AUTO_IS_A_WORD.auto_is_a_word),
+        mark=Mark(status="no effect", auto_is_a_word=True),
     )
     partition: Text = key("best", _MODULE_SAYS, mark=NO_EFFECT)
     seed_layers: Boolean = key(False, _MODULE_SAYS, mark=NO_EFFECT)

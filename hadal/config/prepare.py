@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from hadal.config.near import nearest
 from hadal.config.plain import found
 from hadal.config.report import Report
@@ -14,6 +12,7 @@ from hadal.config.section import Child, Section, mark_of
 from hadal.config.top_level import Config
 
 AUTO = "auto"
+_TUNING = "for the autotuner, which is not built yet"
 _COMMENTS = ("_", "//", "$")
 
 
@@ -58,6 +57,9 @@ def _todays_name(
     if name in model.leftovers:
         report.note(here, model.leftovers[name])
         return None
+    if name in model.moved:
+        report.fault(here, f'stands elsewhere today; put it into "{model.moved[name]}"')
+        return None
     if model.is_open():
         return name
     _unknown(model, name, report, path)
@@ -66,7 +68,7 @@ def _todays_name(
 
 def _unknown(model: type[Section], name: str, report: Report, path: str) -> None:
     here = join(path, name)
-    known = [*model.model_fields, *model.renamed, *model.aliases]
+    known = [*model.model_fields, *model.renamed, *model.aliases, *model.moved]
     near = nearest(name, known)
     if model is Config and name.startswith(_COMMENTS):
         return
@@ -110,16 +112,9 @@ def _take(
     if value is None and (child is not None or mark.null_is_default):
         return
     if mark.tunable and (isinstance(value, list) or value == "all"):
-        _range(here, value, field, report)
+        report.not_built(here, f"{found(value)} is a range {_TUNING}; give one value")
         return
     kept[name] = value if child is None else _below(child, value, report, here)
-
-
-def _range(here: str, value: Any, field: FieldInfo, report: Report) -> None:
-    del field
-    report.not_built(
-        here, f"{found(value)} is a range for the autotuner, which is not built yet; give one value"
-    )
 
 
 def _below(child: Child, value: Any, report: Report, here: str) -> Any:

@@ -63,6 +63,8 @@ def _text(source: str | os.PathLike[str]) -> Text:
             return Text(path.name, path.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        raise ConfigError("this is JSON text; hand over json.loads of it, or a path to a file")
     if isinstance(source, str):
         decoded = _decoded(source)
         if decoded is not None:

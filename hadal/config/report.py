@@ -35,12 +35,8 @@ class Report:
         return tuple(f"{', '.join(paths)}: {message}" for message, paths in self.told.items())
 
     def is_faulty(self, paths: Iterable[str]) -> bool:
-        """Tell whether a key, or one below it, is faulty, so that nothing follows from it."""
-        return any(
-            fault == path or fault.startswith((f"{path}.", f"{path}["))
-            for path in paths
-            for fault in self.faults
-        )
+        """Tell whether a key is faulty, above or below it too, so that nothing follows from it."""
+        return any(_touch(fault, path) for path in paths for fault in self.faults)
 
     def settle(self, name: str, *, allow_unbuilt: bool) -> None:
         """Raise if there is a fault; turn what is not built yet into notes where allowed."""
@@ -53,6 +49,12 @@ class Report:
             return
         kind = ConfigError if self.faults else UnbuiltConfigError
         raise kind(written(name, told), told)
+
+
+def _touch(one: str, other: str) -> bool:
+    """Tell whether two paths are the same, or one lies below the other."""
+    shorter, longer = sorted((one, other), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
 def written(name: str, faults: tuple[Fault, ...]) -> str:

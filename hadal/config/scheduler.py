@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from hadal.config.optimizer import OpenParams
-from hadal.config.section import Child, Section, key
+from hadal.config.section import AUTO_IS_A_WORD, Child, Section, key
 from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text
 
 Curve: TypeAlias = Literal["log", "linear"]
@@ -97,6 +97,7 @@ class Scheduler(Section):
         None,
         "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of "
         "torch.optim.lr_scheduler; the case matters.",
+        mark=AUTO_IS_A_WORD,
     )
     params: dict[str, Any] = key({}, "Arguments of the schedule; see the tables of each type.")
 

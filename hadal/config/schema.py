@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from hadal.config.kinds import spellings
 from hadal.config.optimizer import Optimizer
 from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
 from hadal.config.scheduler import PARAMS as SCHEDULES
@@ -49,28 +50,45 @@ def _complete(schema: Schema, model: type[Section]) -> None:
     """Add what pydantic does not know: "auto", names of older releases, what must be said."""
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for name, field in model.model_fields.items():
-        takes_auto = not mark_of(field).auto_is_a_word and model.child(name, {}) is None
-        properties[name] = _tidy(properties[name], takes_auto=takes_auto)
+        properties[name] = _tidy(properties[name], _also_taken(model, name))
+        # pydantic leaves out a description that is the same as the section's own.
+        properties[name].setdefault("description", field.description)
     for name, new in model.aliases.items():
         properties[name] = {"description": f"The same as {new}."}
     for name, new in model.renamed.items():
         properties[name] = {"description": f"An old name of {new}.", "deprecated": True}
+    for name, new in model.moved.items():
+        properties[name] = {"description": f"An old form of {new}.", "deprecated": True}
     for name, what in model.leftovers.items():
         properties[name] = {"description": f"A leftover, {what}.", "deprecated": True}
     if model.required:
         schema["required"] = list(model.required)
 
 
-def _tidy(schema: Schema, *, takes_auto: bool) -> Schema:
+def _also_taken(model: type[Section], name: str) -> list[Schema]:
+    """List what the loader takes beside the declared type."""
+    field, more = model.model_fields[name], list[Schema]()
+    mark = mark_of(field)
+    words = spellings(field)
+    if words:
+        more.append({"enum": words})
+    if mark.null_is_default:
+        more.append({"type": "null"})
+    if not mark.auto_is_a_word and model.child(name, {}) is None:
+        more.append({"const": "auto"})
+    return more
+
+
+def _tidy(schema: Schema, more: list[Schema]) -> Schema:
     outer = {"title", "description", "default", "x-hadal-status"}
     inner = {name: value for name, value in schema.items() if name not in outer}
     kept = {name: schema[name] for name in schema if name in outer - {"title"}}
     if kept.get("default", ...) is None and not _takes_null(inner):
         del kept["default"]
-    if not takes_auto or not inner:
+    if not more or not inner:
         return inner | kept
     choices = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
-    return {"anyOf": [*choices, {"const": "auto"}]} | kept
+    return {"anyOf": [*choices, *more]} | kept
 
 
 def _takes_null(schema: Schema) -> bool:

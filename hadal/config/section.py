@@ -7,6 +7,7 @@ key       one name in a section, declared by `key(default, meaning, ...)`
 mark      what a key's declaration says beyond type and range (see `Mark`)
 leftover  a key of older releases that is accepted, told once, and does nothing
 renamed   an old name that still means a key of today; told once
+moved     a key of older releases whose meaning stands at another place today; told once
 alias     a second name that is as good as the first
 fault     a reason to refuse the configuration        note  a thing worth telling
 """
@@ -92,6 +93,8 @@ class Section(BaseModel):
     """The switch's values that turn the section off."""
     renamed: ClassVar[Mapping[str, str]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Name of a key that stands elsewhere today, and where; `legacy.py` moves it."""
     leftovers: ClassVar[Mapping[str, str]] = {}
     """Name of a leftover, and what happens instead, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()

@@ -92,6 +92,11 @@ class General(Batch, Communication):
 class Config(General):
     """One ds_config.json, checked and complete."""
 
+    moved: ClassVar[Mapping[str, str]] = {
+        "bfloat16": "bf16",
+        "allgather_size": "zero_optimization.allgather_bucket_size",
+        "arg_mappings": "autotuning.arg_mappings",
+    }
     leftovers: ClassVar[Mapping[str, str]] = {
         "msamp": _FOREIGN,
         "inference": _FOREIGN,

@@ -5,17 +5,16 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator
 
 from hadal.config.section import UNBUILT, Section, key
-from hadal.config.values import Boolean, Texts, spelled
+from hadal.config.values import Boolean, Spelled, Texts
 
-_Name: TypeAlias = Annotated[
-    Literal["bf16", "fp16"],
-    BeforeValidator(
-        spelled(
-            **{"bfloat16": "bf16", "torch.bfloat16": "bf16"},
-            **{"float16": "fp16", "half": "fp16", "torch.float16": "fp16"},
-        )
-    ),
-]
+_SPELLINGS = {
+    "bfloat16": "bf16",
+    "torch.bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "torch.float16": "fp16",
+}
+_Name: TypeAlias = Annotated[Literal["bf16", "fp16"], BeforeValidator(Spelled(_SPELLINGS))]
 
 
 class TorchAutocast(Section):

@@ -42,8 +42,9 @@ def validate_section(
         try:
             return model.model_validate(values)
         except ValidationError as error:
-            for problem in error.errors(include_url=False, include_context=False):
-                leaf = _leaf(model, problem["loc"])
+            # A key that may be one of several kinds fails once for each of them.
+            problems = error.errors(include_url=False, include_context=False)
+            for leaf in dict.fromkeys(tuple(_leaf(model, one["loc"])) for one in problems):
                 _tell(model, values, leaf, report, path)
                 _drop(values, leaf)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -59,13 +60,15 @@ def one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def spelled(**names: str) -> Callable[[Any], Any]:
-    """Take other spellings of a word for the word itself."""
+@dataclass(frozen=True, eq=False)
+class Spelled:
+    """Takes other spellings of a word for the word itself. Hashed by identity, as types must be."""
 
-    def canonical(value: Any) -> Any:
-        return names.get(value, value) if isinstance(value, str) else value
+    names: Mapping[str, str]
 
-    return canonical
+    def __call__(self, value: Any) -> Any:
+        """Return the word."""
+        return self.names.get(value, value) if isinstance(value, str) else value
 
 
 Boolean: TypeAlias = Annotated[bool, Strict()]

@@ -48,6 +48,10 @@ class ZeroOptimization(Section):
     renamed: ClassVar[Mapping[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"
     }
+    moved: ClassVar[Mapping[str, str]] = {
+        "cpu_offload": "zero_optimization.offload_optimizer",
+        "cpu_offload_param": "zero_optimization.offload_param",
+    }
     leftovers: ClassVar[Mapping[str, str]] = {
         "grad_hooks": "ignored: gradients are always reduced by hooks during the backward pass",
         "cpu_offload_use_pin_memory": "ignored: use offload_param.pin_memory or "
@@ -87,8 +91,8 @@ class ZeroOptimization(Section):
     )
     elastic_checkpoint: Boolean = key(
         False,
-        "Let another number of ranks load the checkpoint. Every checkpoint allows it.",
-        mark=NO_EFFECT,
+        "Let another number of ranks load the checkpoint.",
+        mark=UNBUILT,
     )
     sub_group_size: Integer = key(
         1_000_000_000, "Elements that the optimizer updates at a time.", ge=0

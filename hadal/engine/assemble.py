@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.collectives import broadcast_, gather_codes, gather_objects
+from hadal.comm.faults import told_to_all
 from hadal.config import Config, load_config
 from hadal.device import current_device
 from hadal.engine.arguments import choose_config
@@ -103,37 +104,55 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         MismatchError: the ranks were given different models or configurations.
         CommunicationError: the ranks cannot reach each other.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotBuiltYetError(f"initialize({name}=...) is not built yet; leave it out")
-    source = choose_config(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, timeout=timedelta(minutes=30))
     ranks = Ranks.world()
-    settings = load_config(
-        source,
-        world_size=ranks.size,
-        client_optimizer=optimizer is not None,
-        client_scheduler=lr_scheduler is not None,
-    )
-    if settings.log_level:
-        logging.getLogger("hadal").setLevel(settings.log_level.upper())
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
-    engine = _assemble(model, wishes, settings, ranks)
-    if settings.dump_state and ranks.rank == 0:
-        _log.info("configuration: %s", json.dumps(settings.as_dict(), indent=1, default=str))
+    with told_to_all(ranks, "initialize"):
+        for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+            if value is not None:
+                raise NotBuiltYetError(f"initialize({name}=...) is not built yet; leave it out")
+        source = choose_config(args, config, config_params)
+        admitted = _admit(model, wishes, source, ranks)
+    engine = _assemble(admitted, wishes, ranks)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _assemble(model: nn.Module, wishes: Wishes, config: Config, ranks: Ranks) -> Engine:
-    device = current_device()
-    _check_model(model, device, ranks)
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """What has passed the door: checked on this rank alone, before ranks talk to each other."""
+
+    model: nn.Module
+    config: Config
+    make_optimizer: Callable[[], Optimizer]
+    optimizer: Optimizer | None
+    groups: list[list[nn.Parameter]]
+
+
+def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -> _Admitted:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
+    config = load_config(
+        source,
+        world_size=ranks.size,
+        client_optimizer=wishes.optimizer is not None,
+        client_scheduler=wishes.schedule is not None,
+    )
+    if config.log_level:
+        logging.getLogger("hadal").setLevel(config.log_level.upper())
+    if config.dump_state and ranks.rank == 0:
+        _log.info("configuration: %s", json.dumps(config.as_dict(), indent=1, default=str))
+    _check_model(model, current_device(), ranks)
     maker = _optimizer_maker(wishes, config, model)
-    has_optimizer = wishes.optimizer is not None or config.optimizer is not None
-    optimizer = maker() if has_optimizer else None
-    groups = _members_of_groups(model, optimizer, ranks)
+    named = wishes.optimizer is not None or config.optimizer is not None
+    optimizer = maker() if named else None
+    return _Admitted(model, config, maker, optimizer, _members_of_groups(model, optimizer, ranks))
+
+
+def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
+    model, config, groups = admitted.model, admitted.config, admitted.groups
+    optimizer, has_optimizer = admitted.optimizer, admitted.optimizer is not None
+    device = current_device()
     _check_same(model, groups, config, ranks)
     runtime = _build_runtime(model, groups, config, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
@@ -141,7 +160,7 @@ def _assemble(model: nn.Module, wishes: Wishes, config: Config, ranks: Ranks) ->
     loader = _build_loader(wishes, config, ranks)
 
     def make_training(made: Optimizer | None = None) -> Training:
-        made = made or _stand_in(maker(), groups)
+        made = made or _stand_in(admitted.make_optimizer(), groups)
         stepper = build_stepper(made, runtime.gradients, groups)
         schedule = _build_schedule(wishes, config, made, has_optimizer, loader)
         return Training(made, schedule, stepper)
@@ -239,18 +258,22 @@ def _spread_the_rest(
 ) -> None:
     """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device."""
     cast = _model_dtype(config)
+    # Hugging Face's models name the modules whose buffers must keep their precision.
+    exact = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
         if parameter not in runtime.bucket_of:
             parameter.data = parameter.data.to(device)
             broadcast_(parameter.data, 0, ranks, f"the broadcast of {name}")
-    for module in model.modules():
+    for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            kept = buffer.to(device, cast if buffer.is_floating_point() and cast else buffer.dtype)
-            kept = kept.contiguous()
-            broadcast_(kept, 0, ranks, f"the broadcast of buffer {key}")
-            module._buffers[key] = kept
+            name = f"{path}.{key}" if path else key
+            keeps = not buffer.is_floating_point() or any(part in name for part in exact)
+            dtype = buffer.dtype if keeps or cast is None else cast
+            moved = buffer.to(device, dtype).contiguous()
+            broadcast_(moved, 0, ranks, f"the broadcast of buffer {name}")
+            module._buffers[key] = moved
 
 
 # ---- policies ------------------------------------------------------------------------------------
@@ -309,7 +332,8 @@ def _build_runtime(
     ranks: Ranks,
     device: torch.device,
 ) -> ZeroRuntime:
-    partition: Partition = STAGES[config.zero_optimization.stage]
+    # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
+    partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
     limits = _limits(config)
     group_of = {p: -1 for p in model.parameters() if not p.requires_grad and not is_foreign(p)}
     group_of |= {p: number for number, members in enumerate(groups) for p in members}

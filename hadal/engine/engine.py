@@ -233,12 +233,18 @@ class Engine(nn.Module):
         """Run the module."""
         if self._cycle.destroyed:
             raise UsageError("this engine was destroyed; use its module, or initialize anew")
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError:
+            # A weight that was moved or cast away from its bucket: say so, by its name.
+            self._parts.runtime.check_links()
+            raise
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Compute gradients of `loss`, the mean over this rank's micro-batch, and return it.
 
         The engine divides by the micro-steps of an update and by the number of ranks.
+        `retain_graph` keeps the graph for another backward through it.
 
         Raises:
             LossError: `loss` is not a scalar that depends on trainable parameters.
@@ -252,7 +258,7 @@ class Engine(nn.Module):
         boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
         runtime = self._parts.runtime
         with runtime.backward(boundary=boundary), self._parts.hooks.reading():
-            scaled.backward()
+            scaled.backward(retain_graph=retain_graph)
         self._cycle.backwards += 1
         return loss
 

@@ -10,7 +10,9 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hadal.comm import get_world_size
 from hadal.comm.collectives import broadcast_
+from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
 
 
@@ -63,6 +65,12 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, Tensor) else list(params)
+        size = get_world_size()
+        if modifier_rank is not None and not 0 <= modifier_rank < size:
+            raise UsageError(
+                f"GatheredParameters(modifier_rank={modifier_rank}): there is no such rank;"
+                f" expected 0..{size - 1}, or None"
+            )
         self._parameters = [p for p in given if enabled and p in _keepers]
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()

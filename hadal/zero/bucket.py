@@ -147,6 +147,7 @@ class Bucket:
 
     def _check_placeholders(self) -> None:
         """Refuse to go on where a freed parameter was written to: the write would be lost."""
+        self.check_links()
         for index, parameter in enumerate(self.parameters):
             if parameter._version != self._versions[index]:
                 raise ShardedAccessError(self._lost_write(index))
@@ -194,18 +195,23 @@ class Bucket:
         self._absorb(index)
         self._versions[index] = parameter._version
 
+    def check_links(self) -> None:
+        """Raise `ModelError` for a parameter that no longer looks where this bucket put it."""
+        if self.state is not Weights.ARRIVING:
+            for index in range(len(self.parameters)):
+                self._check_link(index)
+
     def _check_link(self, index: int) -> None:
-        parameter, view = self.parameters[index], self._views[index]
-        if parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype:
-            return
-        if view.numel() == 0:
-            return
-        raise ModelError(
-            f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} left its bucket: it"
-            f" is now {parameter.dtype} on {parameter.device} in memory of its own (expected"
-            f" {view.dtype} on {view.device}). Call .to(), .float() and the like before"
-            " hadal.initialize, and change weights in place only."
-        )
+        parameter = self.parameters[index]
+        expected = (self._views if self.state is Weights.FULL else self._placeholders)[index]
+        moved = parameter.data_ptr() != expected.data_ptr() and expected.numel() > 0
+        if moved or parameter.dtype != expected.dtype:
+            raise ModelError(
+                f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} left its"
+                f" bucket: it is now {parameter.dtype} on {parameter.device} in memory of its own"
+                f" (expected {expected.dtype} on {expected.device}). Call .to(), .float() and the"
+                " like before hadal.initialize, and change weights in place only."
+            )
 
     def _absorb(self, index: int) -> None:
         start, stop = self.span

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,9 +22,22 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: _F) -> _F:
-    """Keep a hook out of compiled graphs: it moves memory, which a graph must not trace."""
-    kept: _F = torch.compiler.disable(function)
-    return kept
+    """Keep a hook out of compiled graphs: it moves memory, which a graph must not trace.
+
+    The compiler takes about a second to import, so it is asked only once somebody else has.
+    """
+    shielded: _F | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal shielded
+        if shielded is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            shielded = torch.compiler.disable(function)
+        return shielded(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class Hooks:

@@ -204,6 +204,11 @@ class ZeroRuntime:
             for bucket in gathered:
                 self._drop(bucket)
 
+    def check_links(self) -> None:
+        """Raise `ModelError` for a parameter that no longer looks into its bucket."""
+        for bucket in self.buckets:
+            bucket.check_links()
+
     def reshard_all(self) -> None:
         """Before a step: what is gathered will be stale."""
         for bucket in self.buckets:

@@ -11,7 +11,8 @@ RULES = (*batch.RULES, *precision.RULES, *zero.RULES, *optimizers.RULES, *wings.
 
 def tell_contradictions(config: Config, report: Report) -> None:
     """Report every contradiction, save those that a faulty key may have caused."""
-    for rule in RULES:
-        if not report.is_faulty(rule.reads):
-            for fault in rule.check(config):
-                report.fault(fault.path, fault.message)
+    found = [
+        fault for rule in RULES if not report.is_faulty(rule.reads) for fault in rule.check(config)
+    ]
+    for fault in found:
+        report.fault(fault.path, fault.message)

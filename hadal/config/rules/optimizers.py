@@ -51,6 +51,13 @@ def _torch_keywords(config: Config) -> Iterator[Fault]:
             yield Fault(f"optimizer.params.{name}", "is torch's keyword; add torch_adam true")
 
 
+@reading(_TYPE, "scheduler.type")
+def _no_type(config: Config) -> Iterator[Fault]:
+    for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        if section is not None and section.type == "auto":
+            yield Fault(f"{name}.type", f'"auto" is filled in by nobody; name the {name}')
+
+
 @reading("scheduler.type")
 def _schedule_case(config: Config) -> Iterator[Fault]:
     if config.scheduler is None or config.scheduler.type in SCHEDULES:
@@ -63,4 +70,4 @@ def _schedule_case(config: Config) -> Iterator[Fault]:
         )
 
 
-RULES = (_lamb_scale, _one_bit_stage, _muon_stage, _torch_keywords, _schedule_case)
+RULES = (_lamb_scale, _one_bit_stage, _muon_stage, _torch_keywords, _no_type, _schedule_case)

@@ -103,17 +103,6 @@ def _bf16_states(config: Config) -> Iterator[Fault]:
         yield Fault(path, "needs bf16.bf16_master_weights_and_grads; switch that on too")
 
 
-@reading("data_types.grad_accum_dtype", _FP16, _BF16, _STAGE)
-def _accumulation_without_zero(config: Config) -> Iterator[Fault]:
-    wanted, model = config.data_types.grad_accum_dtype, model_dtype(config)
-    if config.zero_optimization.stage == 0 and wanted not in (None, model):
-        yield Fault(
-            "data_types.grad_accum_dtype",
-            f'"{wanted}" differs from the model\'s "{model}", which needs {_STAGE} 1, 2 or 3; '
-            "raise the stage or leave it out",
-        )
-
-
 @reading("data_types.param_dtype", _FP16, _BF16)
 def _weights_dtype(config: Config) -> Iterator[Fault]:
     wanted, model = config.data_types.param_dtype, model_dtype(config)
@@ -143,7 +132,6 @@ RULES = (
     _fp16_masters,
     _bf16_masters,
     _bf16_states,
-    _accumulation_without_zero,
     _weights_dtype,
     _autocast_quantized,
 )

@@ -1,0 +1,32 @@
+"""A fault on one rank, told to all, so that none waits for a rank that has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hadal.comm.collectives import gather_codes, gather_objects
+from hadal.comm.ranks import Ranks
+from hadal.errors import MismatchError
+
+
+@contextmanager
+def told_to_all(ranks: Ranks, where: str) -> Iterator[None]:
+    """Run a block without collectives; where it raises on one rank, raise on every rank.
+
+    A rank whose own block raised keeps its own exception.
+
+    Raises:
+        MismatchError: the block was fine here, but not on another rank.
+    """
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    if any(gather_codes(int(fault is not None), ranks)):
+        told = gather_objects(None if fault is None else f"{type(fault).__name__}: {fault}", ranks)
+        if fault is not None:
+            raise fault
+        rank, first = next((r, text) for r, text in enumerate(told) if text is not None)
+        raise MismatchError(f"{where} stopped on rank {rank}, and so on every rank: {first}")

@@ -1,0 +1,161 @@
+"""The batch triangle and the ranks that enter it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.config import load_config
+from hadal.config.triangle import Given, Sizes, complete
+
+from .faults import faults_of, only_fault
+
+NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def batch(train=None, micro=None, accumulation=None):
+    sizes = dict(zip(NAMES, (train, micro, accumulation), strict=True))
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def sizes_of(config):
+    return tuple(getattr(config, name) for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((32, 4, 2), (32, 4, 2)),
+        ((32, 4, None), (32, 4, 2)),
+        ((32, None, 2), (32, 4, 2)),
+        ((None, 4, 2), (32, 4, 2)),
+        ((32, None, None), (32, 8, 1)),
+        ((None, 4, None), (16, 4, 1)),
+    ],
+)
+def test_what_is_left_out_is_inferred(sizes, expected):
+    config = load_config(batch(*sizes), world_size=4)
+    assert sizes_of(config) == expected
+    for name, size in zip(NAMES, sizes, strict=True):
+        assert config.origins[name] == ("inferred" if size is None else "you")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            (30, 4, 2),
+            "30 is not 4 per device x 2 accumulation x 4 ranks = 32; leave one of the three out",
+        ),
+        ((32, 5, None), "32 is no multiple of 5 per device x 4 ranks = 20; take a multiple of 20"),
+        ((30, None, None), "30 is no multiple of 4 ranks = 4; take a multiple of 4"),
+        (
+            (20, None, 2),
+            "20 is no multiple of 2 accumulation x 4 ranks = 8; take a multiple of 8",
+        ),
+        ((2, None, None), "2 is no multiple of 4 ranks = 4; take a multiple of 4"),
+    ],
+)
+def test_sizes_that_do_not_agree(sizes, message):
+    assert only_fault(batch(*sizes), world_size=4) == ("train_batch_size", message)
+
+
+@pytest.mark.parametrize("sizes", [(None, None, None), (None, None, 2)])
+def test_neither_train_nor_micro(sizes):
+    assert only_fault(batch(*sizes)) == (
+        "train_batch_size",
+        "neither this nor train_micro_batch_size_per_gpu is given; give one of the two",
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "x", None])
+def test_sizes_are_integers_above_0(name, size):
+    path, message = only_fault({"train_batch_size": 8, **batch(8, 8, 1), name: size})
+    assert path == name
+    assert message.startswith("expected an integer > 0, got ")
+
+
+@given(
+    micro=st.integers(1, 64),
+    accumulation=st.integers(1, 64),
+    ranks=st.integers(1, 64),
+    given_keys=st.sets(st.sampled_from(NAMES)),
+)
+def test_whatever_is_left_out_comes_back(micro, accumulation, ranks, given_keys):
+    train = micro * accumulation * ranks
+    whole = Sizes(train, micro, accumulation)
+    known = dict(zip(NAMES, (train, micro, accumulation), strict=True))
+    kept = Given(*(known[name] if name in given_keys else None for name in NAMES))
+    found = complete(kept, ranks)
+    if not given_keys - {NAMES[2]}:
+        assert not isinstance(found, Sizes)
+        return
+    assert isinstance(found, Sizes)
+    assert found.train == found.micro * found.accumulation * ranks
+    if len(given_keys) >= 2:
+        assert found == whole
+
+
+@given(
+    sizes=st.tuples(*[st.none() | st.integers(1, 40)] * 3),
+    ranks=st.integers(1, 8),
+)
+def test_sizes_agree_or_there_is_a_fault(sizes, ranks):
+    found = complete(Given(*sizes), ranks)
+    if isinstance(found, Sizes):
+        assert found.train == found.micro * found.accumulation * ranks
+        for size, result in zip(sizes, (found.train, found.micro, found.accumulation), strict=True):
+            assert size in (None, result)
+            assert result >= 1
+    else:
+        assert found.path == "train_batch_size"
+
+
+def test_ranks_that_share_a_sequence_count_once():
+    config = load_config(batch(micro=4), world_size=8, sequence_parallel_size=2)
+    assert sizes_of(config) == (16, 4, 1)
+    config = load_config(
+        {**batch(micro=4), "sequence_parallel_size": 4}, world_size=8, allow_unbuilt=True
+    )
+    assert sizes_of(config) == (8, 4, 1)
+    assert all(type(size) is int for size in sizes_of(config))
+
+
+def test_the_division_must_be_exact():
+    faults = faults_of(batch(micro=4), world_size=8, sequence_parallel_size=3)
+    assert faults == {"sequence_parallel_size": "3 does not divide the 8 ranks; take a divisor"}
+
+
+def test_one_rank_without_a_word():
+    assert sizes_of(load_config(batch(train=6))) == (6, 6, 1)
+
+
+def test_tensor_parallel_ranks_stay_in():
+    source = {**batch(micro=1), "tensor_parallel": {"autotp_size": 2}}
+    config = load_config(source, world_size=4, allow_unbuilt=True)
+    assert config.train_batch_size == 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_unmanaged_border_needs_a_stage_that_can_overlap(stage):
+    source = {**batch(micro=1), "managed_gradient_accumulation": False}
+    source["zero_optimization"] = {"stage": stage, "overlap_comm": True}
+    message = faults_of(source)["managed_gradient_accumulation"]
+    assert ("needs stage 2 or 3" in message) == (stage < 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "content"), [("compile", {"deepcompile": True}), ("amp", {"enabled": True})]
+)
+def test_and_excludes_other_owners_of_the_step(section, content):
+    source = {**batch(micro=1), "managed_gradient_accumulation": False, section: content}
+    assert "excludes" in faults_of(source)["managed_gradient_accumulation"]
+
+
+def test_elasticity_chooses_the_batch():
+    elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
+    path, message = next(iter(faults_of({**batch(micro=1), "elasticity": elastic}).items()))
+    assert path == NAMES[1]
+    assert "ignore_non_elastic_batch_info" in message
+    elastic["ignore_non_elastic_batch_info"] = True
+    assert faults_of({**batch(micro=1), "elasticity": elastic}).keys() == {"elasticity.enabled"}

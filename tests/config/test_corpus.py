@@ -1,0 +1,105 @@
+"""Configurations as people have them: they load, or lack only what is not built yet."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hadal.config import load_config
+from hadal.errors import ConfigError, NotBuiltYetError, UnbuiltConfigError
+
+CORPUS = Path(__file__).with_name("corpus")
+LOADS = sorted((CORPUS / "loads").glob("*.json"))
+COMPRESSED = (
+    "weight_quantization",
+    "activation_quantization",
+    "sparse_pruning",
+    "row_pruning",
+    "head_pruning",
+    "channel_pruning",
+)
+UNBUILT = {
+    "amp": {"amp.enabled"},
+    "autotuning": {"autotuning.enabled"},
+    "autotuning_alone": {"autotuning.enabled"},
+    "comms_logger": {"comms_logger.enabled"},
+    "compression": {
+        "compression_training.layer_reduction.enabled",
+        *(f"compression_training.{name}.shared_parameters.enabled" for name in COMPRESSED),
+    },
+    "curriculum_misplaced": {"curriculum_learning.enabled"},
+    "data_efficiency": {
+        "data_efficiency.data_sampling.curriculum_learning.enabled",
+        "data_efficiency.data_routing.random_ltd.enabled",
+    },
+    "elasticity": {"elasticity.enabled"},
+    "many_sections": {
+        "torch_autocast.enabled",
+        "hybrid_engine.enabled",
+        "nebula.enabled",
+        "expert_parallel.enabled",
+        "tensor_parallel.autotp_size",
+        "progressive_layer_drop.enabled",
+        "compile.deepcompile",
+        "datastates_ckpt",
+        "checkpoint.writer",
+        "checkpoint.load_universal",
+        "weight_quantization.post_init_quant.fc.num_bits",
+        "quantize_training.eigenvalue.enabled",
+        "pipeline.activation_checkpoint_interval",
+    },
+    "monitors": {
+        "tensorboard.enabled",
+        "wandb.enabled",
+        "comet.enabled",
+        "csv_monitor.enabled",
+    },
+    "one_bit_adam": {"optimizer.type"},
+    "sparse_attention": {"sparse_attention"},
+    "timing": {"wall_clock_breakdown", "flops_profiler.enabled"},
+    "tuned_micro_batches": {"train_micro_batch_size_per_gpu"},
+    "tuned_stages": {"zero_optimization.stage", "zero_optimization.reduce_bucket_size"},
+    "zero3_offload": {
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_optimizer.device",
+    },
+    "zero3_old_offload": {"zero_optimization.offload_optimizer.device"},
+    "zero_one_adam": {"optimizer.type"},
+    "zeropp": {
+        "zero_optimization.zero_hpz_partition_size",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_gradients",
+    },
+}
+
+
+@pytest.mark.parametrize("path", LOADS, ids=lambda path: path.stem)
+def test_it_loads(path):
+    config = load_config(path, world_size=2)
+    sizes = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * 2
+    assert config.train_batch_size == sizes
+    assert '"auto"' not in json.dumps(config.as_dict()["zero_optimization"])
+
+
+def test_the_corpus_is_whole():
+    assert len(LOADS) == 7
+    assert {path.stem for path in (CORPUS / "unbuilt").glob("*.json")} == UNBUILT.keys()
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_it_lacks_only_what_is_not_built_yet(name):
+    path = CORPUS / "unbuilt" / f"{name}.json"
+    with pytest.raises(UnbuiltConfigError) as caught:
+        load_config(path, world_size=2)
+    assert isinstance(caught.value, ConfigError)
+    assert isinstance(caught.value, NotBuiltYetError)
+    assert {fault.path for fault in caught.value.faults} == UNBUILT[name]
+    assert all("not built yet" in fault.message for fault in caught.value.faults)
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_what_is_not_built_yet_is_a_note_where_allowed(name):
+    path = CORPUS / "unbuilt" / f"{name}.json"
+    config = load_config(path, world_size=2, allow_unbuilt=True)
+    assert "not built yet" in " ".join(config.notes)
+    assert json.loads(json.dumps(config.as_dict())) == config.as_dict()

@@ -1,0 +1,94 @@
+"""What is written from the declarations: the page, the schema; and how long imports take."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hadal.config.document import page
+from hadal.config.schema import config_schema
+from hadal.config.top_level import Config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_fresh():
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == page(), "stale; run: python -m hadal.config.document"
+
+
+def test_the_page_names_every_section():
+    text = page()
+    for name in Config.model_fields:
+        heading = Config.child(name, {}) is not None
+        assert (f"## `{name}`" if heading else f"| `{name}` |") in text
+
+
+@pytest.fixture(scope="module")
+def schema():
+    return config_schema()
+
+
+def test_the_schema_is_one_that_an_editor_takes(schema):
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert json.loads(json.dumps(schema)) == schema
+    text = json.dumps(schema)
+    for reference in {part.split('"')[0] for part in text.split('"$ref": "#/$defs/')[1:]}:
+        assert reference in schema["$defs"]
+
+
+def test_every_key_of_the_schema_has_a_description(schema):
+    objects = [schema, *schema["$defs"].values()]
+    for one in objects:
+        for name, key in one.get("properties", {}).items():
+            assert key.get("description"), name
+
+
+def test_sections_are_closed(schema):
+    opened = {
+        name for name, one in schema["$defs"].items() if one["additionalProperties"] is not False
+    }
+    assert opened == {"Amp", "MuParams"}
+    assert schema["additionalProperties"] is False
+
+
+def test_ranges_choices_and_auto(schema):
+    zero = schema["$defs"]["ZeroOptimization"]["properties"]
+    assert zero["stage"]["anyOf"] == [
+        {"enum": [0, 1, 2, 3], "type": "integer"},
+        {"const": "auto"},
+    ]
+    assert zero["reduce_bucket_size"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "integer"}
+    assert zero["reduce_bucket_size"]["default"] == 500_000_000
+    assert zero["grad_hooks"]["deprecated"]
+    assert "default" not in schema["properties"]["train_batch_size"]
+    assert {"const": "auto"} not in zero["leaf_module"].get("anyOf", [])
+    assert zero["zero_quantized_weights"]["x-hadal-status"] == "not built yet"
+
+
+def seconds(statement):
+    """Time a statement in a fresh interpreter: the best of some runs, in seconds of the CPU."""
+    code = f"import time; t = time.process_time(); {statement}; print(time.process_time() - t)"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        for _ in range(3)
+    ]
+    return min(float(run.stdout) for run in runs)
+
+
+def test_the_configuration_is_imported_fast():
+    # About 0.1 s where byte code is cached; the margin is for slow and busy machines.
+    assert seconds("import hadal.config") < 0.5
+
+
+def test_neither_torch_nor_rich_is_imported():
+    code = (
+        "import sys, hadal.config, hadal.cli.main, hadal.cli.explain;"
+        "hadal.config.load_config({'train_batch_size': 1});"
+        "sys.exit(bool({'torch', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

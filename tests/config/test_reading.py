@@ -1,0 +1,167 @@
+"""What may be handed over, and how files are written."""
+
+import base64
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+
+from hadal.config import Config, load_config
+from hadal.errors import ConfigError
+
+from .faults import BASE, faults_of, only_fault
+
+TEXT = json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}})
+
+
+def test_a_dict_a_path_and_base64_are_the_same(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(TEXT)
+    encoded = base64.urlsafe_b64encode(TEXT.encode()).decode()
+    sources = (json.loads(TEXT), path, str(path), encoded, encoded.rstrip("="))
+    loaded = [load_config(source).as_dict() for source in sources]
+    assert all(one == loaded[0] for one in loaded)
+
+
+def test_the_callers_dict_stays_as_it_is():
+    source = {
+        "train_batch_size": "auto",
+        "optimizer": {"type": "adam", "params": {"lr": "1e-3", "betas": [0.9, 0.9]}},
+        "zero_optimization": {"stage": 2, "cpu_offload": False, "prefetch_bucket_size": 4},
+        "data_efficiency": {"curriculum_learning": {"enabled": False}},
+        "autotuning": {"arg_mappings": {" a ": "--a"}},
+    }
+    before = copy.deepcopy(source)
+    load_config(source)
+    assert source == before
+
+
+def test_comments_and_trailing_commas(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        """{
+        # a hash, with a "quote
+        "train_batch_size": 8, // slashes
+        /* a block,
+           of two lines } */
+        "wandb": {"project": "a # b // c /* d */ , }", "enabled": false,},
+        "comms_logger": {"prof_ops": ["a, ]", "b\\\\", "c\\"" , ], /* before the end */ },
+        }"""
+    )
+    config = load_config(path)
+    assert config.wandb.project == "a # b // c /* d */ , }"
+    assert config.comms_logger.prof_ops == ("a, ]", "b\\", 'c"')
+
+
+def test_a_syntax_error_names_line_and_column(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  "train_batch_size": /* long */ nonsense\n}')
+    with pytest.raises(ConfigError, match=r"ds_config\.json, line 2, column 34"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("text", ["{,}", '{"a": 1,,}', "[1 2]", '{"a" 1}', "{", "", "[]", "3"])
+def test_what_is_no_object_is_refused(tmp_path, text):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds_config\.json"):
+        load_config(path)
+
+
+DUPLICATES = """{"train_batch_size": 8, "train_batch_size": 8,
+    "zero_optimization": {"offload_param": {"device": "none", "device": "cpu"}},
+    "tensor_parallel": {"partition_config": {"layer_specs": [{"shape": [1], "shape": [2]}]}}}"""
+
+
+def test_no_key_twice_in_files_and_in_base64(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(DUPLICATES)
+    for source in (path, base64.urlsafe_b64encode(DUPLICATES.encode()).decode()):
+        assert faults_of(source) == dict.fromkeys(
+            (
+                "train_batch_size",
+                "zero_optimization.offload_param.device",
+                "tensor_parallel.partition_config.layer_specs[0].shape",
+            ),
+            "given twice in one object; keep one",
+        )
+
+
+@pytest.mark.parametrize("source", ["no/such/file.json", "%%%", "", "a" * 5000, "e30"])
+def test_neither_path_nor_base64(source):
+    if source == "e30":  # base64 of {}
+        assert only_fault(source)[0] == "train_batch_size"
+        return
+    with pytest.raises(ConfigError, match="neither an existing file nor base64") as caught:
+        load_config(source)
+    assert "check the path" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_json_text_is_no_configuration():
+    with pytest.raises(ConfigError, match=r"this is JSON text; hand over json\.loads of it"):
+        load_config(TEXT)
+
+
+@pytest.mark.parametrize("source", [None, 3, ["a"], b"bytes"])
+def test_other_things_are_refused(source):
+    with pytest.raises(ConfigError, match="hand over a dict, a path or a base64 text"):
+        load_config(source)
+
+
+def test_an_unreadable_file_is_a_config_error(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(path)
+
+
+def test_faults_are_told_in_columns_under_the_files_name(tmp_path):
+    path = tmp_path / "ds_config.json"
+    text = '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,'
+    text += '"gradient_accumulation_steps": 2,'
+    text += '"zero_optimization": {"stage": 7, "offload_parm": {}}}'
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, world_size=4)
+    assert str(caught.value) == "\n".join(
+        [
+            "3 faults in ds_config.json",
+            '  zero_optimization.offload_parm  unknown key; did you mean "offload_param"?',
+            "  zero_optimization.stage         expected 0, 1, 2 or 3, got 7",
+            "  train_batch_size                64 is not 4 per device x 2 accumulation x 4 ranks "
+            "= 32; leave one of the three out",
+        ]
+    )
+    assert pickle.loads(pickle.dumps(caught.value)).faults == caught.value.faults
+
+
+def test_the_configuration_is_frozen_and_can_be_copied():
+    config = load_config(BASE)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train_batch_size = 3
+    with pytest.raises(ValueError, match="frozen"):
+        config.zero_optimization.stage = 3
+    for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert isinstance(other, Config)
+        assert other.as_dict() == config.as_dict()
+        assert other.origins == config.origins
+
+
+def test_infinity_means_never_for_steps_per_print_only():
+    config = load_config({**BASE, "steps_per_print": math.inf})
+    assert config.steps_per_print is None
+    assert config.origins["steps_per_print"] == "you"
+    path, message = only_fault({**BASE, "gradient_clipping": math.inf})
+    assert path == "gradient_clipping"
+    assert message.startswith("expected a number >= 0, got Infinity")
+    assert only_fault({**BASE, "fp16": {"loss_scale": math.nan}})[0] == "fp16.loss_scale"
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    path = Path(tmp_path / "ds_config.json")
+    path.write_text(TEXT, encoding="utf-8-sig")
+    assert load_config(path).zero_optimization.stage == 2

@@ -1,0 +1,334 @@
+"""Contradictions, each with the path it is told at and the remedy."""
+
+import pytest
+
+from hadal.config import load_config
+
+from .faults import BASE, faults_of, only_fault, with_zero
+
+FP16, BF16 = {"enabled": True}, {"enabled": True}
+ADAM = {"type": "Adam", "params": {}}
+CPU = {"device": "cpu"}
+
+
+def elastic(**more):
+    return {
+        "elasticity": {
+            "enabled": True,
+            "max_train_batch_size": 64,
+            "micro_batch_sizes": [2, 4],
+            **more,
+        }
+    }
+
+
+def pruned(**shared):
+    return {"compression_training": {"head_pruning": {"shared_parameters": shared}}}
+
+
+CONTRADICTIONS = [
+    ({"fp16": FP16, "bf16": BF16}, "bf16.enabled", "keep one"),
+    ({"amp": {"enabled": True}, **with_zero(stage=1)}, "amp.enabled", "stage 0, got 1"),
+    ({"amp": {"enabled": True}, "bf16": BF16}, "amp.enabled", "bf16.enabled is true too"),
+    ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale", "expected a number >= 0, got -1"),
+    ({"fp16": {"loss_scale": True}}, "fp16.loss_scale", "got true (a boolean)"),
+    (
+        {"fp16": {**FP16, "loss_scale_window": 0}},
+        "fp16.loss_scale_window",
+        "expected an integer > 0, got 0",
+    ),
+    (
+        {"fp16": {**FP16, "min_loss_scale": -1}},
+        "fp16.min_loss_scale",
+        "expected an integer > 0, got -1",
+    ),
+    ({"fp16": {"min_loss_scale": 0.5}}, "fp16.min_loss_scale", "an integer"),
+    (
+        {"fp16": {**FP16, "fp16_master_weights_and_grads": True}},
+        "fp16.fp16_master_weights_and_grads",
+        "raise the stage",
+    ),
+    (
+        {"fp16": {**FP16, "fp16_master_weights_and_grads": True}, **with_zero(stage=2)},
+        "fp16.fp16_master_weights_and_grads",
+        "needs Adam",
+    ),
+    (
+        {"bf16": {**BF16, "bf16_master_weights_and_grads": True}},
+        "bf16.bf16_master_weights_and_grads",
+        "raise the stage",
+    ),
+    (
+        {"bf16": {**BF16, "bf16_master_weights_and_grads": True}, **with_zero(stage=2)},
+        "bf16.bf16_master_weights_and_grads",
+        "add one of them",
+    ),
+    (
+        {"bf16": {**BF16, "bf16_optimizer_states": True}},
+        "bf16.bf16_optimizer_states",
+        "raise the stage",
+    ),
+    (
+        {"bf16": {**BF16, "bf16_optimizer_states": True}, **with_zero(stage=2)},
+        "bf16.bf16_optimizer_states",
+        "switch that on too",
+    ),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "leave it out"),
+    (
+        {
+            "torch_autocast": {"enabled": True},
+            **with_zero(stage=3, zero_quantized_weights=True),
+        },
+        "torch_autocast.enabled",
+        "keep one",
+    ),
+    ({"torch_autocast": {"dtype": "fp8"}}, "torch_autocast.dtype", '"bf16", "fp16" or null'),
+    (
+        {"optimizer": {"type": "lamb"}, "fp16": {"loss_scale": 128}},
+        "fp16.loss_scale",
+        "Lamb needs a dynamic scale; give 0",
+    ),
+    ({"communication_data_type": "int8"}, "communication_data_type", '"fp32", "fp16"'),
+    (
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm",
+        "gradient_clipping",
+    ),
+    ({"optimizer": {"type": "OneBitAdam"}, **with_zero(stage=1)}, "optimizer.type", "stage 0"),
+    ({"optimizer": {"type": "Muon"}, **with_zero(stage=3)}, "optimizer.type", "false"),
+    ({"scheduler": {"type": "warmuplr"}}, "scheduler.type", 'did you mean "WarmupLR"?'),
+    (with_zero(stage=4), "zero_optimization.stage", "expected 0, 1, 2 or 3, got 4"),
+    (with_zero(stage=-1), "zero_optimization.stage", "expected 0, 1, 2 or 3, got -1"),
+    (with_zero(stage=True), "zero_optimization.stage", "got true (a boolean)"),
+    (
+        with_zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        "zero_optimization.offload_optimizer.ratio",
+        "give 1 or raise the stage",
+    ),
+    (
+        with_zero(offload_param={"device": "tpu"}),
+        "zero_optimization.offload_param.device",
+        '"none", "cpu" or "nvme", got "tpu" (a string)',
+    ),
+    (
+        with_zero(stage=3, offload_param={"device": "nvme"}),
+        "zero_optimization.offload_param.nvme_path",
+        "add it",
+    ),
+    ({"prescale_gradients": True, **with_zero(stage=2)}, "prescale_gradients", "leave it out"),
+    (
+        {"gradient_predivide_factor": 2, **with_zero(stage=3)},
+        "gradient_predivide_factor",
+        "2.0 does not go with zero_optimization.reduce_scatter at stage 3",
+    ),
+    (
+        with_zero(stage=1, allgather_bucket_size=5),
+        "zero_optimization.allgather_bucket_size",
+        "take 6",
+    ),
+    (
+        with_zero(stage=3, zero_quantized_gradients=True, reduce_scatter=False),
+        "zero_optimization.zero_quantized_gradients",
+        "switch that on",
+    ),
+    (with_zero(legacy_stage1=True), "zero_optimization.legacy_stage1", "expected false"),
+    ({"gradient_allreduce_op": "SUM", **with_zero(stage=3)}, "gradient_allreduce_op", "mean"),
+    (
+        with_zero(stage=3, compute_grad_norm=False),
+        "zero_optimization.compute_grad_norm",
+        "needs zero_optimization.stage 1 or 2, got 3",
+    ),
+    (
+        with_zero(stage=2, compute_grad_norm=False),
+        "zero_optimization.compute_grad_norm",
+        "needs gradient_clipping 0",
+    ),
+    (
+        {"compile": {"deepcompile": True, "passes": ["autotp", "z1"]}},
+        "compile.passes",
+        "stands alone",
+    ),
+    (
+        {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
+        "tensor_parallel.tp.tp_size",
+        "leave it out",
+    ),
+    (
+        {
+            "activation_checkpointing": {
+                "contiguous_memory_optimization": True,
+                "number_checkpoints": 4,
+            }
+        },
+        "activation_checkpointing.contiguous_memory_optimization",
+        "switch that on too",
+    ),
+    ({"autotuning": {"exps_dir": ""}}, "autotuning.exps_dir", "that is not empty"),
+    (
+        {"checkpoint": {"tag_validation": "x"}},
+        "checkpoint.tag_validation",
+        '"Ignore", "Warn" or "Fail"',
+    ),
+    (
+        {"checkpoint": {"parallel_write": {"pipeline_stage": 1}}},
+        "checkpoint.parallel_write.pipeline_stage",
+        "true or false",
+    ),
+    ({"checkpoint": {"writer": {"type": "x"}}}, "checkpoint.writer.type", '"mock"'),
+    ({"checkpoint": {"writer": {"data_parallel": "x"}}}, "checkpoint.writer.data_parallel", ""),
+    ({"sparse_attention": {"mode": "x"}}, "sparse_attention.mode", '"bslongformer"'),
+    (
+        {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
+        "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
+        "add it",
+    ),
+    (
+        {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}},
+        "data_efficiency.data_sampling.dynamic_batching.max_tokens",
+        "add it",
+    ),
+    (
+        {
+            "data_efficiency": {
+                "data_routing": {
+                    "random_ltd": {
+                        "enabled": True,
+                        "random_ltd_layer_num": 2,
+                        "random_ltd_layer_id": [1],
+                    }
+                }
+            }
+        },
+        "data_efficiency.data_routing.random_ltd.random_ltd_layer_num",
+        "give 1",
+    ),
+    (
+        pruned(enabled=True, num_heads=4),
+        "compression_training.head_pruning.different_groups",
+        "add it",
+    ),
+    (
+        pruned(enabled=True),
+        "compression_training.head_pruning.shared_parameters.num_heads",
+        "add it",
+    ),
+    (
+        {"expert_parallel": {"load_balance_coeff": 0.1}},
+        "expert_parallel.load_balance_coeff",
+        "expected null",
+    ),
+    ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens", "> 0"),
+    ({"elasticity": {"enabled": True}}, "elasticity.max_train_batch_size", "add it"),
+    (elastic(micro_batch_sizes=[2, 0]), "elasticity.micro_batch_sizes", "each an integer"),
+    (elastic(micro_batch_sizes=[128]), "elasticity.micro_batch_sizes", "128 is more than"),
+    (elastic(min_gpus=4, max_gpus=2), "elasticity.max_gpus", "less than min_gpus 4"),
+    (elastic(version=0.3), "elasticity.version", "expected 0.1 or 0.2"),
+    (
+        elastic(version=0.1, model_parallel_size=2),
+        "elasticity.model_parallel_size",
+        "needs version 0.2",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "words"),
+    CONTRADICTIONS,
+    ids=[path for _, path, _ in CONTRADICTIONS],
+)
+def test_a_contradiction_is_told_at_its_path(keys, path, words):
+    faults = faults_of({**BASE, **keys})
+    assert words in faults[path]
+
+
+SOUND = [
+    {"fp16": {"loss_scale_window": 0, "min_loss_scale": 0}},
+    {"fp16": {**FP16, "loss_scale": 128, "loss_scale_window": 0}},
+    {"bf16": BF16, "data_types": {"grad_accum_dtype": "FP32"}, **with_zero(stage=1)},
+    # Every stage accumulates in any dtype here, the one without sharding too.
+    {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    {"bf16": BF16, "data_types": {"param_dtype": "bf16"}},
+    {"communication_data_type": "BF16"},
+    {"optimizer": {"type": "ADAMW", "params": {"lr": 1}}},
+    {"optimizer": {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}},
+    {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+    {"gradient_clipping": 0},
+    with_zero(stage="3"),
+    with_zero(stage=2, offload_param={"device": "cpu"}),
+    with_zero(stage=3, offload_param={}, offload_optimizer={}),
+    with_zero(stage=3, allgather_bucket_size=5),
+    {"checkpoint": {"tag_validation": "FAIL"}},
+]
+
+
+@pytest.mark.parametrize("keys", SOUND)
+def test_what_is_sound_loads(keys):
+    load_config({**BASE, **keys})
+
+
+def test_values_are_normalised():
+    config = load_config(
+        {
+            **BASE,
+            "communication_data_type": "BF16",
+            "optimizer": {"type": "aDaMw", "params": {"lr": "1e-3", "betas": [0, "0.9"]}},
+            "checkpoint": {"tag_validation": "ignore"},
+            "torch_autocast": {"enabled": False, "dtype": "torch.float16"},
+            "zero_optimization": {"leaf_module": {"names": "a.b"}},
+        }
+    )
+    assert config.communication_data_type == "bf16"
+    assert config.optimizer.type == "AdamW"
+    assert config.optimizer.params == {"lr": 0.001, "betas": (0.0, 0.9)}
+    assert config.checkpoint.tag_validation == "Ignore"
+    assert config.torch_autocast.dtype == "fp16"
+    assert config.zero_optimization.leaf_module.names == ("a.b",)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overlap_follows_the_stage(stage):
+    config = load_config(with_zero(stage=stage))
+    assert config.zero_optimization.overlap_comm is (stage == 3)
+    assert config.origins["zero_optimization.overlap_comm"] == "inferred"
+    config = load_config(with_zero(stage=stage, overlap_comm=False))
+    assert config.zero_optimization.overlap_comm is False
+    assert config.origins["zero_optimization.overlap_comm"] == "you"
+
+
+def test_no_contradiction_follows_from_a_faulty_key():
+    # Were the faulty stage taken as its default, 0, masters in bf16 would be refused too.
+    keys = {"bf16": {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    faults = faults_of({**keys, **with_zero(stage="three")})
+    assert "raise the stage" not in " ".join(faults.values())
+
+
+def test_schedules_must_say_how_long_they_are():
+    path, message = only_fault({**BASE, "scheduler": {"type": "WarmupDecayLR"}})
+    assert path == "scheduler.params.total_num_steps"
+    assert "add it" in message
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}
+    assert only_fault({**BASE, "scheduler": cycle})[0] == "scheduler.params.cycle_max_lr"
+    assert only_fault({**BASE, "scheduler": {"params": {}}})[0] == "scheduler.type"
+
+
+def test_the_brought_optimizer_makes_the_section_step_back():
+    source = {**BASE, "optimizer": {"type": "Lamb"}}
+    assert "not built yet" in only_fault(source)[1]
+    config = load_config(source, client_optimizer=True)
+    assert config.notes == ("optimizer: ignored: the program hands over its own optimizer",)
+
+
+def test_torch_keywords_need_torch_adam():
+    params = {"fused": True}
+    path, message = only_fault({**BASE, "optimizer": {"type": "Adam", "params": params}})
+    assert path == "optimizer.params.fused"
+    assert "add torch_adam true" in message
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_type_must_be_named(section):
+    path, message = only_fault({**BASE, section: {"type": "auto"}})
+    assert (path, message) == (
+        f"{section}.type",
+        f'"auto" is filled in by nobody; name the {section}',
+    )
