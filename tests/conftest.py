@@ -1,0 +1,45 @@
+"""What every test may use: ranks, and the option that runs whole products of cases."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Helper modules beside the tests (`ranks`, `contracts`) are imported by these names, here and in
+# the ranks' processes, whatever import mode pytest runs in.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ranks import RankPool, RankPools
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run every cell of the equivalence matrix, not only its pairwise cover",
+    )
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """`ranks(world_size).run(function, *args)`: processes shared by all tests."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`fresh_ranks(world_size)`: processes of this test's own, for tests that break them."""
+    started: list[RankPool] = []
+
+    def fresh(world_size: int) -> RankPool:
+        started.append(RankPool(world_size))
+        return started[-1]
+
+    yield fresh
+    for pool in started:
+        pool.close()

@@ -1,0 +1,1 @@
+"""Contracts: what Hadal promises as a whole, each checked against torch alone."""

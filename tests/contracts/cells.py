@@ -1,0 +1,189 @@
+"""The equivalence matrix: its factors, the configuration of a cell, and how far a cell may stray.
+
+A factor is one entry of `FACTORS`: its levels by name, each with what it adds to the configuration.
+A later factor (residence tier, codec, compiled) is one more entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+
+from .cover import Cell
+from .models import ROWS, SUBJECTS
+
+UPDATES = 3
+MAX_NORM = 0.03  # below every cell's norms: a test says so
+
+NOTHING: dict[str, Any] = {}
+
+# Buckets of a few hundred elements, so that even these models fill several of them; nothing is
+# kept longer than its use.
+TINY = {
+    "reduce_bucket_size": 200,
+    "allgather_bucket_size": 200,
+    "stage3_prefetch_bucket_size": 200,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+WIDE = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
+
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "stage": {f"stage{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    "precision": {
+        "fp32": NOTHING,
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        "bf16wide": WIDE,
+    },
+    "accumulation": {
+        "acc1": {"gradient_accumulation_steps": 1},
+        "acc3": {"gradient_accumulation_steps": 3},
+    },
+    "clipping": {"free": {"gradient_clipping": 0.0}, "clip": {"gradient_clipping": MAX_NORM}},
+    "world": {"w1": NOTHING, "w2": NOTHING, "w3": NOTHING},
+    "model": {name: NOTHING for name in SUBJECTS},
+    "keys": {
+        "tiny": {"zero_optimization": TINY},
+        "large": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+        "default": NOTHING,
+    },
+    "optimizer": {"adamw": NOTHING, "sgd": NOTHING},
+}
+LEVELS: dict[str, list[str]] = {factor: list(levels) for factor, levels in FACTORS.items()}
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Cells that are run otherwise than the rest, how, and why."""
+
+    applies: Callable[[Cell], bool]
+    reason: str
+    settings: Mapping[str, Any]
+
+
+def _is_sixteen_bit(cell: Cell) -> bool:
+    return cell["precision"] != "fp32"
+
+
+# Everything in which a cell is treated unlike the others stands here, with its reason.
+DEPARTURES: dict[str, Departure] = {
+    "smooth AdamW in 16 bit": Departure(
+        lambda cell: _is_sixteen_bit(cell) and cell["optimizer"] == "adamw",
+        "At eps = 1e-8 AdamW's update is nearly the gradient's sign, so a rounding of a gradient "
+        "that is almost zero turns a whole step around. With eps above the gradients the update is "
+        "a smooth function of them: a rounding error d moves a weight by at most lr * d / eps, "
+        "which is the bound that `Outcome.rounding` adds up.",
+        {"eps": 0.1},
+    ),
+    "larger steps in 16 bit": Departure(
+        _is_sixteen_bit,
+        "The final weight is read in 16 bit, so it is known to u * |w| only; the learning rate is "
+        "large enough for the update to stand out from that.",
+        {"lr": 0.4},
+    ),
+    "eps for attention in fp32": Departure(
+        lambda cell: (
+            cell["precision"] == "fp32"
+            and cell["optimizer"] == "adamw"
+            and SUBJECTS[cell["model"]].has_attention
+        ),
+        "A key's bias has no influence on softmax, so its gradient is rounding noise around zero; "
+        "at eps = 1e-8 the order of summation alone moves AdamW by 7e-4 of the update.",
+        {"eps": 1e-4},
+    ),
+    "edits through GatheredParameters at stage 3": Departure(
+        lambda cell: cell["stage"] == "stage3" and cell["model"] == "edited_in_place",
+        "Between steps a stage-3 rank does not hold the weight, so there is nothing to edit in "
+        "place; the edit goes through GatheredParameters instead.",
+        {"gathered": True},
+    ),
+}
+
+
+def departing_settings(cell: Cell) -> dict[str, Any]:
+    """What the table above changes in a cell."""
+    settings: dict[str, Any] = {}
+    for departure in DEPARTURES.values():
+        if departure.applies(cell):
+            settings.update(departure.settings)
+    return settings
+
+
+def id_of(cell: Cell) -> str:
+    """The levels of a cell, which is also the name that pytest shows."""
+    return "-".join(cell.values())
+
+
+def world_of(cell: Cell) -> int:
+    return int(cell["world"].removeprefix("w"))
+
+
+def stage_of(cell: Cell) -> int:
+    return int(cell["stage"].removeprefix("stage"))
+
+
+def accumulation_of(cell: Cell) -> int:
+    return int(cell["accumulation"].removeprefix("acc"))
+
+
+def max_norm_of(cell: Cell) -> float:
+    return MAX_NORM if cell["clipping"] == "clip" else 0.0
+
+
+def compute_dtype_of(cell: Cell) -> torch.dtype:
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(cell["precision"], torch.bfloat16)
+
+
+def accumulates_in_16_bit(cell: Cell) -> bool:
+    return cell["precision"] != "bf16wide"
+
+
+def loss_scale_of(cell: Cell) -> float:
+    return 256.0 if cell["precision"] == "fp16" else 1.0
+
+
+def optimizer_of(cell: Cell) -> tuple[str, dict[str, Any]]:
+    """The optimizer's type and parameters, as the configuration and torch both spell them."""
+    changed = departing_settings(cell)
+    if cell["optimizer"] == "sgd":
+        return "SGD", {"lr": changed.get("lr", 0.1), "momentum": 0.9, "weight_decay": 0.01}
+    return "AdamW", {
+        "lr": changed.get("lr", 0.01),
+        "betas": (0.9, 0.99),
+        "eps": changed.get("eps", 1e-8),
+        "weight_decay": 0.01,
+    }
+
+
+def config_of(cell: Cell) -> dict[str, Any]:
+    """The `ds_config` of a cell."""
+    kind, params = optimizer_of(cell)
+    base = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": kind, "params": {**params, **_json_betas(params)}},
+    }
+    overlays = [FACTORS[factor][level] for factor, level in cell.items()]
+    overlays.append(departing_settings(cell).get("config", NOTHING))
+    return reduce(_merged, overlays, base)
+
+
+def _json_betas(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"betas": list(params["betas"])} if "betas" in params else {}
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(one)
+    for key, value in other.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged

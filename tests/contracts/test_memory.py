@@ -1,0 +1,204 @@
+"""Memory known before the run: what a rank holds is what its stage promises, byte for byte.
+
+With Psi trainable parameters, 16-bit compute, fp32 masters and two moments on N ranks:
+
+    stage 0   2 Psi weights + 2 Psi gradients + 12 Psi optimizer
+    stage 1   2 Psi         + 2 Psi           + 12 Psi / N
+    stage 2   2 Psi         + 2 Psi / N       + 12 Psi / N
+    stage 3   2 Psi / N     + 2 Psi / N       + 12 Psi / N
+
+In fp32 the weights are their own masters: 4 Psi, 4 Psi and 8 Psi in their place. To this come at
+most 1 % of padding, a little for scalars, and the buckets in flight, whose size the bucket keys
+bound.
+
+A rank counts the storages of all tensors that Python can reach. What only C++ holds (saved by a
+graph) is not at rest at any of the moments counted at, except inside a block's own turn.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hadal
+
+WIDTH = 96
+BLOCKS = 8
+ROWS, TIME = 2, 3
+PADDING = 0.01
+SCALARS = 16 * 1024  # bytes for norms, flags, step counters, one NaN per freed weight
+IN_FLIGHT = 3  # buckets: one in use, one on its way in, one on its way out
+ACTIVATIONS = 4 * ROWS * TIME * WIDTH * 32  # bytes, of one block
+KEYS = [40_000, 80_000]  # elements; the largest tensor has 36,864
+
+
+class Block(nn.Module):
+    """A transformer block with one head, which calls `probe` in its own turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.into = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out_of = nn.Linear(WIDTH, WIDTH)
+        self.between = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.held_in_forward: list[int] = []
+        self.held_in_backward: list[int] = []
+
+    def forward(self, values: Tensor) -> Tensor:
+        query, key, value = self.into(self.before(values)).chunk(3, dim=-1)
+        values = values + self.out_of(F.scaled_dot_product_attention(query, key, value))
+        values = values + self.down(F.gelu(self.up(self.between(values))))
+        self.held_in_forward.append(held_nbytes())
+        values.register_hook(lambda _: self.held_in_backward.append(held_nbytes()))
+        return values
+
+
+@dataclass
+class Held:
+    """Bytes of tensors on one rank, without those that were there before the model."""
+
+    numel: int  # trainable elements: Psi
+    block_numel: int
+    after_initialize: int
+    before_step: int  # of the second update, when the moments exist
+    at_rest: int  # after that step
+    in_forward: int  # while a block in the middle runs, in the third update
+    in_backward: int
+
+
+def held_nbytes() -> int:
+    """The bytes of all storages that a Python object reaches."""
+    storages = {}
+    # Out of sight of torch-function modes: one that records what a step uses would record this.
+    with torch._C.DisableTorchFunction():
+        for found in gc.get_objects():
+            if issubclass(type(found), Tensor):  # isinstance would wake what is deprecated
+                for tensor in (found, found.grad if found.is_leaf else None):
+                    if tensor is not None and tensor.device.type != "meta":
+                        storage = tensor.untyped_storage()
+                        storages[storage.data_ptr()] = storage.nbytes()
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def memory_of_a_rank(stage: int, precision: str, key: int) -> Held:
+    """Train three updates and count at each moment."""
+    gc.collect()
+    already = held_nbytes()
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    numel = sum(p.numel() for p in model.parameters())
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": key,
+            "allgather_bucket_size": key,
+            "stage3_prefetch_bucket_size": key,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    engine, _, _, _ = hadal.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    counted = [now(already)]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    inputs = torch.linspace(-1, 1, ROWS * TIME * WIDTH).reshape(ROWS, TIME, WIDTH).to(dtype)
+    for _ in range(3):
+        engine.backward(engine(inputs).float().square().mean())
+        counted.append(now(already))
+        engine.step()
+        counted.append(now(already))
+    middle = model[BLOCKS // 2]
+    held = Held(
+        numel=numel,
+        block_numel=numel // BLOCKS,
+        after_initialize=counted[0],
+        before_step=counted[3],
+        at_rest=counted[4],
+        in_forward=middle.held_in_forward[-1] - already,
+        in_backward=middle.held_in_backward[-1] - already,
+    )
+    engine.destroy()
+    return held
+
+
+def now(already: int) -> int:
+    """What is held now that was not held before."""
+    gc.collect()
+    return held_nbytes() - already
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Bytes per kind of state on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    def __iter__(self) -> Any:
+        return iter((self.weights, self.gradients, self.optimizer))
+
+
+def promise_of(stage: int, precision: str, numel: int, world_size: int) -> Promise:
+    """The table in the module's docstring."""
+    weight, optimizer = (4, 8) if precision == "fp32" else (2, 12)
+    cuts = [world_size if stage >= first else 1 for first in (3, 2, 1)]
+    return Promise(weight * numel / cuts[0], weight * numel / cuts[1], optimizer * numel / cuts[2])
+
+
+def most(promised: float) -> float:
+    """A promise with its padding and its scalars."""
+    return promised * (1 + PADDING) + SCALARS
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_holds_what_its_stage_promises(
+    stage: int, world_size: int, precision: str, key: int, ranks: RankPools
+) -> None:
+    """At rest, when the gradients of an update are complete, and in a block's own turn."""
+    nbytes = 4 if precision == "fp32" else 2
+    for held in ranks(world_size).run(memory_of_a_rank, stage, precision, key):
+        assert held.numel > 200_000
+        weights, gradients, optimizer = promise_of(stage, precision, held.numel, world_size)
+        everything = weights + gradients + optimizer
+        assert everything <= held.before_step <= most(everything)
+        assert weights + optimizer <= held.at_rest <= most(everything)
+        # The weights as they were given, in fp32, are gone.
+        assert weights <= held.after_initialize <= most(everything)
+        # A block in its turn is whole, in backward with its gradient, while buckets travel.
+        block = held.block_numel * nbytes
+        in_turn = most(everything) + IN_FLIGHT * key * nbytes + ACTIVATIONS
+        assert held.in_forward <= in_turn + block * (stage == 3)
+        assert held.in_backward <= in_turn + block * (stage >= 2) + block * (stage == 3)
+
+
+def test_a_count_sees_views_once_and_gradients_too() -> None:
+    """The count itself: shared storages count once, a gradient counts, a freed storage does not."""
+    before = held_nbytes()
+    flat = torch.zeros(1000)
+    views = [flat[:500], flat[500:]]
+    assert held_nbytes() - before == 4000
+    parameter = nn.Parameter(torch.zeros(100))
+    parameter.sum().backward()
+    assert held_nbytes() - before == 4800
+    flat.untyped_storage().resize_(0)
+    assert held_nbytes() - before == 800
+    del views
