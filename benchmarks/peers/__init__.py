@@ -1,0 +1,1 @@
+"""Contestants, launcher and report of the step benchmark (``benchmarks/step.py``)."""

@@ -1,0 +1,265 @@
+"""Turns the runs into rows, ratios, goal lines, JSON and a chart."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from peers.launch import Run
+from peers.settings import Contestant, Workload, is_default
+
+STEP_GOALS = {0: 0.7, 1: 0.7, 2: 0.9, 3: 0.9}
+INIT_GOAL_S = 2.0
+IMPORT_GOAL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a step measured alone: its seconds, if it ran, and the bytes it handled."""
+
+    seconds: float | None
+    bytes: int
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return self.bytes / self.seconds / 1e9 if self.bytes and self.seconds else None
+
+
+@dataclass
+class Results:
+    """Everything one invocation measured; a round in which a contestant failed holds None."""
+
+    workload: Workload
+    runs: dict[Contestant, list[Run | None]] = field(default_factory=dict)
+    failures: dict[Contestant, str] = field(default_factory=dict)
+    imports: dict[str, float | None] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def finished(self, contestant: Contestant) -> list[Run]:
+        return [run for run in self.runs.get(contestant, []) if run is not None]
+
+    def step(self, contestant: Contestant) -> float:
+        return median(seconds for run in self.finished(contestant) for seconds in run.steps)
+
+    def peak(self, contestant: Contestant) -> float:
+        return max(run.peak_mib for run in self.finished(contestant))
+
+    def init(self, contestant: Contestant) -> float:
+        return median(run.init_s for run in self.finished(contestant))
+
+
+def hadal_like(contestant: Contestant) -> Contestant:
+    """Hadal at the same stage with the same traffic type."""
+    return Contestant("hadal", contestant.stage, contestant.traffic)
+
+
+def step_ratio(results: Results, ours: Contestant, peer: Contestant) -> float | None:
+    """Median over the rounds of our step time by the peer's in the same round."""
+    pairs = zip(results.runs.get(ours, []), results.runs.get(peer, []), strict=False)
+    ratios = [
+        median(one.steps) / median(other.steps)
+        for one, other in pairs
+        if one is not None and other is not None
+    ]
+    return median(ratios) if ratios else None
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _peak_ratio(results: Results, ours: Contestant, peer: Contestant) -> float | None:
+    if not results.finished(ours):
+        return None
+    return results.peak(ours) / results.peak(peer)
+
+
+def _row(results: Results, contestant: Contestant) -> list[str]:
+    traffic = contestant.traffic + (" (default)" if is_default(contestant) else "")
+    head = [str(contestant.stage), contestant.library, traffic]
+    runs = results.finished(contestant)
+    if not runs:
+        return [*head, *["-"] * 8]
+    ours = hadal_like(contestant)
+    peer = contestant.library != "hadal"
+    return [
+        *head,
+        _number(results.step(contestant)),
+        _number(min(seconds for run in runs for seconds in run.steps)),
+        _number(step_ratio(results, ours, contestant) if peer else None, ".2f"),
+        _number(results.peak(contestant), ".0f"),
+        _number(_peak_ratio(results, ours, contestant) if peer else None, ".2f"),
+        _number(median(run.init_mib for run in runs), ".0f"),
+        _number(results.init(contestant), ".2f"),
+        _number(runs[-1].losses[-1]),
+    ]
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with its columns aligned."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    padded = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    padded.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(padded)
+
+
+def step_table(results: Results) -> str:
+    """One row per contestant."""
+    header = ["stage", "library", "gradients", "step s", "min s", "Hadal/it"]
+    header += ["peak MiB", "Hadal/it", "after init MiB", "init s", "loss"]
+    return markdown_table(header, [_row(results, contestant) for contestant in results.runs])
+
+
+def import_table(results: Results) -> str:
+    rows = [[name, _number(seconds)] for name, seconds in results.imports.items()]
+    return markdown_table(["import", "s beyond torch"], rows)
+
+
+def step_limit(parts: Mapping[str, Part], stage: int) -> float | None:
+    """Compute, traffic and update of a step one after the other, from the parts alone.
+
+    Two ranks exchange a share of the gradients and a share of the parameters, and at stage 3
+    the parameters a second time. At stage 0 every rank updates all values.
+    """
+    exchanges = 3 if stage == 3 else 2
+    update = "fused AdamW on all values, fp32" if stage == 0 else "fused AdamW on one share, fp32"
+    names = ["forward and backward, bf16", update, *["exchange of one share, bf16"] * exchanges]
+    seconds = [parts[name].seconds for name in names if name in parts]
+    known = [value for value in seconds if value is not None]
+    return sum(known) if len(known) == len(names) else None
+
+
+def parts_table(results: Results) -> str:
+    rows = [
+        [name, _number(part.seconds, ".4f"), _number(part.gigabytes_per_second, ".2f")]
+        for name, part in results.parts.items()
+    ]
+    for stage in sorted({contestant.stage for contestant in results.runs}):
+        limit = step_limit(results.parts, stage)
+        rows.append([f"stage {stage}: these one after another", _number(limit, ".4f"), "-"])
+    return markdown_table(["part alone", "s", "GB/s"], rows)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One goal, what was measured for it, and whether it was met (None: not measured)."""
+
+    goal: str
+    measured: float | None
+    limit: float | None
+
+    @property
+    def passed(self) -> bool | None:
+        if self.measured is None or self.limit is None:
+            return None
+        return self.measured <= self.limit
+
+    def __str__(self) -> str:
+        word = {True: "PASS", False: "FAIL", None: "SKIP"}[self.passed]
+        return f"{word}  {self.goal}: {_number(self.measured)} (goal {_number(self.limit)})"
+
+
+def _least_peak(results: Results, stage: int) -> float | None:
+    peaks = [
+        results.peak(contestant)
+        for contestant in results.runs
+        if contestant.stage == stage
+        and contestant.library in ("deepspeed", "fsdp2")
+        and results.finished(contestant)
+    ]
+    return min(peaks) if peaks else None
+
+
+def _stage_verdicts(results: Results, stage: int) -> list[Verdict]:
+    ours, deepspeed = Contestant("hadal", stage, "bf16"), Contestant("deepspeed", stage, "bf16")
+    ran = bool(results.finished(ours))
+    return [
+        Verdict(
+            f"stage {stage} step over DeepSpeed's",
+            step_ratio(results, ours, deepspeed),
+            STEP_GOALS[stage],
+        ),
+        Verdict(
+            f"stage {stage} peak MiB, at most the least of DeepSpeed's and FSDP2's",
+            results.peak(ours) if ran else None,
+            _least_peak(results, stage),
+        ),
+        Verdict(f"stage {stage} init s", results.init(ours) if ran else None, INIT_GOAL_S),
+    ]
+
+
+def judge(results: Results) -> list[Verdict]:
+    """The goals of every stage measured, and of the import."""
+    stages = sorted({contestant.stage for contestant in results.runs})
+    verdicts = [verdict for stage in stages for verdict in _stage_verdicts(results, stage)]
+    verdicts.append(Verdict("import s beyond torch", results.imports.get("hadal"), IMPORT_GOAL_S))
+    return verdicts
+
+
+def describe_environment() -> dict[str, str]:
+    """The versions and the machine the figures were taken with."""
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "system": platform.platform(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+def write_json(results: Results, path: Path) -> None:
+    """Every single measurement, with the settings it was taken under."""
+    runs = [
+        {
+            **asdict(contestant),
+            "rounds": [None if run is None else asdict(run) for run in rounds],
+            "failure": results.failures.get(contestant),
+            "hadal_ratio": step_ratio(results, hadal_like(contestant), contestant),
+        }
+        for contestant, rounds in results.runs.items()
+    ]
+    document: dict[str, Any] = {
+        "environment": describe_environment(),
+        "workload": asdict(results.workload),
+        "contestants": runs,
+        "imports": results.imports,
+        "parts": {name: asdict(part) for name, part in results.parts.items()},
+        "goals": [{**asdict(verdict), "passed": verdict.passed} for verdict in judge(results)],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def draw_chart(results: Results, path: Path) -> None:
+    """Bars of step time and of peak memory, one per contestant that ran."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ran = [contestant for contestant in results.runs if results.finished(contestant)]
+    panels: list[tuple[str, Callable[[Contestant], float]]] = [
+        ("step, s (median)", results.step),
+        ("peak memory per rank, MiB", results.peak),
+    ]
+    figure, axes = pyplot.subplots(
+        1, 2, sharey=True, figsize=(12, 1.5 + 0.3 * len(ran)), constrained_layout=True
+    )
+    labels = [contestant.label for contestant in ran]
+    colours = ["tab:blue" if c.library == "hadal" else "tab:gray" for c in ran]
+    for axis, (title, value) in zip(axes, panels, strict=True):
+        bars = axis.barh(labels, [value(contestant) for contestant in ran], color=colours)
+        axis.bar_label(bars, fmt="{:,.2f}" if value == results.step else "{:,.0f}", padding=2)
+        axis.set_title(title)
+        axis.margins(x=0.15)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,98 @@
+"""What is measured: the workload all contestants share, and the contestants themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEARNING_RATE = 1e-4
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.01
+CLIP = 1.0
+
+LIBRARIES = ("hadal", "deepspeed", "fsdp2", "ddp", "zero_redundancy")
+TRAFFIC = ("bf16", "fp32")
+
+# The stages whose memory and traffic each torch peer is the nearest counterpart of.
+PEER_STAGES = {"ddp": (0,), "zero_redundancy": (1,), "fsdp2": (2, 3)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model, batch and run lengths, the same for every contestant."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 8192
+    sequence: int = 64
+    micro_batch: int = 1
+    accumulation: int = 1
+    warmup: int = 2
+    steps: int = 5
+    world_size: int = 2
+    threads: int = 1
+    deepspeed_adam: str = "torch"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One library in one setting: a ZeRO stage and the type in which gradients travel."""
+
+    library: str
+    stage: int
+    traffic: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.library} stage {self.stage} {self.traffic}"
+
+
+def is_default(contestant: Contestant) -> bool:
+    """Whether the traffic type is the one the library uses when nothing is asked for."""
+    engines = contestant.library in ("hadal", "deepspeed")
+    return contestant.traffic == ("bf16" if engines else "fp32")
+
+
+def select_contestants(
+    stages: Sequence[int], peers: Sequence[str], traffic: Sequence[str]
+) -> list[Contestant]:
+    """Contestants in measuring order: those compared with one another stand side by side."""
+    chosen = []
+    for stage in stages:
+        for kind in traffic:
+            for library in ("hadal", *peers):
+                if stage in PEER_STAGES.get(library, (0, 1, 2, 3)):
+                    chosen.append(Contestant(library, stage, kind))
+    return chosen
+
+
+def ds_config(workload: Workload, contestant: Contestant) -> dict[str, object]:
+    """The configuration given to Hadal and to DeepSpeed alike, but for DeepSpeed's Adam.
+
+    DeepSpeed's own compiled Adam is slower on the CPU than torch's fused one and keeps more
+    memory at stage 0, so it is given torch's unless the workload says otherwise.
+    """
+    torch_adam = contestant.library == "deepspeed" and workload.deepspeed_adam == "torch"
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": workload.micro_batch,
+        "gradient_accumulation_steps": workload.accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": LEARNING_RATE,
+                "betas": list(BETAS),
+                "eps": EPSILON,
+                "weight_decay": WEIGHT_DECAY,
+                **({"torch_adam": True, "fused": True} if torch_adam else {}),
+            },
+        },
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": contestant.stage},
+        "steps_per_print": 1_000_000,
+    }
+    if contestant.traffic != "bf16":
+        config["communication_data_type"] = contestant.traffic
+    return config
