@@ -8,6 +8,7 @@ collectives do the same work. Both give a *mean* over the ranks, divided before 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,30 +48,71 @@ class Pending:
     works: Sequence[_Work] = ()
     then: Callable[[], Pending | None] = _nothing
     done: bool = field(default=False, init=False)
+    _watch: _Watch | None = field(default=None, init=False)
 
     def advance(self) -> None:
         """Wait for the present phase, do its arithmetic, and start the next one if there is one."""
         if self.done:
             return
         try:
-            for work in self.works:
-                work.wait()
+            if self._watch is None:
+                _wait_for(self.works)
+            else:
+                self._watch.join()
             following = self.then()
         except (RuntimeError, dist.DistError) as error:
             raise CommunicationError(
                 f"{self.label} failed: {error}. Another rank died or waits elsewhere; its own"
                 " message tells more."
             ) from error
+        self._watch = None
         if following is None:
             self.done = True
             self.works, self.then = (), _nothing
         else:
             self.works, self.then = following.works, following.then
 
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether the present phase's values are here within `seconds`.
+
+        For whoever must not wait for a rank that may be waiting for him.
+        """
+        if self._watch is None:
+            self._watch = _Watch(self.works)
+        return self._watch.ended.wait(seconds)
+
     def wait(self) -> None:
         """Wait for all phases."""
         while not self.done:
             self.advance()
+
+
+class _Watch:
+    """A thread that waits for works: gloo's cannot be asked, and can be waited for only once."""
+
+    def __init__(self, works: Sequence[_Work]) -> None:
+        self.ended = threading.Event()
+        self._works = works
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            _wait_for(self._works)
+        except RuntimeError as error:
+            self._error = error
+        self.ended.set()
+
+    def join(self) -> None:
+        """Wait for the end, and raise what the works raised."""
+        self.ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _wait_for(works: Sequence[_Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
@@ -142,6 +184,10 @@ def mean_into(out: Tensor, pieces: Sequence[Tensor], accumulate: bool) -> None:
         if out.data_ptr() != pieces[0].data_ptr():
             out.copy_(pieces[0])
         return
+    if _is_pair(out, pieces) and not accumulate:
+        # One pass where it is most often asked for: torch computes 16-bit lerp in float32.
+        torch.lerp(pieces[0], pieces[1], 0.5, out=out)
+        return
     exact = torch.promote_types(torch.float32, out.dtype)
     block = min(_BLOCK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
     total = torch.empty(block, dtype=exact, device=out.device)
@@ -156,6 +202,12 @@ def mean_into(out: Tensor, pieces: Sequence[Tensor], accumulate: bool) -> None:
         if accumulate:
             part.add_(target)
         target.copy_(part)
+
+
+def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
+    """Whether the mean is that of two 16-bit tensors in their own dtype."""
+    alike = all(piece.dtype == out.dtype for piece in pieces)
+    return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)
 
 
 def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:

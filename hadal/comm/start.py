@@ -108,30 +108,47 @@ def _start(backend: str, place: Place, init_method: str | None, timeout: timedel
     )
 
 
-def find_place(variables: Mapping[str, str], port: int = DEFAULT_PORT) -> Place:
-    """Read this process's place from a launcher's variables; `ALONE` where there are none."""
-    for name, *keys in _LAUNCHERS:
-        launcher, (rank_key, world_key, local_key) = name, keys
+class _Told(NamedTuple):
+    """What a launcher's variables say."""
+
+    launcher: str
+    rank_key: str
+    world_key: str
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def _told(variables: Mapping[str, str]) -> _Told | None:
+    for launcher, rank_key, world_key, local_key in _LAUNCHERS:
         if rank_key in variables and world_key in variables:
             rank = _whole_number(variables, rank_key)
+            local = _whole_number(variables, local_key) if local_key in variables else rank
             world_size = _whole_number(variables, world_key)
-            local_rank = _whole_number(variables, local_key) if local_key in variables else rank
-            break
-    else:
+            return _Told(launcher, rank_key, world_key, rank, world_size, local)
+    return None
+
+
+def find_place(variables: Mapping[str, str], port: int = DEFAULT_PORT) -> Place:
+    """Read this process's place from a launcher's variables; `ALONE` where there are none."""
+    told = _told(variables)
+    if told is None:
         return ALONE
-    if not 0 <= rank < world_size:
+    if not 0 <= told.rank < told.world_size:
         raise CommunicationError(
-            f"{rank_key}={rank} is not one of 0..{world_size - 1}, as {world_key}={world_size}"
-            f" demands; {launcher} set one of them, or an older run left it in the environment"
+            f"{told.rank_key}={told.rank} is not one of 0..{told.world_size - 1}, as"
+            f" {told.world_key}={told.world_size} demands; {told.launcher} set one of them, or an"
+            " older run left it in the environment"
         )
     port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
-    address = variables.get("MASTER_ADDR") or _first_host(variables, world_size)
-    return Place(rank, world_size, local_rank, address, port, launcher)
+    address = variables.get("MASTER_ADDR") or _first_host(variables, told.world_size)
+    return Place(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
 
 
 def local_rank() -> int:
     """This process's number on its host, as its launcher told it; 0 without a launcher."""
-    return find_place(os.environ).local_rank
+    told = _told(os.environ)
+    return told.local_rank if told else 0
 
 
 def _whole_number(variables: Mapping[str, str], key: str) -> int:
@@ -148,7 +165,7 @@ def _first_host(variables: Mapping[str, str], world_size: int) -> str:
     if nodes:
         return first_slurm_host(nodes)
     local_sizes = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    local = next((int(variables[key]) for key in local_sizes if key in variables), None)
+    local = next((_whole_number(variables, k) for k in local_sizes if k in variables), None)
     if world_size == 1 or local == world_size:
         return "127.0.0.1"
     raise CommunicationError(

@@ -308,6 +308,9 @@ def _limits(config: Config) -> Limits:
         persistent_total_numel=zero.stage3_model_persistence_threshold,
         live_numel=zero.stage3_max_live_parameters,
         reuse_numel=zero.stage3_max_reuse_distance,
+        # Reductions overlap backward unless the user wrote false: the numbers are the same.
+        overlap=bool(zero.overlap_comm)
+        or config.origins.get("zero_optimization.overlap_comm") != "you",
     )
 
 

@@ -253,9 +253,12 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        if cycle_first_step_size <= 0:
-            raise OptimizerError("scheduler.params.cycle_first_step_size must be above 0")
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0:
+            raise OptimizerError(
+                "scheduler.params: cycle_first_step_size must be above 0 and cycle_second_step_size"
+                f" at least 0, found {cycle_first_step_size} and {second}"
+            )
         stairs = cycle_second_stair_count
         self._sizes = (cycle_first_step_size, second)
         self._stairs = (
@@ -327,7 +330,7 @@ def build_schedule(
         OptimizerError: no such schedule, or parameters that it does not take.
     """
     made: Any = _NATIVE.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
-    if made is None:
+    if not inspect.isclass(made) or not issubclass(made, (Schedule, LRScheduler)):
         raise OptimizerError(
             f"scheduler.type {kind!r} is unknown; expected one of {', '.join(_NATIVE)} or a class"
             f" of"

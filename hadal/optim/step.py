@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.comm.collectives import Pending, broadcast_, slice_of, start_all_gather, sum_
 from hadal.device import AdamRule, fused_adam_
-from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.errors import OptimizerError
 from hadal.optim.build import is_elementwise, refuse_unusable
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
-from hadal.zero.layout import share_out
+from hadal.zero.layout import Run, share_out
 
-# On a CPU, elements that are cast, scaled, stepped and written back together, so that a block's
-# five arrays stay in a core's cache; on an accelerator, enough to keep it busy.
-_CPU_BLOCK_NUMEL = 1 << 16
+# Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
+# in float32 stays in the cache between these, on an accelerator enough to keep it busy.
+_CPU_BLOCK_NUMEL = 1 << 18
 _ACCELERATOR_BLOCK_NUMEL = 1 << 25
+# Squares summed in float32 at a time; the blocks' sums are added in float64, which keeps digits.
+_CPU_NORM_NUMEL = 1 << 16
 
 
 def block_numel(device: torch.device) -> int:
@@ -45,7 +47,7 @@ def global_norm(gradients: Sequence[Gradients], ranks: Ranks) -> float:
 def _square_sum(values: Tensor) -> float:
     exact = torch.promote_types(values.dtype, torch.float32)
     total = 0.0
-    step = block_numel(values.device)
+    step = _CPU_NORM_NUMEL if values.device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
     for start in range(0, values.numel(), step):
         block = values[start : start + step].to(exact)
         total += float(torch.dot(block, block))
@@ -74,16 +76,12 @@ def build_stepper(
     The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
     holds, per param group, the model's own parameters in their order.
 
+    State that the optimizer holds already goes along with its parameters.
+
     Raises:
-        OptimizerError: the optimizer cannot work with reduced gradients.
-        NotBuiltYetError: it has been stepped before.
+        OptimizerError: the optimizer cannot work with reduced gradients, or its state does not fit.
     """
     refuse_unusable(type(optimizer))
-    if optimizer.state:
-        raise NotBuiltYetError(
-            f"the {type(optimizer).__name__} given to initialize has been stepped already; taking"
-            " over its state is not built yet. Give a fresh one, or load a checkpoint."
-        )
     if is_elementwise(optimizer):
         return FlatStepper(optimizer, gradients)
     return WholeStepper(optimizer, gradients, parameters)
@@ -114,8 +112,14 @@ class FlatStepper:
             for run in one.bucket.layout.runs(*one.bucket.span):
                 values = nn.Parameter(master[run.start : run.stop])
                 optimizer.param_groups[run.group]["params"].append(values)
+                state = _state_of_run(optimizer, one.bucket, run, values)
+                if state:
+                    optimizer.state[values] = state
                 pieces.append(_Piece(run.group, run.start, run.stop, values))
             self._pieces[one] = pieces
+        for one in gradients:
+            for parameter in one.bucket.parameters:
+                optimizer.state.pop(parameter, None)
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
@@ -190,6 +194,35 @@ class FlatStepper:
         _wait_all(refreshing)
 
 
+def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor) -> dict[str, Any]:
+    """What the optimizer holds for the parameters of a run, laid out like the run.
+
+    Tensors of a parameter's shape are cut and joined; anything else must be the same for all.
+    """
+    begin = bucket.span[0] + run.start
+    parts = list(bucket.layout.fragments(begin, bucket.span[0] + run.stop))
+    states = [optimizer.state.get(bucket.parameters[part.slot], {}) for part in parts]
+    state: dict[str, Any] = {}
+    for key in dict.fromkeys(key for known in states for key in known):
+        for part, known in zip(parts, states, strict=True):
+            slot, value = bucket.layout.slots[part.slot], known.get(key)
+            # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
+            fits = isinstance(value, Tensor) and tuple(value.shape) == slot.shape
+            if fits and key != "step":
+                whole = state.setdefault(key, torch.zeros_like(values, dtype=value.dtype))
+                cut = value.detach().reshape(-1)[part.start : part.start + part.numel]
+                whole[part.offset : part.offset + part.numel].copy_(cut)
+            elif key not in state:
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+            elif value is None or bool(state[key] != value):
+                raise OptimizerError(
+                    f"the state {key!r} that the {type(optimizer).__name__} brings along is"
+                    f" {value!r} for {slot.name} and {state[key]!r} for the parameters before it;"
+                    " parameters of one group are stepped together. Give a fresh optimizer."
+                )
+    return state
+
+
 def _is_plain_adam(optimizer: Optimizer) -> bool:
     """Whether torch's fused kernel does exactly what this optimizer's own step would do."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
@@ -255,6 +288,10 @@ class WholeStepper:
             self._wholes[one].append(_Whole(slot, owner, values))
         for group, members in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = [owned[member] for member in members if member in owned]
+            for member in members:
+                state = optimizer.state.pop(member, None)
+                if state and member in owned:
+                    optimizer.state[owned[member]] = state
 
     def _make_values(self, one: Gradients, slot: int) -> nn.Parameter:
         bucket = one.bucket

@@ -195,6 +195,13 @@ class Bucket:
         self._absorb(index)
         self._versions[index] = parameter._version
 
+    def take_back(self) -> None:
+        """Copy values that were assigned (`parameter.data = tensor`) into their place here."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
+                view.copy_(parameter.detach())
+        self._point_at(self._views)
+
     def check_links(self) -> None:
         """Raise `ModelError` for a parameter that no longer looks where this bucket put it."""
         if self.state is not Weights.ARRIVING:

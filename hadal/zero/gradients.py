@@ -44,6 +44,7 @@ class Gradients:
         self._filled = bytearray(len(bucket.parameters))
         self._mean: Tensor | None = None
         self._mean_holds = False
+        self._kept: Tensor | None = None
         self._pending: Pending | None = None
 
     @property
@@ -91,22 +92,16 @@ class Gradients:
                 self.full[start:stop].zero_()
             self._views = self.bucket.views_of(self.full)
         elif self.state is Arrival.MEAN:
-            self._reopen()
+            self._reopen(self.full)
         self.state = Arrival.LOCAL
 
-    def _reopen(self) -> None:
-        """Turn a mean that lies in the full buffer back into summands of the next mean.
+    def _reopen(self, full: Tensor) -> None:
+        """Set a mean that lies in the full buffer aside, and collect anew.
 
-        Its owner contributes the whole sum and the other ranks nothing, so that another backward
-        before the step can be added and everything averaged once more.
+        Another backward before the step brings its own mean, which is added.
         """
-        assert self.full is not None
-        ranks = self.bucket.ranks
-        mine = slice_of(self.full, ranks.rank, ranks)
-        kept = mine * ranks.size
-        self.full.zero_()
-        mine.copy_(kept)
-        self._filled[:] = b"\x01" * len(self._filled)
+        self._kept = self.mean.clone()
+        full.zero_()
 
     def start_reduce(self) -> None:
         """Begin to average what was collected. What got no gradient counts as zero.
@@ -136,9 +131,14 @@ class Gradients:
             self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
         return start_reduce_scatter(full, self._mean, ranks, wire, self._mean_holds, label)
 
-    def advance(self) -> None:
-        """Bring the reduction that is under way one phase further."""
-        if self._pending is not None:
+    def advance(self, patience: float | None = None) -> None:
+        """Bring the reduction that is under way one phase further.
+
+        With `patience`, only if its values arrive within so many seconds.
+        """
+        if self._pending is None:
+            return
+        if patience is None or self._pending.arrives_within(patience):
             self._pending.advance()
             if self._pending.done:
                 self.finish_reduce()
@@ -151,6 +151,9 @@ class Gradients:
         self._pending = None
         self._mean_holds = True
         self.state = Arrival.MEAN
+        if self._kept is not None:
+            self.mean.add_(self._kept)
+            self._kept = None
         self._filled[:] = bytes(len(self._filled))
         if self.partitioned:
             self._views = []

@@ -99,6 +99,8 @@ class Hooks:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             # Last in line: the user's own hooks may still read the weights.
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            module.register_state_dict_pre_hook(lambda *_: runtime.check_readable(unit)),
+            module.register_load_state_dict_pre_hook(lambda *_: runtime.check_readable(unit)),
         ]
 
     def _watch_model(self, model: nn.Module) -> None:

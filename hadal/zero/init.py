@@ -92,6 +92,7 @@ class _Nursery:
     def _cut_again(self, bucket: Bucket) -> None:
         """Keep what was written, by way of `.data` too, and free the full values."""
         if bucket.state is Weights.FULL:
+            bucket.take_back()
             broadcast_(bucket.full, 0, bucket.ranks, f"rank 0's first values of {bucket.name}")
             bucket.shard.copy_(bucket.full[bucket.span[0] : bucket.span[1]])
             bucket.reshard()

@@ -49,7 +49,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may stand unsharded, in elements (`numel`), and how buckets are cut."""
+    """How buckets are cut and how much may stand unsharded (`numel`: elements), or be under way."""
 
     bucket_numel: int = 500_000_000
     """Target size of a bucket."""
@@ -61,3 +61,5 @@ class Limits:
     """Sharded weights: at most so many elements stand gathered beyond the present use."""
     reuse_numel: int = 1_000_000_000
     """Sharded weights: a bucket used again within so many elements is not dropped in between."""
+    overlap: bool = True
+    """Whether reductions go on while backward does."""

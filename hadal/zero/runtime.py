@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import max_
-from hadal.errors import UsageError
+from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero.agreement import END_OF_ACCESS, END_OF_BACKWARD, END_OF_FORWARD, Agreement
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.planner import kept_until_backward
 from hadal.zero.policy import Limits
+
+# How long a rank in backward waits for the others' part of an earlier reduction. Ranks that do the
+# same come within milliseconds.
+_PATIENCE_S = 0.05
 
 
 class Phase(Enum):
@@ -62,6 +66,7 @@ class ZeroRuntime:
         self._missing: dict[Gradients, int] = {}
         self._started = 0
         self._in_flight: list[Gradients] = []
+        self._overlaps = limits.overlap
         self._reduces = False
         self._keeps = False
         self._moves = False
@@ -118,6 +123,18 @@ class ZeroRuntime:
 
     def _lend(self, number: int) -> None:
         self.buckets[number].serve()
+
+    def check_readable(self, unit: Unit) -> None:
+        """Raise `ShardedAccessError` where a unit's values are asked for while they are freed."""
+        for bucket in self._uses[unit]:
+            if bucket.state is not Weights.FULL:
+                raise ShardedAccessError(
+                    f"rank {self.ranks.rank}: the state of {unit.name} was asked for or loaded"
+                    f" while its values are spread over the ranks (first"
+                    f" {bucket.layout.slots[0].name})."
+                    " Take engine.state_dict() on every rank, or go inside `with"
+                    " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
+                )
 
     def before_use(self, unit: Unit) -> None:
         """A unit is about to run forward (for the first time, or again inside backward)."""
@@ -279,12 +296,17 @@ class ZeroRuntime:
         self._start(gradients)
 
     def _start(self, gradients: Gradients) -> None:
-        # At most two are in flight, so that memory stays bounded by the bucket size.
+        # At most two are in flight, so that memory stays bounded by the bucket size. Where weights
+        # are gathered on use, a rank that went another way may wait for me before it reduces:
+        # then patience ends, and memory gives way.
         for earlier in self._in_flight:
-            earlier.advance()
+            earlier.advance(_PATIENCE_S if self._uses else None)
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
         gradients.start_reduce()
-        self._in_flight.append(gradients)
+        if self._overlaps:
+            self._in_flight.append(gradients)
+        else:
+            gradients.finish_reduce()
 
     def _reduce_rest(self) -> None:
         """At the end of a backward: reduce what was not complete, and once more what came late."""
