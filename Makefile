@@ -12,6 +12,7 @@ RUN    := $(BIN)/python -m torch.distributed.run
 NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)" 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
+BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu docs clean
@@ -68,18 +69,17 @@ format: $(VENV)/.test  ## lay the code out and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test  ## write docs/configuration.md anew from the configuration's fields
-	$(BIN)/hadal schema --markdown > docs/configuration.md
+docs: $(VENV)/.test  ## write docs/configuration.md anew from the fields of the configuration
+	$(BIN)/python -m hadal.config.document
 
 # ---- measurements -----------------------------------------------------------------------------
 
-bench: $(VENV)/.test  ## measure one training step on this machine's CPUs
-	@test -f benchmarks/step.py || { echo "benchmarks/step.py is not there yet"; exit 1; }
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python benchmarks/step.py --device cpu
+bench: $(VENV)/.test  ## measure one training step on this machine's CPUs, beside other libraries
+	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)
 
-bench-gpu: $(VENV)/.test  ## measure one training step on this machine's GPUs
-	@test -f benchmarks/step.py || { echo "benchmarks/step.py is not there yet"; exit 1; }
-	$(BIN)/python benchmarks/step.py --device cuda
+bench-gpu: $(VENV)/.test  ## measure one training step on this machine's GPUs (not there yet)
+	@test -f benchmarks/step_gpu.py || { echo "There is no benchmark for GPUs yet; make bench measures on CPUs."; exit 1; }
+	$(BIN)/python benchmarks/step_gpu.py $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
 	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import gather_objects
+from hadal.comm.faults import told_to_all
 from hadal.errors import CheckpointError
 from hadal.zero.runtime import ZeroRuntime
 
@@ -88,31 +89,58 @@ def _try_to_write(folder: Path, state: Saved) -> str | None:
 def load(folder: Path, state: Saved) -> dict[str, Any]:
     """Put a checkpoint's values where `state` points, and return its scalars.
 
+    Everything is read and checked on every rank before anything is changed on one.
+
     Raises:
         CheckpointError: damaged, or written by another world size, stage or model.
     """
     runtime = state.runtime
     runtime.reshard_all()
-    try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        tensors = load_file(_shard_path(folder, runtime.ranks.rank))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"rank {runtime.ranks.rank} cannot read {folder}: {error}") from error
-    _check_fit(folder, index, state)
+    with told_to_all(runtime.ranks, "load_checkpoint", CheckpointError):
+        index, tensors = _read(folder, state)
     if state.optimizer is not None:
         for group, saved in zip(state.optimizer.param_groups, index["param_groups"], strict=True):
             group.update({key: _from_json(value) for key, value in saved.items()})
-        _restore_optimizer(state.optimizer, index["optimizer_state"], tensors, folder)
+        state.optimizer.state.clear()
+        for parameter, key, value in _found_state(state.optimizer, index, tensors, folder):
+            state.optimizer.state[parameter][key] = value
     for name, target in _weights(state):
-        source = tensors.get(name)
-        if source is None or source.shape != target.shape:
-            raise CheckpointError(f"{folder}: {name} is missing or has another shape")
-        target.copy_(source)
+        target.copy_(tensors[name])
     runtime.after_load()
     if state.schedule is not None and index["schedule"] is not None:
         state.schedule.load_state_dict(index["schedule"])
     scalars: dict[str, Any] = index["scalars"]
     return scalars
+
+
+def _read(folder: Path, state: Saved) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """This rank's part of a checkpoint, checked against what it will be put into."""
+    rank = state.runtime.ranks.rank
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        tensors = load_file(_shard_path(folder, rank))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"rank {rank} cannot read {folder}: {error}") from error
+    keys = ("scalars", "schedule", "param_groups", "optimizer_state")
+    if not isinstance(index, dict) or any(key not in index for key in keys):
+        raise CheckpointError(f"{folder / _INDEX} is no index of a checkpoint")
+    _check_fit(folder, index, state)
+    if state.optimizer is not None:
+        groups, saved = state.optimizer.param_groups, index["param_groups"]
+        if len(saved) != len(groups):
+            raise CheckpointError(
+                f"{folder}: {len(saved)} param groups were saved, {len(groups)} are expected"
+            )
+        for _ in _found_state(state.optimizer, index, tensors, folder):
+            pass
+    for name, target in _weights(state):
+        source = tensors.get(name)
+        if source is None or source.shape != target.shape or source.dtype != target.dtype:
+            raise CheckpointError(
+                f"{_shard_path(folder, rank)}: {name} is missing or has another shape or dtype;"
+                f" expected {tuple(target.shape)} {target.dtype}"
+            )
+    return index, tensors
 
 
 def _check_fit(folder: Path, index: dict[str, Any], state: Saved) -> None:
@@ -199,19 +227,18 @@ def _tensors(state: Saved) -> Iterator[tuple[str, Tensor]]:
                 yield name, value.detach().clone().contiguous()
 
 
-def _restore_optimizer(
-    optimizer: Optimizer, scalars: dict[str, Any], tensors: dict[str, Tensor], folder: Path
-) -> None:
-    optimizer.state.clear()
-    found = {**scalars, **{k: v for k, v in tensors.items() if k.startswith("optimizer.")}}
-    for name, value in found.items():
+def _found_state(
+    optimizer: Optimizer, index: dict[str, Any], tensors: dict[str, Tensor], folder: Path
+) -> Iterator[tuple[Tensor, str, Any]]:
+    """The saved optimizer state: (parameter, key, value)."""
+    found = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
+    for name, value in {**index["optimizer_state"], **found}.items():
         _, g, p, key = name.split(".", 3)
         try:
             parameter = optimizer.param_groups[int(g)]["params"][int(p)]
         except (ValueError, IndexError):
             raise CheckpointError(f"{folder}: {name} belongs to no parameter here") from None
-        is_tensor = isinstance(value, Tensor)
-        optimizer.state[parameter][key] = value.to(parameter.device) if is_tensor else value
+        yield parameter, key, value.to(parameter.device) if isinstance(value, Tensor) else value
 
 
 def _shard_path(folder: Path, rank: int) -> Path:

@@ -61,10 +61,7 @@ class Pending:
                 self._watch.join()
             following = self.then()
         except (RuntimeError, dist.DistError) as error:
-            raise CommunicationError(
-                f"{self.label} failed: {error}. Another rank died or waits elsewhere; its own"
-                " message tells more."
-            ) from error
+            raise _failure(self.label, error) from error
         self._watch = None
         if following is None:
             self.done = True
@@ -130,8 +127,8 @@ def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = _GATHER)
         return Pending(label, [_all_gather(full, mine, group=ranks.group, async_op=True)])
     works: list[_Work] = []
     for other in ranks.others:
-        works.append(_send(mine, other, ranks, tag))
-        works.append(_receive(slice_of(full, other, ranks), other, ranks, tag))
+        works.append(_send(mine, other, ranks, tag, label))
+        works.append(_receive(slice_of(full, other, ranks), other, ranks, tag, label))
     return Pending(label, works)
 
 
@@ -153,9 +150,9 @@ def start_reduce_scatter(
     works: list[_Work] = []
     pieces = [slice_of(sent, ranks.rank, ranks)]
     for other in ranks.others:
-        works.append(_send(slice_of(sent, other, ranks), other, ranks, _REDUCE))
+        works.append(_send(slice_of(sent, other, ranks), other, ranks, _REDUCE, label))
         pieces.append(torch.empty_like(pieces[0]))
-        works.append(_receive(pieces[-1], other, ranks, _REDUCE))
+        works.append(_receive(pieces[-1], other, ranks, _REDUCE, label))
     return Pending(label, works, lambda: mean_into(out, pieces, accumulate))
 
 
@@ -214,13 +211,18 @@ def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
     """Give every rank `source`'s values of `tensor`, in place."""
     if ranks.size == 1 or tensor.numel() == 0:
         return
+    if not tensor.is_contiguous():
+        packed = tensor.contiguous()
+        broadcast_(packed, source, ranks, label)
+        tensor.copy_(packed)
+        return
     works: list[_Work] = []
     if not ranks.exchanges_in_pairs(tensor.device) or ranks.size > 2:
         works.append(dist.broadcast(tensor, group=ranks.group, group_src=source, async_op=True))
     elif ranks.rank == source:
-        works.append(_send(tensor, 1 - source, ranks, _SPREAD))
+        works.append(_send(tensor, 1 - source, ranks, _SPREAD, label))
     else:
-        works.append(_receive(tensor, source, ranks, _SPREAD))
+        works.append(_receive(tensor, source, ranks, _SPREAD, label))
     Pending(label, works).wait()
 
 
@@ -249,11 +251,12 @@ def gather_codes(code: int, ranks: Ranks) -> list[int]:
         return [code]
     codes = torch.empty(ranks.size, dtype=torch.int64)
     codes[ranks.rank] = code
+    label = "an agreement between ranks"
     works: list[_Work] = []
     for other in ranks.others:
-        works.append(_send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE))
-        works.append(_receive(codes[other : other + 1], other, ranks, _CODE))
-    Pending("an agreement between ranks", works).wait()
+        works.append(_send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE, label))
+        works.append(_receive(codes[other : other + 1], other, ranks, _CODE, label))
+    Pending(label, works).wait()
     return [int(found) for found in codes]
 
 
@@ -269,16 +272,29 @@ def _finished(label: str) -> Pending:
     return pending
 
 
-def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int) -> _Work:
-    work = dist.isend(_as_bytes(tensor), group=ranks.group, group_dst=other, tag=tag)
+def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Work:
+    try:
+        work = dist.isend(_as_bytes(tensor), group=ranks.group, group_dst=other, tag=tag)
+    except RuntimeError as error:
+        raise _failure(label, error) from error
     assert work is not None  # this rank is in the group
     return work
 
 
-def _receive(tensor: Tensor, other: int, ranks: Ranks, tag: int) -> _Work:
-    work = dist.irecv(_as_bytes(tensor), group=ranks.group, group_src=other, tag=tag)
+def _receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Work:
+    try:
+        work = dist.irecv(_as_bytes(tensor), group=ranks.group, group_src=other, tag=tag)
+    except RuntimeError as error:
+        raise _failure(label, error) from error
     assert work is not None  # this rank is in the group
     return work
+
+
+def _failure(label: str, error: Exception) -> CommunicationError:
+    return CommunicationError(
+        f"{label} failed: {error}. Another rank died or waits elsewhere; its own message tells"
+        " more."
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -294,4 +310,4 @@ def _small_reduction(
     try:
         dist.all_reduce(tensor, op=operation, group=ranks.group)
     except (RuntimeError, dist.DistError) as error:
-        raise CommunicationError(f"{label} failed: {error}") from error
+        raise _failure(label, error) from error

@@ -7,17 +7,15 @@ from contextlib import contextmanager
 
 from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.comm.ranks import Ranks
-from hadal.errors import MismatchError
+from hadal.errors import HadalError, MismatchError
 
 
 @contextmanager
-def told_to_all(ranks: Ranks, where: str) -> Iterator[None]:
+def told_to_all(ranks: Ranks, where: str, kind: type[HadalError] = MismatchError) -> Iterator[None]:
     """Run a block without collectives; where it raises on one rank, raise on every rank.
 
-    A rank whose own block raised keeps its own exception.
-
-    Raises:
-        MismatchError: the block was fine here, but not on another rank.
+    A rank whose own block raised keeps its own exception; the others raise one of `kind`, which
+    tells it.
     """
     fault: Exception | None = None
     try:
@@ -29,4 +27,4 @@ def told_to_all(ranks: Ranks, where: str) -> Iterator[None]:
         if fault is not None:
             raise fault
         rank, first = next((r, text) for r, text in enumerate(told) if text is not None)
-        raise MismatchError(f"{where} stopped on rank {rank}, and so on every rank: {first}")
+        raise kind(f"{where} stopped on rank {rank}, and so on every rank: {first}")

@@ -66,7 +66,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
-    place = find_place(os.environ, distributed_port)
+    place = find_place(os.environ, distributed_port, is_told_where=init_method is not None)
     rank_device(place.local_rank)
     backend = dist_backend or collective_backend()
     if init_method is not None:
@@ -129,8 +129,13 @@ def _told(variables: Mapping[str, str]) -> _Told | None:
     return None
 
 
-def find_place(variables: Mapping[str, str], port: int = DEFAULT_PORT) -> Place:
-    """Read this process's place from a launcher's variables; `ALONE` where there are none."""
+def find_place(
+    variables: Mapping[str, str], port: int = DEFAULT_PORT, *, is_told_where: bool = False
+) -> Place:
+    """Read this process's place from a launcher's variables; `ALONE` where there are none.
+
+    With `is_told_where` the caller knows where the ranks meet, and no address is looked for.
+    """
     told = _told(variables)
     if told is None:
         return ALONE
@@ -141,7 +146,9 @@ def find_place(variables: Mapping[str, str], port: int = DEFAULT_PORT) -> Place:
             " older run left it in the environment"
         )
     port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
-    address = variables.get("MASTER_ADDR") or _first_host(variables, told.world_size)
+    address = variables.get("MASTER_ADDR", "")
+    if not address and not is_told_where:
+        address = _first_host(variables, told.world_size)
     return Place(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
 
 
@@ -176,7 +183,7 @@ def _first_host(variables: Mapping[str, str], world_size: int) -> str:
 
 def first_slurm_host(nodes: str) -> str:
     """The first host of a Slurm node list: `node[03-05,9],gpu1` gives `node03`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    if match is None:
+    first = re.match(r"[^\[,](?:[^\[,]|\[[^\]]*\])*", nodes)
+    if first is None:
         raise CommunicationError(f"cannot read the Slurm node list {nodes!r}; set MASTER_ADDR")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])

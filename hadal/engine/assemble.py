@@ -27,7 +27,7 @@ from hadal.engine.loader import ShardedLoader
 from hadal.errors import MismatchError, ModelError, NotBuiltYetError, OptimizerError, UsageError
 from hadal.optim.build import build_optimizer
 from hadal.optim.loss_scale import ScaleRule
-from hadal.optim.schedules import build_schedule
+from hadal.optim.schedules import build_schedule, refuse_metric_schedule
 from hadal.optim.step import build_stepper, check_groups
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
@@ -429,17 +429,8 @@ def _build_schedule(
     loader: ShardedLoader | None,
 ) -> Any:
     brought = wishes.schedule
-    if brought is not None and not isinstance(brought, LRScheduler) and callable(brought):
-        return brought(optimizer)
     if brought is not None:
-        if not isinstance(wishes.optimizer, Optimizer):
-            raise OptimizerError(
-                "initialize(lr_scheduler=...) got a schedule object without the optimizer object"
-                " that"
-                " it belongs to; give both, or a callable that makes the schedule from the"
-                " optimizer"
-            )
-        return brought
+        return _brought_schedule(brought, wishes, optimizer)
     if config.scheduler is not None:
         return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
     if has_optimizer:
@@ -454,6 +445,18 @@ def _build_schedule(
         steps,
     )
     return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
+
+
+def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any:
+    if not isinstance(brought, LRScheduler) and callable(brought):
+        brought = brought(optimizer)
+    elif not isinstance(wishes.optimizer, Optimizer):
+        raise OptimizerError(
+            "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
+            " it belongs to; give both, or a callable that makes the schedule from the optimizer"
+        )
+    refuse_metric_schedule(type(brought))
+    return brought
 
 
 def _build_loader(wishes: Wishes, config: Config, ranks: Ranks) -> ShardedLoader | None:

@@ -321,6 +321,15 @@ _NATIVE: dict[str, type[Schedule]] = {
 }
 
 
+def refuse_metric_schedule(kind: type) -> None:
+    """Raise `OptimizerError` for a schedule that the engine cannot step by itself."""
+    if issubclass(kind, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise OptimizerError(
+            f"{kind.__name__} needs a metric at every step, which the engine does not have; keep it"
+            " out of initialize and step it yourself after engine.step()"
+        )
+
+
 def build_schedule(
     kind: str, params: Mapping[str, Any], optimizer: Optimizer
 ) -> Schedule | LRScheduler:
@@ -336,6 +345,7 @@ def build_schedule(
             f" of"
             " torch.optim.lr_scheduler"
         )
+    refuse_metric_schedule(made)
     try:
         inspect.signature(made).bind(optimizer, **params)
     except TypeError as error:

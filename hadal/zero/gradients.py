@@ -45,6 +45,7 @@ class Gradients:
         self._mean: Tensor | None = None
         self._mean_holds = False
         self._kept: Tensor | None = None
+        self._late: dict[int, Tensor] = {}
         self._pending: Pending | None = None
 
     @property
@@ -52,6 +53,11 @@ class Gradients:
         """The mean gradient of the elements that this rank steps (the bucket's `span`)."""
         assert self._mean is not None  # asked for only after a reduction
         return self._mean
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients here that no reduction has taken along."""
+        return self.state is Arrival.LOCAL or bool(self._late)
 
     def place_views(self) -> None:
         """Let autograd add to what is collected already, in place, where that saves a copy."""
@@ -66,11 +72,18 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None:
             return
-        self._open()
-        view = self._views[index]
         gradient = gradient.detach()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
+        if self.state is Arrival.REDUCING:
+            # It comes late. To wait for the reduction here could be to wait for a rank that waits
+            # for this one; it is collected when every rank has come to the end of backward.
+            known = self._late.get(index)
+            self._late[index] = gradient if known is None else known + gradient
+            parameter.grad = None
+            return
+        self._open()
+        view = self._views[index]
         if gradient.data_ptr() != view.data_ptr():
             if self._filled[index]:
                 view.add_(gradient)
@@ -83,8 +96,6 @@ class Gradients:
         """Make the full buffer ready to collect local gradients."""
         if self.state is Arrival.LOCAL:
             return
-        if self.state is Arrival.REDUCING:
-            self.finish_reduce()
         if self.full is None:
             layout = self.bucket.layout
             self.full = torch.empty(layout.numel, dtype=self._dtype, device=self.bucket.device)
@@ -108,9 +119,13 @@ class Gradients:
 
         Every rank must call this for the same buckets in the same order.
         """
-        if self.state in (Arrival.EMPTY, Arrival.MEAN):
-            self._open()
+        self.finish_reduce()
+        self._open()
         assert self.full is not None
+        for index, gradient in self._late.items():
+            self._views[index].copy_(gradient)
+            self._filled[index] = 1
+        self._late.clear()
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
@@ -182,4 +197,5 @@ class Gradients:
         self.finish_reduce()
         self.state = Arrival.EMPTY
         self._mean_holds = False
+        self._late.clear()
         self._filled[:] = bytes(len(self._filled))

@@ -314,10 +314,11 @@ class ZeroRuntime:
         while self._started < len(self._order):
             self._start_next()
         # Late: it came behind its bucket's reduction, or into a bucket that none was expected for.
-        late = [g.state is Arrival.LOCAL for g in self.gradients]
+        late = [g.waits for g in self.gradients]
         report = torch.tensor([not on_time, *late], dtype=torch.uint8, device=self._device)
         max_(report, self.ranks, "the agreement on late gradients")
         surprised, *late_anywhere = report.tolist()
+        self._finish_reductions()
         for gradients, is_late in zip(self.gradients, late_anywhere, strict=True):
             if is_late:
                 self._start(gradients)
@@ -341,7 +342,7 @@ class ZeroRuntime:
 
     def reduce_all(self) -> None:
         """Before a step: average whatever no backward has averaged yet."""
-        waiting = [g.state is Arrival.LOCAL for g in self.gradients]
+        waiting = [g.waits for g in self.gradients]
         report = torch.tensor(waiting, dtype=torch.uint8, device=self._device)
         max_(report, self.ranks, "the agreement on unreduced gradients")
         for gradients, is_waiting in zip(self.gradients, report.tolist(), strict=True):

@@ -61,6 +61,12 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 LEVELS: dict[str, list[str]] = {factor: list(levels) for factor, levels in FACTORS.items()}
 
+# Cells outside the pairwise cover that failed once; they run always, with what they showed.
+ALWAYS = {
+    # A rank waited for a reduction of a bucket that the other, on another branch, had not started.
+    "stage3-fp32-acc3-clip-w2-branches-tiny-sgd",
+}
+
 
 @dataclass(frozen=True)
 class Departure:
@@ -89,7 +95,7 @@ DEPARTURES: dict[str, Departure] = {
         _is_sixteen_bit,
         "The final weight is read in 16 bit, so it is known to u * |w| only; the learning rate is "
         "large enough for the update to stand out from that.",
-        {"lr": 0.4},
+        {"lr": 0.3},
     ),
     "eps for attention in fp32": Departure(
         lambda cell: (
@@ -124,6 +130,13 @@ def id_of(cell: Cell) -> str:
     return "-".join(cell.values())
 
 
+def cell_named(name: str) -> Cell:
+    """The cell of an id; levels of factors that came after it are their first ones."""
+    levels = name.split("-")
+    rest = [known[0] for known in list(LEVELS.values())[len(levels) :]]
+    return dict(zip(LEVELS, levels + rest, strict=True))
+
+
 def world_of(cell: Cell) -> int:
     return int(cell["world"].removeprefix("w"))
 
@@ -142,10 +155,6 @@ def max_norm_of(cell: Cell) -> float:
 
 def compute_dtype_of(cell: Cell) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16}.get(cell["precision"], torch.bfloat16)
-
-
-def accumulates_in_16_bit(cell: Cell) -> bool:
-    return cell["precision"] != "bf16wide"
 
 
 def loss_scale_of(cell: Cell) -> float:
@@ -173,7 +182,6 @@ def config_of(cell: Cell) -> dict[str, Any]:
         "optimizer": {"type": kind, "params": {**params, **_json_betas(params)}},
     }
     overlays = [FACTORS[factor][level] for factor, level in cell.items()]
-    overlays.append(departing_settings(cell).get("config", NOTHING))
     return reduce(_merged, overlays, base)
 
 

@@ -107,8 +107,6 @@ class Reference(Trainee):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         self.outcome.losses.setdefault(self.moment.rank, []).append(loss.item())
         (loss * (self.scale / self.accumulation)).backward(retain_graph=retain_graph)
-
-    def end(self, moment: Moment) -> None:
         for name in self.masters:
             gradient = self.parameters[name].grad
             if gradient is not None:
@@ -116,6 +114,9 @@ class Reference(Trainee):
                 self.gradients[name] += share
                 self.magnitudes[name] += share.abs()
             self.parameters[name].grad = None
+
+    def end(self, moment: Moment) -> None:
+        pass
 
     def end_update(self) -> None:
         norm = norm_of(self.gradients.values())

@@ -1,0 +1,59 @@
+"""At stage 3 a rank holds a part of each weight; `GatheredParameters` makes them whole for a while.
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 \
+        examples/04_gathered_parameters.py
+
+Reading needs every rank to enter. Writing is done by one rank, `modifier_rank`, and what it wrote
+is on every rank, in the weights and in the optimizer's fp32 values, when the block ends.
+"""
+
+import torch
+from torch import nn
+
+import hadal
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def main() -> None:
+    """Read a weight, change it on rank 0, and see the change in every rank's output."""
+    hadal.init_distributed()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    start = model[0].weight.detach().clone()
+    engine, _, _, _ = hadal.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIG
+    )
+    rank, weight = hadal.comm.get_rank(), model[0].weight
+    assert weight.shape == (12, 6)  # the shape stays visible while the values are spread
+
+    with hadal.zero.GatheredParameters([weight]):
+        torch.testing.assert_close(weight.detach().cpu(), start)
+
+    with hadal.zero.GatheredParameters([weight], modifier_rank=0):
+        if rank == 0:
+            with torch.no_grad():
+                weight.zero_()
+
+    with hadal.zero.GatheredParameters([weight]):
+        assert int(weight.count_nonzero()) == 0
+
+    x = torch.randn(2, 6, device=engine.device)
+    first = engine(x)
+    torch.testing.assert_close(first[0], first[1])  # the input no longer matters
+    engine.backward(first.square().mean())
+    engine.step()
+    assert not torch.equal(engine(x), first)
+    if rank == 0:
+        print(
+            f"rank 0 wrote zeros into {tuple(weight.shape)}, and both ranks trained on from there"
+        )
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Saving and loading: training goes on bit for bit, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import assert_equal, backward, engine_of, model_of, train
+from ranks import RankPools
+from torch import nn
+
+from hadal.errors import CheckpointError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {
+        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2},
+        "gradient_clipping": 0.5,
+    },
+    "schedule": {
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}}
+    },
+    "momentum": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+    "whole": {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}},
+    "torch schedule": {
+        "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 20}},
+    },
+}
+FIRST, SECOND = range(4), range(4, 8)
+
+
+class WithBuffers(nn.Module):
+    """Running statistics, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model_of()
+        self.layers[3].bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.norm(inputs))
+
+
+def fresh(stage: int, name: str, seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    model = WithBuffers()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed - 3)
+    return engine_of(stage, model, **SETTINGS[name])
+
+
+def summary(engine: Any) -> dict[str, Any]:
+    return {
+        "counters": (
+            engine.micro_steps,
+            engine.global_steps,
+            engine.global_samples,
+            engine.skipped_steps,
+        ),
+        "scale": engine.loss_scale,
+        "rates": engine.get_lr(),
+        "batch": engine.train_batch_size(),
+    }
+
+
+def go_on(stage: int, name: str, folder: str) -> None:
+    through = fresh(stage, name)
+    losses = train(through, FIRST)
+    saved = through.state_dict()
+    assert through.save_checkpoint(folder, client_state={"epoch": 3, "names": ["a", None]})
+    losses = train(through, SECOND)
+    expected, told = through.state_dict(), summary(through)
+    through.destroy()
+
+    again = fresh(stage, name, seed=5)  # its own start must not matter
+    path, client_state = again.load_checkpoint(folder)
+    assert Path(path).parent == Path(folder)
+    assert client_state == {"epoch": 3, "names": ["a", None]}
+    assert_equal(again.state_dict(), saved)
+    assert torch.equal(torch.stack(train(again, SECOND)), torch.stack(losses))
+    assert_equal(again.state_dict(), expected)
+    assert summary(again) == told
+    # An engine that has trained elsewhere goes back as well.
+    again.load_checkpoint(folder)
+    assert_equal(again.state_dict(), saved)
+    assert torch.equal(torch.stack(train(again, SECOND)), torch.stack(losses))
+    again.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_goes_on_bit_for_bit(
+    name: str, stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(go_on, stage, name, str(tmp_path))
+
+
+def go_on_without_a_named_optimizer(folder: str) -> None:
+    engine = engine_of(2, optimizer=None)
+    train(engine, FIRST)
+    engine.save_checkpoint(folder)
+    train(engine, SECOND)
+    again = engine_of(2, model_of(9), optimizer=None)
+    again.load_checkpoint(folder)
+    train(again, SECOND)
+    assert_equal(again.state_dict(), engine.state_dict())
+
+
+def test_an_optimizer_made_late_goes_on_too(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(go_on_without_a_named_optimizer, str(tmp_path))
+
+
+def tags(folder: str) -> None:
+    engine = engine_of(3)
+    assert engine.load_checkpoint(folder) == (None, {})
+    train(engine, range(1))
+    engine.save_checkpoint(folder)
+    one = engine.state_dict()
+    train(engine, range(1, 2))
+    engine.save_checkpoint(folder, tag="best", save_latest=False)
+    best = engine.state_dict()
+    assert Path(folder, "latest").read_text() == "global_step1"
+    for tag, expected in ((None, one), ("best", best), ("global_step1", one)):
+        other = engine_of(3, model_of(9))
+        path, client_state = other.load_checkpoint(folder, tag)
+        assert path == str(Path(folder, tag or "global_step1"))
+        assert client_state == {}
+        assert_equal(other.state_dict(), expected)
+        other.destroy()
+    for tag in ("missing", "../best"):
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
+            engine.load_checkpoint(folder, tag)
+    with pytest.raises(CheckpointError, match="plain folder name"):
+        engine.save_checkpoint(folder, tag="a/b")
+    engine.destroy()
+
+
+def test_tags(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(tags, str(tmp_path))
+
+
+def save(stage: int, folder: str, width: int = 9) -> None:
+    engine = engine_of(stage, widened(width))
+    train(engine, range(1))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def widened(width: int) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4))
+
+
+def load(stage: int, folder: str, width: int = 9) -> None:
+    """A refused load leaves the engine as it was."""
+    engine = engine_of(stage, widened(width))
+    before = engine.state_dict()
+    try:
+        engine.load_checkpoint(folder)
+    finally:
+        assert_equal(engine.state_dict(), before)
+        train(engine, range(1))
+        engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "width", "told"),
+    [(1, 1, 9, "world_size is 2"), (2, 2, 9, "layout"), (2, 1, 8, "layout")],
+    ids=["world", "stage", "model"],
+)
+def test_what_does_not_fit_is_refused(world, stage, width, told, ranks: RankPools, tmp_path):
+    ranks(2).run(save, 1, str(tmp_path))
+    ranks(2).run(load_fitting, 1, str(tmp_path))
+    for error in ranks(world).raises(load, stage, str(tmp_path), width):
+        assert isinstance(error, CheckpointError), repr(error)
+        assert told in str(error)
+
+
+def load_fitting(stage: int, folder: str) -> None:
+    engine = engine_of(stage, widened(9))
+    engine.load_checkpoint(folder)
+    engine.destroy()
+
+
+def cut_short(folder: Path) -> None:
+    shard = folder / "rank_00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-9])
+
+
+def remove_a_shard(folder: Path) -> None:
+    os.remove(folder / "rank_00000.safetensors")
+
+
+def scribble(folder: Path) -> None:
+    (folder / "index.json").write_text("{", encoding="utf-8")
+
+
+def empty_the_index(folder: Path) -> None:
+    (folder / "index.json").write_text("{}", encoding="utf-8")
+
+
+def lose_a_group(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    index["param_groups"] = []
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def list_as_index(folder: Path) -> None:
+    (folder / "index.json").write_text("[]", encoding="utf-8")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "damage", [cut_short, remove_a_shard, scribble, empty_the_index, lose_a_group, list_as_index]
+)
+def test_damage_is_told_and_hangs_nobody(
+    damage: Callable[[Path], None], stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(save, stage, str(tmp_path))
+    damage(tmp_path / "global_step1")
+    errors = ranks(2).raises(load_only, stage, str(tmp_path), timeout=10)
+    for error in errors:
+        assert isinstance(error, CheckpointError), repr(errors)
+
+
+def load_only(stage: int, folder: str) -> None:
+    engine_of(stage, widened(9)).load_checkpoint(folder)
+
+
+def save_what_json_cannot_hold(folder: str) -> None:
+    engine = engine_of(1)
+    engine.save_checkpoint(folder, client_state={"model": object()})
+
+
+def save_where_nothing_can_be(folder: str) -> None:
+    Path(folder, "file").write_text("in the way")
+    engine_of(1).save_checkpoint(str(Path(folder, "file")))
+
+
+@pytest.mark.parametrize("mistake", [save_what_json_cannot_hold, save_where_nothing_can_be])
+def test_what_cannot_be_saved_is_told_on_every_rank(
+    mistake: Callable[[str], None], ranks: RankPools, tmp_path: Path
+) -> None:
+    for error in ranks(2).raises(mistake, str(tmp_path)):
+        assert isinstance(error, CheckpointError), repr(error)
+        assert "rank 0" in str(error)
+    assert not (tmp_path / "latest").exists()
+
+
+def save_in_the_middle(stage: int, folder: str) -> None:
+    """Saving between two micro-steps disturbs nothing."""
+    states = []
+    for saves in (True, False):
+        engine = engine_of(stage, gradient_accumulation_steps=2)
+        for step in range(4):
+            backward(engine, step)
+            engine.step()
+            if saves and step == 2:
+                engine.save_checkpoint(folder)
+        states.append(engine.state_dict())
+        engine.destroy()
+    assert_equal(*states)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saving_disturbs_nothing(stage: int, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_in_the_middle, stage, str(tmp_path))

@@ -1,0 +1,31 @@
+"""A group of ranks as one value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPools
+
+from hadal import comm
+from hadal.comm import Ranks
+
+
+def describe() -> tuple[int, int, tuple[int, ...], int]:
+    ranks = Ranks.world()
+    assert comm.is_initialized()
+    assert (comm.get_rank(), comm.get_world_size()) == (ranks.rank, ranks.size)
+    assert ranks.exchanges_in_pairs(torch.device("cpu"))
+    assert not ranks.exchanges_in_pairs(torch.device("cuda"))
+    return ranks.rank, ranks.size, ranks.others, comm.get_local_rank()
+
+
+def test_each_rank_calls_on_the_others_in_its_own_order(ranks: RankPools) -> None:
+    assert ranks(3).run(describe) == [(0, 3, (1, 2), 0), (1, 3, (2, 0), 1), (2, 3, (0, 1), 2)]
+    assert ranks(1).run(describe) == [(0, 1, (), 0)]
+
+
+def test_without_a_process_group_there_is_no_world() -> None:
+    assert not comm.is_initialized()
+    assert (comm.get_rank(), comm.get_world_size()) == (0, 1)
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        Ranks.world()

@@ -1,0 +1,145 @@
+"""Where a process finds its place: the variables of each launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hadal.comm.start import ALONE, DEFAULT_PORT, Place, find_place, first_slurm_host
+from hadal.errors import CommunicationError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "1234",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "node[03-05,9],gpu1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPI = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "head"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, ALONE),
+        ({"HOME": "/root", "MASTER_ADDR": "far"}, ALONE),
+        (TORCHRUN, Place(5, 8, 1, "host0", 1234, "torchrun")),
+        (SLURM, Place(3, 4, 1, "node03", DEFAULT_PORT, "Slurm")),
+        (OPEN_MPI, Place(1, 2, 1, "127.0.0.1", DEFAULT_PORT, "Open MPI")),
+        (MPI, Place(2, 3, 0, "head", DEFAULT_PORT, "MPI")),
+        ({**SLURM, **TORCHRUN}, Place(5, 8, 1, "host0", 1234, "torchrun")),
+        ({**OPEN_MPI, "MASTER_ADDR": "h"}, Place(1, 2, 1, "h", DEFAULT_PORT, "Open MPI")),
+        # Half of a launcher's variables is none of them.
+        ({"RANK": "0"}, ALONE),
+        ({"WORLD_SIZE": "8", **OPEN_MPI}, find_place(OPEN_MPI)),
+        # An interactive allocation sets SLURM_PROCID without a step of srun's.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            Place(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "torchrun"),
+        ),
+        # Without a local rank the rank itself is the best guess.
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+            Place(1, 2, 1, "h", DEFAULT_PORT, "torchrun"),
+        ),
+    ],
+)
+def test_places(variables, place):
+    assert find_place(variables) == place
+
+
+def test_the_callers_port_is_for_those_who_know_none():
+    assert find_place(OPEN_MPI, 77).port == 77
+    assert find_place(TORCHRUN, 77).port == 1234
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, r"RANK=8.*WORLD_SIZE=8"),
+        ({**TORCHRUN, "RANK": "-1"}, r"RANK=-1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE=0"),
+        ({**TORCHRUN, "RANK": "one"}, r"RANK must be a whole number, found 'one'"),
+        ({**TORCHRUN, "WORLD_SIZE": "2.0"}, r"WORLD_SIZE.*'2.0'"),
+        ({**TORCHRUN, "LOCAL_RANK": ""}, r"LOCAL_RANK.*''"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, r"MASTER_PORT.*'http'"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, r"2 ranks.*MASTER_ADDR"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, r"MASTER_ADDR"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "two"}, r"OMPI_COMM_WORLD_LOCAL_SIZE.*'two'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "[1-2]"}, r"'\[1-2\]'.*MASTER_ADDR"),
+    ],
+)
+def test_variables_that_cannot_be(variables, told):
+    with pytest.raises(CommunicationError, match=told):
+        find_place(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node[03-05,9],gpu1", "node03"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu1", "gpu1"),
+        ("n[7,9]", "n7"),
+        ("n[12]", "n12"),
+        ("rack-1-node[007-010]", "rack-1-node007"),
+        ("n[1-2]-ib,m3", "n1-ib"),
+        ("a.b.c,d", "a.b.c"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes, host):
+    assert first_slurm_host(nodes) == host
+
+
+MEETING = """
+import sys
+import hadal
+from hadal import comm
+assert (comm.is_initialized(), comm.get_rank(), comm.get_world_size()) == (False, 0, 1)
+if sys.argv[1:]:
+    url, rank, size = sys.argv[1:]
+    hadal.init_distributed(init_method=url, rank=int(rank), world_size=int(size))
+else:
+    hadal.init_distributed()
+hadal.init_distributed()
+assert comm.is_initialized()
+comm.barrier()
+print(comm.get_rank(), comm.get_world_size(), comm.Ranks.world().others)
+"""
+
+
+def meeting(*arguments: str) -> subprocess.Popen[str]:
+    known = ("RANK", "WORLD_SIZE", "SLURM", "OMPI", "PMI", "MASTER")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(known)}
+    command = [sys.executable, "-c", MEETING, *arguments]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_processes_meet_by_url_and_one_alone_needs_nobody(tmp_path: Path):
+    url = f"file://{tmp_path}/store"
+    started = [meeting(), meeting(url, "0", "2"), meeting(url, "1", "2")]
+    answers = []
+    for process in started:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        answers.append(out.strip())
+    assert answers == ["0 1 ()", "0 2 (1,)", "1 2 (0,)"]

@@ -1,0 +1,394 @@
+"""Units and buckets: who is unsharded together with whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hadal.zero.grouping import BucketPlan, LeafModules, Unit, find_units, is_foreign, plan_buckets
+from hadal.zero.policy import STAGES, Limits, Partition
+
+patient = settings(deadline=None)  # the machine may be busy
+
+NO_LEAVES = LeafModules()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.ff = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.embedding = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(4, 7)
+
+
+def units_of(model: nn.Module, leaves: LeafModules = NO_LEAVES) -> dict[str, list[str]]:
+    """The members' names of each unit."""
+    units = find_units(model, dict.fromkeys(model.parameters(), 0), leaves)
+    return {unit.name: [member.name for member in unit.members] for unit in units}
+
+
+# ---- units --------------------------------------------------------------------------------------
+
+
+def test_blocks_take_all_below_them_and_others_what_they_own():
+    assert units_of(Tower(2)) == {
+        "(root)": ["scale"],
+        "embedding": ["embedding.weight"],
+        **{
+            f"blocks.{index}": [
+                f"blocks.{index}.{name}"
+                for name in (
+                    "norm.weight",
+                    "norm.bias",
+                    "ff.0.weight",
+                    "ff.0.bias",
+                    "ff.2.weight",
+                    "ff.2.bias",
+                )
+            ]
+            for index in range(2)
+        },
+        "head": ["head.weight", "head.bias"],
+    }
+
+
+def test_the_elements_of_an_outermost_sequential_are_units():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert list(units_of(model)) == ["0", "2"]
+
+
+def test_blocks_of_nested_lists_are_the_innermost_ones():
+    stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+    model = nn.ModuleDict({"stages": stages})
+    expected = [f"stages.{outer}.{inner}" for outer in range(2) for inner in range(2)]
+    assert list(units_of(model)) == expected
+
+
+def test_one_sequential_of_plain_layers_inside_a_module_makes_no_blocks():
+    model = nn.ModuleDict({"block": Block()})
+    assert list(units_of(model)) == ["block.norm", "block.ff.0", "block.ff.2"]
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        LeafModules(classes=("Block",)),
+        LeafModules(classes=(f"{Block.__module__}.Block",)),
+        LeafModules(names=("block",)),
+        LeafModules(name_suffixes=("ock",)),
+    ],
+    ids=["class", "qualified class", "name", "suffix"],
+)
+def test_leaf_modules_are_taken_whole(leaves):
+    model = nn.ModuleDict({"block": Block(), "other": nn.Linear(2, 2)})
+    units = units_of(model, leaves)
+    assert list(units) == ["block", "other"]
+    assert len(units["block"]) == 6
+
+
+def test_a_leaf_is_not_divided_by_blocks_or_leaves_inside_it():
+    model = nn.ModuleDict({"tower": Tower(3)})
+    units = units_of(model, LeafModules(classes=("Block", "Linear"), names=("tower",)))
+    assert list(units) == ["tower"]
+    assert len(units["tower"]) == 4 + 3 * 6
+
+
+def test_a_leaf_that_matches_nothing_changes_nothing():
+    assert units_of(Tower(), LeafModules(names=("nowhere",))) == units_of(Tower())
+
+
+def test_a_tied_weight_belongs_to_the_lowest_common_ancestor():
+    model = Tower()
+    model.head.weight = model.embedding.weight
+    units = units_of(model)
+    assert units["(root)"] == ["scale", "embedding.weight"]
+    assert units["head"] == ["head.bias"]
+    assert "embedding" not in units
+
+
+def test_a_weight_tied_below_a_called_module_stays_below_it():
+    outer = nn.ModuleDict({"pair": nn.Bilinear(2, 2, 2), "rest": nn.Linear(2, 2)})
+    pair = outer["pair"]
+    pair.one, pair.other = nn.Linear(2, 2), nn.Linear(2, 2)
+    pair.other.weight = pair.one.weight
+    units = units_of(outer)
+    assert units["pair"] == ["pair.weight", "pair.bias", "pair.one.weight"]
+    assert units["pair.one"] == ["pair.one.bias"]
+    assert units["pair.other"] == ["pair.other.bias"]
+
+
+def test_a_weight_tied_inside_one_block_stays_in_it():
+    model = Tower()
+    model.blocks[1].ff[2].bias = model.blocks[1].norm.bias
+    assert len(units_of(model)["blocks.1"]) == 5
+
+
+def test_a_module_shared_by_two_blocks_belongs_to_who_calls_both():
+    model = Tower()
+    model.blocks[2].ff = model.blocks[0].ff
+    units = units_of(model)
+    shared = [f"blocks.0.ff.{key}" for key in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    assert sorted(units["(root)"]) == sorted(["scale", *shared])
+    assert units["blocks.2"] == ["blocks.2.norm.weight", "blocks.2.norm.bias"]
+    assert len(units["blocks.1"]) == 6
+
+
+def test_lists_of_parameters_belong_to_the_module_that_holds_them():
+    inner = nn.Linear(2, 2)
+    inner.extra = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
+    inner.table = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
+    model = nn.ModuleDict({"inner": inner})
+    model.top = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    units = units_of(model)
+    assert units["(root)"] == ["top.0"]
+    assert sorted(units["inner"]) == [
+        "inner.bias",
+        "inner.extra.0",
+        "inner.extra.1",
+        "inner.table.a",
+        "inner.weight",
+    ]
+
+
+def test_parameters_that_are_not_managed_are_in_no_unit():
+    model = Tower()
+    managed = {parameter: 3 for parameter in model.head.parameters()}
+    (unit,) = find_units(model, managed, NO_LEAVES)
+    assert (unit.name, unit.module) == ("head", model.head)
+    assert [member.group for member in unit.members] == [3, 3]
+    assert find_units(model, {}, NO_LEAVES) == []
+
+
+# ---- any tree -----------------------------------------------------------------------------------
+
+
+def grow(draw: st.DrawFn, depth: int) -> nn.Module:
+    kind = draw(st.sampled_from(["linear", "own", "list", "sequential", "dict"]))
+    if kind == "linear" or depth == 0:
+        return nn.Linear(draw(st.integers(1, 3)), 2)
+    children = [grow(draw, depth - 1) for _ in range(draw(st.integers(1, 3)))]
+    if kind == "list":
+        return nn.ModuleList(children)
+    if kind == "sequential":
+        return nn.Sequential(*children)
+    if kind == "dict":
+        return nn.ModuleDict({f"k{index}": child for index, child in enumerate(children)})
+    module = nn.Module()
+    module.own = nn.Parameter(torch.ones(draw(st.integers(1, 5))))
+    for index, child in enumerate(children):
+        module.add_module(f"c{index}", child)
+    return module
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> nn.Module:
+    model = nn.Module()
+    for index in range(draw(st.integers(1, 3))):
+        model.add_module(f"t{index}", grow(draw, 3))
+    if draw(st.booleans()):
+        model.own = nn.Parameter(torch.ones(2))
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for _ in range(draw(st.integers(0, 3))):  # ties
+        if linears:
+            draw(st.sampled_from(linears)).bias = draw(st.sampled_from(linears)).bias
+    for parameter in model.parameters():
+        if draw(st.integers(0, 4)) == 0:
+            parameter.requires_grad_(False)
+    return model
+
+
+def groups_of(model: nn.Module) -> dict[nn.Parameter, int]:
+    return {
+        parameter: (number % 2 if parameter.requires_grad else -1)
+        for number, parameter in enumerate(model.parameters())
+    }
+
+
+@patient
+@given(trees())
+def test_every_managed_parameter_is_in_one_unit_that_stands_above_it(model):
+    group_of = groups_of(model)
+    units = find_units(model, group_of, NO_LEAVES)
+    members = [member for unit in units for member in unit.members]
+    assert Counter(m.parameter for m in members) == Counter(group_of.keys())
+    assert all(member.group == group_of[member.parameter] for member in members)
+    paths = dict(model.named_modules(remove_duplicate=False))
+    for unit in units:
+        assert unit.members
+        path = "" if unit.name == "(root)" else unit.name
+        assert paths[path] is unit.module
+        assert not isinstance(unit.module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList))
+        below = {id(parameter) for parameter in unit.module.parameters()}
+        for member in unit.members:
+            assert model.get_parameter(member.name) is member.parameter
+            assert id(member.parameter) in below
+    # A parameter with several paths has its unit at or above each of them.
+    for path, module in paths.items():
+        for parameter in module._parameters.values():
+            if parameter in group_of:
+                (unit,) = [u for u in units if any(m.parameter is parameter for m in u.members)]
+                above = "" if unit.name == "(root)" else unit.name
+                assert not above or path == above or path.startswith(f"{above}.")
+    order = {path or "(root)": place for place, path in enumerate(paths)}
+    places = [order[unit.name] for unit in units]
+    assert places == sorted(set(places))
+
+
+@patient
+@given(trees(), st.sampled_from(STAGES), st.integers(1, 20), st.integers(0, 6), st.integers(0, 20))
+def test_every_member_is_in_one_bucket_within_the_targets(model, partition, target, small, total):
+    limits = Limits(bucket_numel=target, persistence_numel=small, persistent_total_numel=total)
+    units = find_units(model, groups_of(model), NO_LEAVES)
+    plans = plan_buckets(units, partition, limits)
+    owner = {member.parameter: unit for unit in units for member in unit.members}
+    members = [member.parameter for plan in plans for member in plan.members]
+    assert Counter(members) == Counter(owner.keys())
+    largest = max(sum(m.parameter.numel() for m in unit.members) for unit in units)
+    for plan in plans:
+        assert len({m.parameter.dtype for m in plan.members}) == 1
+        assert {m.group >= 0 for m in plan.members} == {plan.trainable}
+        assert plan.numel == sum(m.parameter.numel() for m in plan.members)
+        assert plan.numel <= target or len(plan.members) == 1
+        assert plan.numel <= max(largest, target)
+        assert len(plan.units) == len(set(plan.units))
+        assert {owner[m.parameter] for m in plan.members} == set(plan.units)
+        if plan.partition.weights:
+            assert len(plan.units) == 1
+    whole = [m.parameter for p in plans if not p.partition.weights for m in p.members]
+    if partition.weights:
+        assert all(p.numel() < max(small, 2) for p in whole)
+        assert sum(p.numel() for p in whole if p.numel() > 1) <= total
+        assert {p for p in owner if p.numel() <= 1} <= set(whole)
+    else:
+        assert all(plan.partition == partition for plan in plans)
+
+
+# ---- buckets ------------------------------------------------------------------------------------
+
+
+def plans_of(
+    model: nn.Module, partition: Partition, limits: Limits, frozen: bool = False
+) -> list[BucketPlan]:
+    group = -1 if frozen else 0
+    units = find_units(model, dict.fromkeys(model.parameters(), group), NO_LEAVES)
+    return plan_buckets(units, partition, limits)
+
+
+def names(plan: BucketPlan) -> list[str]:
+    return [member.name for member in plan.members]
+
+
+def line(*numels: int) -> nn.Sequential:
+    """Units of one bias-free layer each."""
+    return nn.Sequential(*(nn.Linear(numel, 1, bias=False) for numel in numels))
+
+
+def test_neighbours_share_a_bucket_up_to_the_largest_unit():
+    model = line(10, 2, 3, 4, 10, 1)
+    plans = plans_of(model, STAGES[2], Limits(bucket_numel=1000))
+    assert [[unit.name for unit in plan.units] for plan in plans] == [
+        ["0"],
+        ["1", "2", "3"],
+        ["4"],
+        ["5"],
+    ]
+
+
+def test_where_weights_are_cut_no_bucket_spans_units():
+    plans = plans_of(line(10, 2, 3), STAGES[3], Limits(bucket_numel=1000, persistence_numel=0))
+    assert [plan.name for plan in plans] == ["0", "1", "2"]
+
+
+def test_a_unit_above_the_target_is_cut_between_parameters():
+    model = nn.ModuleDict({"b": Block()})
+    leaves = LeafModules(names=("b",))
+    units = find_units(model, dict.fromkeys(model.parameters(), 0), leaves)
+    plans = plan_buckets(units, STAGES[3], Limits(bucket_numel=40, persistence_numel=0))
+    assert [names(plan) for plan in plans] == [
+        ["b.norm.weight", "b.norm.bias", "b.ff.0.weight"],
+        ["b.ff.0.bias", "b.ff.2.weight"],
+        ["b.ff.2.bias"],
+    ]
+    assert [plan.name for plan in plans][1] == "b[b.ff.0.bias..]"
+    plans = plan_buckets(units, STAGES[3], Limits(bucket_numel=1, persistence_numel=0))
+    assert [len(plan.members) for plan in plans] == [1] * 6
+
+
+def test_dtype_and_trainability_part_buckets():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2))
+    frozen = dict.fromkeys(model[2].parameters(), -1)
+    group_of = {parameter: 0 for parameter in model.parameters()} | frozen
+    plans = plan_buckets(find_units(model, group_of, NO_LEAVES), STAGES[1], Limits())
+    assert [(plan.name, plan.trainable) for plan in plans] == [
+        ("0", True),
+        ("1", True),
+        ("2", False),
+    ]
+
+
+def persistent(model: nn.Module, limits: Limits) -> set[str]:
+    plans = plans_of(model, STAGES[3], limits)
+    assert {plan.partition for plan in plans} <= {STAGES[3], STAGES[2]}
+    return {name for plan in plans if not plan.partition.weights for name in names(plan)}
+
+
+def test_small_parameters_stay_whole():
+    model = line(3, 4, 5)
+    assert persistent(model, Limits(persistence_numel=5)) == {"0.weight", "1.weight"}
+    assert persistent(model, Limits(persistence_numel=0)) == set()
+    limits = Limits(persistence_numel=100, persistent_total_numel=8)
+    assert persistent(model, limits) == {"0.weight", "1.weight"}
+
+
+def test_the_small_stay_whole_in_the_models_order_while_there_is_room():
+    limits = Limits(persistence_numel=100, persistent_total_numel=7)
+    assert persistent(line(5, 4, 2), limits) == {"0.weight", "2.weight"}
+
+
+def test_one_element_is_never_cut():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 2))
+    limits = Limits(persistence_numel=0, persistent_total_numel=0)
+    assert persistent(model, limits) == {"0.weight", "0.bias"}
+
+
+def test_no_units_no_buckets():
+    assert plan_buckets([], STAGES[3], Limits()) == []
+    assert plan_buckets([Unit("empty", nn.Identity())], STAGES[0], Limits()) == []
+
+
+# ---- foreign parameters -------------------------------------------------------------------------
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "foreign"),
+    [
+        (nn.Parameter(torch.ones(2)), False),
+        (nn.Parameter(torch.ones(())), False),
+        (nn.Parameter(torch.ones(0, dtype=torch.bfloat16)), False),
+        (torch.ones(2), False),
+        (nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), True),
+        (nn.Parameter(torch.ones(2, dtype=torch.bool), requires_grad=False), True),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), True),
+        (nn.Parameter(torch.eye(2).to_sparse()), True),
+        (torch.ones(2).as_subclass(Wrapped), True),
+    ],
+)
+def test_what_cannot_lie_in_a_flat_buffer(tensor, foreign):
+    assert is_foreign(tensor) is foreign

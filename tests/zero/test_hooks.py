@@ -1,0 +1,156 @@
+"""Reads of parameters that no module announces, and hooks that come off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine.toys import engine_of
+from ranks import RankPools
+from torch import nn
+from torch.nn import functional as F
+
+from hadal.zero.hooks import ReadWatcher
+
+
+def seen(act: Callable[[], object]) -> list[nn.Parameter]:
+    read: list[nn.Parameter] = []
+    with ReadWatcher(read.append):
+        act()
+    return read
+
+
+def test_every_argument_is_looked_at():
+    one, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    assert seen(lambda: F.linear(torch.ones(1, 2), one))[0] is one
+    assert seen(lambda: F.linear(input=torch.ones(1, 2), weight=one))[0] is one
+    assert seen(lambda: one @ other)[:2] == [one, other]
+    assert len(seen(lambda: torch.stack([one, other]))) == 2
+    assert len(seen(lambda: torch.cat([torch.ones(1, 2), one]))) == 1
+    assert seen(lambda: one.data)[0] is one
+    assert seen(lambda: one.clone())[0] is one
+    assert seen(lambda: one[0])[0] is one
+
+
+def test_questions_about_a_parameter_are_no_reads():
+    one = nn.Parameter(torch.ones(2, 2))
+
+    def ask() -> None:
+        assert (one.shape, one.dtype, one.device.type) == ((2, 2), torch.float32, "cpu")
+        assert (one.ndim, one.dim(), one.size(0), one.numel()) == (2, 2, 2, 4)
+        assert one.requires_grad
+        assert one.is_leaf
+        assert one.grad is None
+        assert one.is_floating_point()
+
+    assert seen(ask) == []
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+class Borrower(nn.Module):
+    """Reads another module's weight, which that module's hooks do not announce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = nn.Linear(8, 8)
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(torch.tanh(F.linear(x, self.lender.weight.t(), bias=self.lender.bias)))
+
+
+class Functional(nn.Module):
+    """Calls a submodule with parameters that it computed from the submodule's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halved = {name: value * 0.5 for name, value in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, halved, (x,))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(Borrower(), Attention())
+
+
+UNANNOUNCED = [Attention, encoder, Borrower, pair, Functional]
+
+
+def train_and_evaluate(make: Callable[[], nn.Module]) -> None:
+    inputs = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        models.append(make())
+    plain, model = models
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engine_of(3, model, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    for step in range(3):
+        optimizer.zero_grad()
+        expected = plain(inputs + step).square().mean()
+        expected.backward()
+        optimizer.step()
+        loss = engine(inputs + step).square().mean()
+        assert torch.allclose(loss, expected, rtol=1e-5)
+        engine.backward(loss)
+        engine.step()
+        engine.eval()
+        plain.eval()
+        with torch.no_grad():  # a fast path of torch reads all weights in one operation
+            assert torch.allclose(engine(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
+        with torch.inference_mode():
+            assert torch.allclose(engine(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
+        engine.train()
+        plain.train()
+    engine.destroy()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", UNANNOUNCED, ids=lambda make: make.__name__)
+def test_unannounced_reads_find_their_values(
+    make: Callable[[], nn.Module], ranks: RankPools
+) -> None:
+    ranks(2).run(train_and_evaluate, make)
+
+
+def hooks_of(model: nn.Module) -> int:
+    count = 0
+    for module in model.modules():
+        count += len(module._forward_hooks) + len(module._forward_pre_hooks)
+    for parameter in model.parameters():
+        count += len(parameter._post_accumulate_grad_hooks or ())
+    return count
+
+
+def hang_and_remove(stage: int) -> None:
+    model = pair()
+    engine = engine_of(stage, model)
+    assert hooks_of(model) > 0
+    engine.destroy()
+    assert hooks_of(model) == 0
+    x = torch.ones(1, 2, 8)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_come_off(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(hang_and_remove, stage)

@@ -1,0 +1,262 @@
+"""zero.Init: born sharded, with the values that building outside gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import TINY, assert_equal, engine_of, model_of, train
+from ranks import RankPools
+from torch import nn
+
+import hadal
+from hadal import comm
+from hadal.errors import NotBuiltYetError
+from hadal.zero import GatheredParameters
+
+
+class Applied(nn.Module):
+    """Initialises its children when they are all there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4, padding_idx=0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.apply(self.start)
+
+    def start(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(0.0, 0.02)
+            module.weight.data[0].zero_()
+
+
+class ByParent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 6)
+        self.other = nn.Linear(6, 4)
+        nn.init.xavier_uniform_(self.one.weight)
+        nn.init.orthogonal_(self.other.weight, gain=0.5)
+        with torch.no_grad():
+            self.one.bias.copy_(self.one.weight.sum(1))
+            self.other.bias[1:3] = 2.0
+            self.other.weight.data *= 3.0
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.copied = nn.Parameter(self.embedding.weight.detach().clone() * 2)
+        nn.init.normal_(self.head.weight)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 3)  # copies the layer
+
+
+def data_normal() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model[0].weight.data.normal_()
+    model[1][0].bias.data.uniform_(-1, 1)
+    return model
+
+
+def data_assigned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = torch.randn(4, 4)
+    return model
+
+
+def odd_shapes() -> nn.Module:
+    module = nn.Module()
+    module.scalar = nn.Parameter(torch.tensor(2.0))
+    module.one = nn.Parameter(torch.ones(1))
+    module.empty = nn.Parameter(torch.ones(0, 3))
+    module.precise = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+    module.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    module.whole = nn.Parameter(torch.arange(4), requires_grad=False)
+    return module
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(3, 3), nn.LSTM(3, 4, 2))
+
+
+MODELS = [Applied, ByParent, Tied, encoder, data_normal, data_assigned, odd_shapes, convolution]
+
+
+def built(make: Callable[[], nn.Module], context: Any, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    with context:
+        return make()
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    with GatheredParameters(model.parameters()):
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def build_inside_and_outside(make: Callable[[], nn.Module]) -> None:
+    # Only rank 0's random numbers count.
+    inside = built(make, hadal.zero.Init(), seed=11 + comm.get_rank())
+    outside = built(make, contextlib.nullcontext(), seed=11)
+    large = [p for p in inside.parameters() if p.is_floating_point() and p.numel() > 1]
+    assert large
+    for parameter in large:
+        assert parameter.untyped_storage().nbytes() < parameter.numel() * parameter.itemsize or (
+            bool(parameter.isnan().all())
+        )
+    names = [name for name, _ in inside.named_parameters()]
+    assert names == [name for name, _ in outside.named_parameters()]  # ties are kept
+    for mine, plain in zip(inside.parameters(), outside.parameters(), strict=True):
+        assert (mine.shape, mine.dtype) == (plain.shape, plain.dtype)
+        assert mine.requires_grad == plain.requires_grad
+    parameters = dict(outside.named_parameters())
+    found = values_of(inside)
+    for name, value in parameters.items():
+        assert torch.equal(found[name], value.detach()), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_start_weights_are_those_of_building_outside(
+    make: Callable[[], nn.Module], world: int, ranks: RankPools
+) -> None:
+    ranks(world).run(build_inside_and_outside, make)
+
+
+class Watched(nn.Module):
+    """Notes how many bytes its parameters take while it is being built."""
+
+    WIDTH, DEPTH = 64, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.layers = nn.ModuleList()
+        for _ in range(self.DEPTH):
+            self.layers.append(nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), nn.ReLU()))
+            self.note()
+        for layer in self.layers:
+            nn.init.normal_(layer[0].weight)
+        self.after = nbytes_of(self)
+
+    def note(self) -> None:
+        self.peak = max(self.peak, nbytes_of(self))
+
+
+def nbytes_of(module: nn.Module) -> int:
+    """What the storages of a module's parameters take; looking must not gather them."""
+    with torch._C.DisableTorchFunction():
+        storages = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+        return sum(p.untyped_storage().nbytes() for p in storages.values())
+
+
+def measure() -> None:
+    layer = 4 * (Watched.WIDTH**2 + Watched.WIDTH)
+    with hadal.zero.Init():
+        model = Watched()
+    assert model.peak <= layer
+    placeholders = 16 * Watched.DEPTH
+    assert model.after <= 8 * layer + placeholders < Watched.DEPTH * layer
+    assert nbytes_of(model) <= placeholders
+    with hadal.zero.Init(enabled=False):
+        assert nbytes_of(Watched()) >= Watched.DEPTH * layer
+
+
+def test_no_more_than_a_few_modules_are_ever_whole(ranks: RankPools) -> None:
+    ranks(2).run(measure)
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    return nbytes_of(nn.ParameterList([parameter])) < parameter.numel() * parameter.itemsize
+
+
+def use_options() -> None:
+    with hadal.zero.Init(dtype=torch.bfloat16):
+        half = model_of()
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    expected = model_of().bfloat16()
+    assert_equal(values_of(half), dict(expected.state_dict()))
+
+    with hadal.zero.Init(enabled=False):
+        plain = model_of()
+    assert not any(is_cut(parameter) for parameter in plain.parameters())
+
+    with hadal.zero.Init():
+        with hadal.zero.Init():
+            inner = model_of()
+        outer = model_of()
+    assert is_cut(inner[0].weight)
+    assert is_cut(outer[0].weight)
+    after = model_of()
+    assert not is_cut(after[0].weight)
+
+    existing = model_of()
+    hadal.zero.Init(module=existing)
+    assert is_cut(existing[0].weight)
+    assert_equal(values_of(existing), dict(model_of().state_dict()))
+
+    with pytest.raises(KeyError), hadal.zero.Init():
+        raise KeyError("mine")
+    assert not is_cut(model_of()[0].weight)
+
+    for option in ({"mpu": object()}, {"remote_device": "cpu"}, {"data_parallel_group": object()}):
+        with pytest.raises(NotBuiltYetError, match=next(iter(option))):
+            hadal.zero.Init(**option)
+
+
+def test_options(ranks: RankPools) -> None:
+    ranks(2).run(use_options)
+
+
+def train_both(stage: int, settings: dict[str, Any]) -> None:
+    states = []
+    for context in (hadal.zero.Init(), contextlib.nullcontext()):
+        with context:
+            model = model_of()
+        engine = engine_of(stage, model, **settings)
+        losses = train(engine, range(3))
+        states.append({**engine.state_dict(), "losses": torch.stack(losses)})
+        engine.destroy()
+    assert_equal(*states)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_trains_as_a_model_built_outside(
+    stage: int, settings: dict[str, Any], ranks: RankPools
+) -> None:
+    ranks(2).run(train_both, stage, settings)
+
+
+def tie_after_birth(stage: int) -> None:
+    """A weight that another one replaces is dropped, as Hugging Face's tying does."""
+    with hadal.zero.Init():
+        model = nn.ModuleDict({"a": nn.Embedding(6, 6), "b": nn.Linear(6, 6, bias=False)})
+    model["b"].weight = model["a"].weight
+    engine = engine_of(
+        stage, nn.Sequential(model["a"], model["b"]), zero_optimization={"stage": stage, **TINY}
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.arange(6)).square().mean())
+        engine.step()
+    state = engine.state_dict()
+    assert torch.equal(state["0.weight"], state["1.weight"])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_may_be_tied_after_birth(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(tie_after_birth, stage)

@@ -1,0 +1,161 @@
+"""The arithmetic of a flat buffer: nothing overlaps, nothing is lost, every cut can be undone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, align, lay_out, share_out
+
+patient = settings(deadline=None)  # the machine may be busy
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+PARAMETERS = st.lists(st.tuples(SHAPES, st.integers(-1, 2)), max_size=8)
+WORLDS = st.integers(1, 7)
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def named(parameters: list[tuple[tuple[int, ...], int]]) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(f"p{index}", shape, group) for index, (shape, group) in enumerate(parameters)]
+
+
+def numbered(layout: Layout) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A full buffer (-1 is padding) and the values of its parameters, all elements different."""
+    full = torch.full((layout.numel,), -1)
+    values, count = [], 0
+    for slot in layout.slots:
+        values.append(torch.arange(count, count + slot.numel))
+        full[slot.offset : slot.stop] = values[-1]
+        count += slot.numel
+    return full, values
+
+
+@patient
+@given(PARAMETERS, WORLDS, ITEMSIZES)
+def test_slots_are_aligned_apart_and_in_order_of_their_groups(parameters, world, itemsize):
+    layout = lay_out(named(parameters), world, itemsize)
+    assert sorted(slot.name for slot in layout.slots) == sorted(n for n, _, _ in named(parameters))
+    by_name = {name: (shape, group) for name, shape, group in named(parameters)}
+    end = 0
+    for slot in layout.slots:
+        assert (slot.shape, slot.group) == by_name[slot.name]
+        assert slot.offset >= end
+        assert slot.numel == 0 or slot.offset * itemsize % ALIGNMENT_NBYTES == 0
+        end = slot.stop
+    assert end <= layout.numel
+    groups = [slot.group for slot in layout.slots]
+    assert groups == sorted(groups)
+    for group in set(groups):
+        mine = [int(slot.name[1:]) for slot in layout.slots if slot.group == group]
+        assert mine == sorted(mine)
+
+
+@patient
+@given(PARAMETERS, WORLDS, ITEMSIZES)
+def test_shards_are_even_and_start_on_aligned_borders(parameters, world, itemsize):
+    layout = lay_out(named(parameters), world, itemsize)
+    assert layout.shard_numel * world == layout.numel
+    assert layout.shard_numel * itemsize % ALIGNMENT_NBYTES == 0
+    spans = [layout.span(rank) for rank in range(world)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == layout.numel
+    assert all(one[1] == other[0] for one, other in pairwise(spans))
+    # At most one alignment unit before each slot, and one for each rank at the end.
+    unit = ALIGNMENT_NBYTES // itemsize
+    assert layout.padding < max(1, unit * (len(parameters) + world))
+
+
+@patient
+@given(PARAMETERS, WORLDS, ITEMSIZES)
+def test_gaps_and_slots_cover_everything_once(parameters, world, itemsize):
+    layout = lay_out(named(parameters), world, itemsize)
+    seen = [0] * layout.numel
+    for start, stop in [*layout.gaps, *((slot.offset, slot.stop) for slot in layout.slots)]:
+        for element in range(start, stop):
+            seen[element] += 1
+    assert seen == [1] * layout.numel
+    assert sum(stop - start for start, stop in layout.gaps) == layout.padding
+
+
+@patient
+@given(PARAMETERS, WORLDS, ITEMSIZES)
+def test_the_fragments_of_all_ranks_make_every_parameter_whole(parameters, world, itemsize):
+    layout = lay_out(named(parameters), world, itemsize)
+    full, values = numbered(layout)
+    found = [torch.full((slot.numel,), -2) for slot in layout.slots]
+    for rank in range(world):
+        start, stop = layout.span(rank)
+        shard = full[start:stop]
+        for piece in layout.fragments(start, stop):
+            assert piece.numel > 0
+            target = found[piece.slot][piece.start : piece.start + piece.numel]
+            assert (target == -2).all()
+            target.copy_(shard[piece.offset : piece.offset + piece.numel])
+    assert all(torch.equal(mine, value) for mine, value in zip(found, values, strict=True))
+
+
+@patient
+@given(PARAMETERS, WORLDS, ITEMSIZES)
+def test_runs_hold_all_fragments_of_their_own_group_and_no_others(parameters, world, itemsize):
+    layout = lay_out(named(parameters), world, itemsize)
+    for rank in range(world):
+        start, stop = layout.span(rank)
+        runs = layout.runs(start, stop)
+        assert len({run.group for run in runs}) == len(runs)
+        owner = [None] * (stop - start)
+        for run in runs:
+            assert 0 <= run.start < run.stop <= stop - start
+            for element in range(run.start, run.stop):
+                assert owner[element] is None
+                owner[element] = run.group
+        for piece in layout.fragments(start, stop):
+            group = layout.slots[piece.slot].group
+            assert set(owner[piece.offset : piece.offset + piece.numel]) == {group}
+        groups = {layout.slots[piece.slot].group for piece in layout.fragments(start, stop)}
+        assert {run.group for run in runs} == groups
+
+
+def test_a_scalar_has_one_element_and_an_empty_parameter_none():
+    layout = lay_out([("a", (), 0), ("b", (3, 0), 0), ("c", (5,), 0)], 2, 4)
+    assert [slot.numel for slot in layout.slots] == [1, 0, 5]
+    assert [slot.offset for slot in layout.slots] == [0, 1, 4]
+    assert layout.numel == 16
+    assert [piece.slot for piece in layout.fragments(0, 8)] == [0, 2]
+    assert layout.gaps == ((1, 4), (9, 16))
+
+
+def test_no_parameters_make_an_empty_buffer():
+    layout = lay_out([], 3, 2)
+    assert (layout.numel, layout.padding, layout.gaps) == (0, 0, ())
+    assert layout.runs(*layout.span(2)) == ()
+
+
+@patient
+@given(st.integers(0, 10**9), st.integers(1, 4096))
+def test_align_is_the_least_multiple_above(numel, unit):
+    assert align(numel, unit) % unit == 0
+    assert numel <= align(numel, unit) < numel + unit
+
+
+@patient
+@given(st.lists(st.integers(0, 10**6), max_size=30), WORLDS)
+def test_shares_are_complete_and_balanced(numels, world):
+    share = share_out(numels, world)
+    assert len(share.owners) == len(numels)
+    assert all(0 <= owner < world for owner in share.owners)
+    loads = [0] * world
+    for owner, numel in zip(share.owners, numels, strict=True):
+        loads[owner] += numel
+    assert tuple(loads) == share.loads
+    # Graham's bound for handing out the next piece to whoever has least.
+    largest = max(numels, default=0)
+    assert max(loads) <= sum(numels) / world + largest * (1 - 1 / world) + 1e-6
+    assert max(loads) - min(loads) <= largest
+
+
+def test_shares_hand_out_the_largest_first():
+    assert share_out([1, 8, 1, 6, 1], 2).loads == (9, 8)
+    assert share_out([4, 4, 4], 3).owners == (0, 1, 2)
