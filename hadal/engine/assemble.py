@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -17,18 +16,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import broadcast_, gather_codes, gather_objects
+from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import told_to_all
 from hadal.config import Config, load_config
 from hadal.device import current_device
 from hadal.engine.arguments import choose_config
+from hadal.engine.checks import check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine, Parts, Training
 from hadal.engine.loader import ShardedLoader
-from hadal.errors import MismatchError, ModelError, NotBuiltYetError, OptimizerError, UsageError
+from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.optim.build import build_optimizer
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.schedules import build_schedule, refuse_metric_schedule
-from hadal.optim.step import build_stepper, check_groups
+from hadal.optim.step import build_stepper
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import LeafModules, Unit, find_units, is_foreign, plan_buckets
@@ -142,18 +142,18 @@ def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -
         logging.getLogger("hadal").setLevel(config.log_level.upper())
     if config.dump_state and ranks.rank == 0:
         _log.info("configuration: %s", json.dumps(config.as_dict(), indent=1, default=str))
-    _check_model(model, current_device(), ranks)
+    check_model(model, current_device(), ranks)
     maker = _optimizer_maker(wishes, config, model)
     named = wishes.optimizer is not None or config.optimizer is not None
     optimizer = maker() if named else None
-    return _Admitted(model, config, maker, optimizer, _members_of_groups(model, optimizer, ranks))
+    return _Admitted(model, config, maker, optimizer, members_of_groups(model, optimizer, ranks))
 
 
 def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
     model, config, groups = admitted.model, admitted.config, admitted.groups
     optimizer, has_optimizer = admitted.optimizer, admitted.optimizer is not None
     device = current_device()
-    _check_same(model, groups, config, ranks)
+    check_same(model, groups, config.as_dict(), ranks)
     runtime = _build_runtime(model, groups, config, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
@@ -188,69 +188,6 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             config=config,
         )
     )
-
-
-# ---- the model -----------------------------------------------------------------------------------
-
-
-def _check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(
-                f"rank {ranks.rank}: parameter {name} has no shape yet; run the model once before"
-                " initialize"
-            )
-        misplaced = parameter.device.type not in ("cpu", device.type)
-        elsewhere = parameter.device.type == device.type != "cpu" and parameter.device != device
-        if misplaced or elsewhere:
-            raise ModelError(
-                f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
-                f" or"
-                f" the cpu; move the model with model.to({str(device)!r}), or build it inside"
-                " hadal.zero.Init() where one device cannot hold it"
-            )
-
-
-def _check_same(
-    model: nn.Module, groups: Sequence[Sequence[nn.Parameter]], config: Config, ranks: Ranks
-) -> None:
-    """All ranks must have been given the same model and configuration."""
-    group_of = {id(p): number for number, members in enumerate(groups) for p in members}
-    described = {
-        name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        f" in param group {group_of.get(id(p))}"
-        for name, p in model.named_parameters()
-    }
-    keys = {path: json.dumps(v, default=str) for path, v in _leaves(config.as_dict())}
-    for what, mine in (("configuration", keys), ("model", described)):
-        digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-        if len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1:
-            continue
-        theirs = gather_objects(mine, ranks)
-        raise MismatchError(_first_difference(what, theirs))
-
-
-def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank[1:], start=1):
-        for name in [*first, *(key for key in other if key not in first)]:
-            here, there = first.get(name, "nothing"), other.get(name, "nothing")
-            if here != there:
-                return (
-                    f"the ranks were given different {what}s: {name} is {here} on rank 0 and"
-                    f" {there}"
-                    f" on rank {rank}. Build the same {what} on every rank."
-                )
-    return f"the ranks were given the same {what} in different orders; build it alike on every rank"
-
-
-def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        here = f"{path}.{key}" if path else key
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, here)
-        else:
-            yield here, value
 
 
 def _spread_the_rest(
@@ -380,35 +317,6 @@ def _optimizer_maker(wishes: Wishes, config: Config, model: nn.Module) -> Callab
         return lambda: build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
     kind, params = section.type, section.params
     return lambda: build_optimizer(kind, params, chosen)
-
-
-def _members_of_groups(
-    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
-) -> list[list[nn.Parameter]]:
-    """Per param group, the model's parameters that will be trained."""
-    everything = list(model.parameters())
-    if optimizer is None:
-        return [[p for p in everything if p.requires_grad and not is_foreign(p)]]
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"the optimizer callable gave a {type(optimizer).__name__}, expected a"
-            " torch.optim.Optimizer"
-        )
-    check_groups(optimizer, everything, ranks.rank)
-    groups = []
-    for group in optimizer.param_groups:
-        foreign = [p for p in group["params"] if p.requires_grad and is_foreign(p)]
-        if foreign:
-            names = [n for n, p in model.named_parameters() if any(p is f for f in foreign)]
-            raise ModelError(
-                f"rank {ranks.rank}: {names[0]} is a {type(foreign[0]).__name__} of"
-                f" {foreign[0].dtype}"
-                " and cannot lie in a flat buffer; freeze it (requires_grad_(False)) or convert it"
-                " to"
-                " a plain floating-point parameter"
-            )
-        groups.append([p for p in group["params"] if p.requires_grad])
-    return groups
 
 
 def _stand_in(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:

@@ -299,14 +299,18 @@ class ZeroRuntime:
         # At most two are in flight, so that memory stays bounded by the bucket size. Where weights
         # are gathered on use, a rank that went another way may wait for me before it reduces:
         # then patience ends, and memory gives way.
+        self._advance_in_flight()
+        gradients.start_reduce()
+        self._in_flight.append(gradients)
+        if not self._overlaps:
+            # An all-reduce has two phases, any other reduction one.
+            self._advance_in_flight()
+            self._advance_in_flight()
+
+    def _advance_in_flight(self) -> None:
         for earlier in self._in_flight:
             earlier.advance(_PATIENCE_S if self._uses else None)
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
-        gradients.start_reduce()
-        if self._overlaps:
-            self._in_flight.append(gradients)
-        else:
-            gradients.finish_reduce()
 
     def _reduce_rest(self) -> None:
         """At the end of a backward: reduce what was not complete, and once more what came late."""

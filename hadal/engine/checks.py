@@ -1,0 +1,111 @@
+"""What is checked before an engine is made: on each rank alone, then between the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_codes, gather_objects
+from hadal.errors import MismatchError, ModelError, OptimizerError
+from hadal.optim.step import check_groups
+from hadal.zero.grouping import is_foreign
+
+
+def check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
+    """Raise `ModelError` for a parameter without a shape, or on another device than this rank."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"rank {ranks.rank}: parameter {name} has no shape yet; run the model once before"
+                " initialize"
+            )
+        misplaced = parameter.device.type not in ("cpu", device.type)
+        elsewhere = parameter.device.type == device.type != "cpu" and parameter.device != device
+        if misplaced or elsewhere:
+            raise ModelError(
+                f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
+                f" or"
+                f" the cpu; move the model with model.to({str(device)!r}), or build it inside"
+                " hadal.zero.Init() where one device cannot hold it"
+            )
+
+
+def check_same(
+    model: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    configuration: dict[str, Any],
+    ranks: Ranks,
+) -> None:
+    """All ranks must have been given the same model and configuration."""
+    group_of = {id(p): number for number, members in enumerate(groups) for p in members}
+    described = {
+        name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        f" in param group {group_of.get(id(p))}"
+        for name, p in model.named_parameters()
+    }
+    keys = {path: json.dumps(v, default=str) for path, v in _leaves(configuration)}
+    for what, mine in (("configuration", keys), ("model", described)):
+        digest = hashlib.sha256(json.dumps(mine).encode()).digest()
+        if len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1:
+            continue
+        theirs = gather_objects(mine, ranks)
+        raise MismatchError(_first_difference(what, theirs))
+
+
+def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank[1:], start=1):
+        for name in [*first, *(key for key in other if key not in first)]:
+            here, there = first.get(name, "nothing"), other.get(name, "nothing")
+            if here != there:
+                return (
+                    f"the ranks were given different {what}s: {name} is {here} on rank 0 and"
+                    f" {there}"
+                    f" on rank {rank}. Build the same {what} on every rank."
+                )
+    return f"the ranks were given the same {what} in different orders; build it alike on every rank"
+
+
+def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, here)
+        else:
+            yield here, value
+
+
+def members_of_groups(
+    model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
+) -> list[list[nn.Parameter]]:
+    """Per param group, the model's parameters that will be trained."""
+    everything = list(model.parameters())
+    if optimizer is None:
+        return [[p for p in everything if p.requires_grad and not is_foreign(p)]]
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"the optimizer callable gave a {type(optimizer).__name__}, expected a"
+            " torch.optim.Optimizer"
+        )
+    check_groups(optimizer, everything, ranks.rank)
+    groups = []
+    for group in optimizer.param_groups:
+        foreign = [p for p in group["params"] if p.requires_grad and is_foreign(p)]
+        if foreign:
+            names = [n for n, p in model.named_parameters() if any(p is f for f in foreign)]
+            raise ModelError(
+                f"rank {ranks.rank}: {names[0]} is a {type(foreign[0]).__name__} of"
+                f" {foreign[0].dtype}"
+                " and cannot lie in a flat buffer; freeze it (requires_grad_(False)) or convert it"
+                " to"
+                " a plain floating-point parameter"
+            )
+        groups.append([p for p in group["params"] if p.requires_grad])
+    return groups
