@@ -218,7 +218,8 @@ def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
         return
     works: list[_Work] = []
     if not ranks.exchanges_in_pairs(tensor.device) or ranks.size > 2:
-        works.append(dist.broadcast(tensor, group=ranks.group, group_src=source, async_op=True))
+        group = ranks.group_for(tensor)
+        works.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
     elif ranks.rank == source:
         works.append(_send(tensor, 1 - source, ranks, _SPREAD, label))
     else:
@@ -241,7 +242,7 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] = [None] * ranks.size
-    dist.all_gather_object(values, value, group=ranks.group)
+    dist.all_gather_object(values, value, group=ranks.host_group)
     return values
 
 
@@ -274,7 +275,7 @@ def _finished(label: str) -> Pending:
 
 def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Work:
     try:
-        work = dist.isend(_as_bytes(tensor), group=ranks.group, group_dst=other, tag=tag)
+        work = dist.isend(_as_bytes(tensor), group=ranks.host_group, group_dst=other, tag=tag)
     except RuntimeError as error:
         raise _failure(label, error) from error
     assert work is not None  # this rank is in the group
@@ -283,7 +284,7 @@ def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Wo
 
 def _receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Work:
     try:
-        work = dist.irecv(_as_bytes(tensor), group=ranks.group, group_src=other, tag=tag)
+        work = dist.irecv(_as_bytes(tensor), group=ranks.host_group, group_src=other, tag=tag)
     except RuntimeError as error:
         raise _failure(label, error) from error
     assert work is not None  # this rank is in the group
@@ -308,6 +309,6 @@ def _small_reduction(
     if ranks.size == 1:
         return
     try:
-        dist.all_reduce(tensor, op=operation, group=ranks.group)
+        dist.all_reduce(tensor, op=operation, group=ranks.group_for(tensor))
     except (RuntimeError, dist.DistError) as error:
         raise _failure(label, error) from error

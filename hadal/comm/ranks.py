@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ class Ranks:
     group: dist.ProcessGroup
     rank: int
     size: int
+    host_group: dist.ProcessGroup
+    """The group that carries tensors on the host, where `group` does not."""
 
     @classmethod
     def world(cls) -> Ranks:
@@ -25,12 +27,16 @@ class Ranks:
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("no process group runs; call hadal.init_distributed() first")
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), _host_group(group))
 
     @cached_property
     def others(self) -> tuple[int, ...]:
         """The other ranks, starting after mine, so that no two ranks call on the same one first."""
         return tuple((self.rank + step) % self.size for step in range(1, self.size))
+
+    def group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """The group whose backend carries `tensor` from where it is."""
+        return self.host_group if tensor.device.type == "cpu" else self.group
 
     def exchanges_in_pairs(self, device: torch.device) -> bool:
         """Whether tensors on `device` travel by plain sends and receives (gloo), or by collectives.
@@ -39,6 +45,18 @@ class Ranks:
         pairs.
         """
         return device.type == "cpu"
+
+
+@cache
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for tensors on the host: a process group of a caller's own making
+    may carry those of its accelerators only.
+    """
+    if "cpu" in str(dist.get_backend_config(group)):
+        return group
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)  # this rank is in it
+    return made
 
 
 def is_initialized() -> bool:
