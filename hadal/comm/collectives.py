@@ -247,12 +247,18 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
 
 
 def gather_codes(code: int, ranks: Ranks) -> list[int]:
-    """Every rank's whole number, by rank: one small exchange on the host."""
+    """Every rank's whole number, by rank: one small exchange on the host, two where they differ."""
+    label = "an agreement between ranks"
     if ranks.size == 1:
         return [code]
     codes = torch.empty(ranks.size, dtype=torch.int64)
     codes[ranks.rank] = code
-    label = "an agreement between ranks"
+    if ranks.size > 2:
+        # Mostly all are equal, which the largest and the smallest tell in log(size) messages.
+        bounds = torch.tensor([code, -code])
+        max_(bounds, ranks, label)
+        if int(bounds[0]) == -int(bounds[1]):
+            return [code] * ranks.size
     works: list[_Work] = []
     for other in ranks.others:
         works.append(_send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE, label))
