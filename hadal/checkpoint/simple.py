@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import told_to_all
 from hadal.errors import CheckpointError
@@ -40,17 +41,33 @@ class Saved:
     scalars: dict[str, Any]
 
 
-def find(load_dir: Path, tag: str | None) -> Path | None:
+def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
     """The folder of the checkpoint `tag`, or of the latest one; None where there is none.
 
     Raises:
-        CheckpointError: a tag was asked for that is not there, or `latest` names a missing folder.
+        CheckpointError: a tag was asked for that is not there, `latest` names a missing folder, or
+            the ranks find different ones.
     """
+    with told_to_all(ranks, "load_checkpoint", CheckpointError):
+        folder = _find(load_dir, tag)
+    found = gather_objects(None if folder is None else folder.name, ranks)
+    if len(set(found)) > 1:
+        raise CheckpointError(
+            f"the ranks find different checkpoints in {load_dir}: {found}; all of them must see the"
+            " same folder"
+        )
+    return folder
+
+
+def _find(load_dir: Path, tag: str | None) -> Path | None:
     if tag is None:
         latest = load_dir / LATEST
         if not latest.is_file():
             return None
-        tag = latest.read_text(encoding="utf-8").strip()
+        try:
+            tag = latest.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{latest} cannot be read: {error}") from error
     folder = load_dir / tag
     if Path(tag).name != tag or not (folder / _INDEX).is_file():
         raise CheckpointError(f"no complete checkpoint {tag!r} in {load_dir} ({_INDEX} is missing)")
@@ -67,9 +84,13 @@ def save(save_dir: Path, tag: str, state: Saved, save_latest: bool) -> None:
     faults = [found for found in gather_objects(fault, ranks) if found]
     if faults:
         raise CheckpointError(f"checkpoint {folder} was not saved: {'; '.join(faults)}")
-    if ranks.rank == 0 and save_latest:
-        _write_text(save_dir / LATEST, tag)
-    gather_objects(None, ranks)  # nobody returns before `latest` says so
+    # Nobody returns before `latest` says so.
+    with told_to_all(ranks, "save_checkpoint", CheckpointError):
+        if ranks.rank == 0 and save_latest:
+            try:
+                _write_text(save_dir / LATEST, tag)
+            except OSError as error:
+                raise CheckpointError(f"{save_dir / LATEST} cannot be written: {error}") from error
 
 
 def _try_to_write(folder: Path, state: Saved) -> str | None:

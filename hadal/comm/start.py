@@ -57,8 +57,8 @@ def init_distributed(
         dist_backend: torch's backend name; by default the one of the current device.
         distributed_port: rank 0's port where neither MASTER_PORT nor `init_method` names one.
         timeout: how long to wait for the other ranks, at start and in every collective.
-        init_method: torch's URL (`tcp://host:port`, `file:///path`), as an alternative to
-        variables. rank: this process's number, with `init_method`.
+        init_method: torch's URL (`tcp://host:port`, `file:///path`), in place of variables.
+        rank: this process's number, with `init_method`.
         world_size: how many processes there are, with `init_method`.
 
     Raises:

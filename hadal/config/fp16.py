@@ -14,7 +14,9 @@ class Fp16(Section):
     enabled: Boolean = key(False, "Train in fp16. Excludes `bf16.enabled` and `amp.enabled`.")
     auto_cast: Boolean = key(False, "Cast floating-point inputs to fp16.", mark=UNBUILT)
     loss_scale: Number = key(0, "Scale of the loss; 0 finds it while training (dynamic).", ge=0)
-    initial_scale_power: Integer = key(16, "A dynamic scale starts at 2 to this power.", ge=0)
+    initial_scale_power: Integer = key(
+        16, "A dynamic scale starts at 2 to this power.", ge=0, le=127
+    )
     loss_scale_window: Integer = key(
         1000, "Updates without overflow after which a dynamic scale doubles."
     )

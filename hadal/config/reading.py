@@ -33,7 +33,7 @@ def read(source: Source) -> tuple[str, dict[str, Any]]:
     if not isinstance(source, str | os.PathLike):
         kind = type(source).__name__
         raise ConfigError(
-            f"the configuration is a {kind}; hand over a dict, a path or a base64 text"
+            f"the configuration is of type {kind}; hand over a dict, a path or a base64 text"
         )
     text = _text(source)
     value = _parsed(text)
@@ -52,17 +52,18 @@ def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
             return [copied(inner) for inner in value]
         return copy.copy(value) if isinstance(value, set) else value
 
-    result: dict[str, Any] = copied(source)
+    try:
+        result: dict[str, Any] = copied(source)
+    except RecursionError:
+        raise ConfigError(
+            "the configuration is nested too deep, or contains itself; hand over plain dicts"
+        ) from None
     return result
 
 
 def _text(source: str | os.PathLike[str]) -> Text:
     if _is_file(source):
-        path = Path(source)
-        try:
-            return Text(path.name, path.read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+        return _file_text(Path(source))
     if isinstance(source, str) and source.lstrip().startswith("{"):
         raise ConfigError("this is JSON text; hand over json.loads of it, or a path to a file")
     if isinstance(source, str):
@@ -70,10 +71,24 @@ def _text(source: str | os.PathLike[str]) -> Text:
         if decoded is not None:
             return Text("the base64 configuration", decoded)
     shown = str(source) if len(str(source)) <= 80 else str(source)[:77] + "..."
+    if shown and len(shown) <= 80 and Path(shown).is_dir():
+        raise ConfigError(f'"{shown}" is a folder; name the JSON file in it')
     raise ConfigError(
         f'"{shown}" is neither an existing file nor base64 of a JSON object; '
         f"check the path (seen from {Path.cwd()}) or hand over a dict"
     )
+
+
+def _file_text(path: Path) -> Text:
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not content.strip():
+        raise ConfigError(f"{path} is empty; a JSON object is expected")
+    return Text(path.name, content)
 
 
 def _is_file(source: str | os.PathLike[str]) -> bool:
@@ -101,6 +116,11 @@ def _parsed(text: Text) -> Any:
         raise ConfigError(
             f"{text.name}, line {error.lineno}, column {error.colno}: {error.msg}; JSON with "
             "comments and trailing commas is expected"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(
+            f"{text.name} cannot be read: it is nested too deep or holds a number that is too long"
+            f" ({error})"
         ) from error
 
 

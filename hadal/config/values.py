@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Strict
 
+# Sizes and counts end up in 64-bit integers; the largest that is printed as a default is 2^63 - 1.
+_TOO_LARGE = 1 << 63
+
 
 def whole(value: Any) -> Any:
     """Take 500000000, 5e8 and "500000000" as the same integer; leave anything else alone."""
@@ -18,6 +21,8 @@ def whole(value: Any) -> Any:
         return int(number)
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise ValueError("not an integer")
+    if abs(int(number)) >= _TOO_LARGE:
+        raise ValueError("too large a number")
     return int(number)
 
 
@@ -26,9 +31,13 @@ def real(value: Any) -> Any:
     number = _number(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError("not a number")
-    if not math.isfinite(number):
+    try:
+        converted = float(number)
+    except OverflowError:
+        raise ValueError("too large a number") from None
+    if not math.isfinite(converted):
         raise ValueError("not a finite number")
-    return float(number)
+    return converted
 
 
 def whole_or_never(value: Any) -> Any:

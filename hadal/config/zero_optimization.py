@@ -63,8 +63,14 @@ class ZeroOptimization(Section):
         "What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.",
         mark=TUNABLE,
     )
-    contiguous_gradients: Boolean = key(True, "Lay gradients end to end as they are produced.")
-    reduce_scatter: Boolean = key(True, "Send each rank its shard of the average only.")
+    contiguous_gradients: Boolean = key(
+        True, "Lay gradients end to end as they are produced. They always are.", mark=NO_EFFECT
+    )
+    reduce_scatter: Boolean = key(
+        True,
+        "Send each rank its shard of the average only. Always, where gradients are sharded.",
+        mark=NO_EFFECT,
+    )
     reduce_bucket_size: Integer = key(
         500_000_000, "Elements reduced at a time.", gt=0, mark=TUNABLE
     )
@@ -76,7 +82,8 @@ class ZeroOptimization(Section):
     )
     allgather_bucket_size: Integer = key(
         500_000_000,
-        "Elements of updated weights gathered at a time at stages 1 and 2; an even number.",
+        "Elements of weights gathered at a time; an even number. A bucket is no larger than this "
+        "and `reduce_bucket_size`, unless one parameter is; 0 leaves it to the latter.",
         ge=0,
         mark=TUNABLE,
     )
@@ -95,10 +102,16 @@ class ZeroOptimization(Section):
         mark=UNBUILT,
     )
     sub_group_size: Integer = key(
-        1_000_000_000, "Elements that the optimizer updates at a time.", ge=0
+        1_000_000_000,
+        "Elements that the optimizer updates at a time. Updates are always made in small blocks.",
+        ge=0,
+        mark=NO_EFFECT,
     )
     stage3_prefetch_bucket_size: Integer = key(
-        50_000_000, "Elements gathered ahead of their use.", ge=0
+        50_000_000,
+        "The most elements gathered ahead of their use. Nothing is gathered ahead yet.",
+        ge=0,
+        mark=NO_EFFECT,
     )
     stage3_param_persistence_threshold: Integer = key(
         100_000, "Parameters with fewer elements stay whole on every rank.", ge=0
@@ -113,7 +126,9 @@ class ZeroOptimization(Section):
         1_000_000_000, "Keep what is used again within this many elements.", ge=0
     )
     stage3_gather_16bit_weights_on_model_save: Boolean = key(
-        False, "Gather the whole model on rank 0 to save it in 16 bits."
+        False,
+        "Gather the whole model to save it in 16 bits. engine.state_dict() does so when called.",
+        mark=NO_EFFECT,
     )
     stage3_module_granularity_threshold: Integer = key(
         0, "Gather modules of finer grain than this at once; 0 never.", mark=UNBUILT_AT_STAGE_3
@@ -129,7 +144,9 @@ class ZeroOptimization(Section):
     )
     legacy_stage1: Literal[False] = key(False, "The first form of stage 1, which is gone.")
     round_robin_gradients: Boolean = key(
-        False, "Spread gradients over ranks in turns, to copy them in parallel. A hint."
+        False,
+        "Spread gradients over ranks in turns, to copy them in parallel. Even shards do so always.",
+        mark=NO_EFFECT,
     )
     parameter_alignment: Boolean = key(
         False, "Start each parameter on a 16-byte border in checkpoints.", mark=UNBUILT

@@ -83,8 +83,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         model: the module to train; its weights and buffers on rank 0 are given to all ranks.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from
             `model_parameters`; it takes the place of the `optimizer` section.
-        model_parameters: parameters, or param groups, to train; all that require gradients by
-        default. training_data: a data set to shard over the ranks.
+        model_parameters: parameters, or param groups, to train; by default all that require
+            gradients.
+        training_data: a data set to shard over the ranks.
         lr_scheduler: a schedule of the given optimizer, or a callable that makes one from it.
         distributed_port: rank 0's port, where no launcher names one.
         mpu: a model-parallel unit; not built yet.
@@ -124,50 +125,66 @@ class _Admitted:
 
     model: nn.Module
     config: Config
-    make_optimizer: Callable[[], Optimizer]
     optimizer: Optimizer | None
+    """None where nothing can be trained."""
+    is_chosen: bool
+    """Whether the caller or the configuration named the optimizer; else it is the default one."""
     groups: list[list[nn.Parameter]]
 
 
 def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -> _Admitted:
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, Engine):
+        raise UsageError("initialize got an engine; give it the module, engine.module")
     config = load_config(
         source,
         world_size=ranks.size,
         client_optimizer=wishes.optimizer is not None,
         client_scheduler=wishes.schedule is not None,
     )
+    _open_log(config, ranks)
+    check_model(model, current_device(), ranks)
+    optimizer = _make_optimizer(wishes, config, model)
+    is_chosen = wishes.optimizer is not None or config.optimizer is not None
+    groups = members_of_groups(model, optimizer, ranks)
+    return _Admitted(model, config, optimizer, is_chosen, groups)
+
+
+def _open_log(config: Config, ranks: Ranks) -> None:
+    """Let rank 0 be heard where the configuration asks for lines and the program has no log."""
+    log = logging.getLogger("hadal")
     if config.log_level:
-        logging.getLogger("hadal").setLevel(config.log_level.upper())
+        log.setLevel(config.log_level.upper())
+    asks = config.log_level or config.steps_per_print or config.dump_state
+    if asks and ranks.rank == 0 and not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+        if not config.log_level:
+            log.setLevel(logging.INFO)
     if config.dump_state and ranks.rank == 0:
         _log.info("configuration: %s", json.dumps(config.as_dict(), indent=1, default=str))
-    check_model(model, current_device(), ranks)
-    maker = _optimizer_maker(wishes, config, model)
-    named = wishes.optimizer is not None or config.optimizer is not None
-    optimizer = maker() if named else None
-    return _Admitted(model, config, maker, optimizer, members_of_groups(model, optimizer, ranks))
 
 
 def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
     model, config, groups = admitted.model, admitted.config, admitted.groups
-    optimizer, has_optimizer = admitted.optimizer, admitted.optimizer is not None
+    optimizer = admitted.optimizer
     device = current_device()
-    check_same(model, groups, config.as_dict(), ranks)
+    check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
     runtime = _build_runtime(model, groups, config, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
     loader = _build_loader(wishes, config, ranks)
 
-    def make_training(made: Optimizer | None = None) -> Training:
-        made = made or _stand_in(admitted.make_optimizer(), groups)
-        stepper = build_stepper(made, runtime.gradients, groups)
-        schedule = _build_schedule(wishes, config, made, has_optimizer, loader)
-        return Training(made, schedule, stepper)
+    def make_training() -> Training:
+        assert optimizer is not None  # there are gradients, so there is something to train
+        stepper = build_stepper(optimizer, runtime.gradients, groups)
+        schedule = _build_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
+        return Training(optimizer, schedule, stepper)
 
     training = None
-    if optimizer is not None and runtime.gradients:
-        training = make_training(optimizer)
+    if admitted.is_chosen and runtime.gradients:
+        with told_to_all(ranks, "initialize"):
+            training = make_training()
     return Engine(
         Parts(
             model=model,
@@ -185,9 +202,22 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             steps_per_print=config.steps_per_print,
             loader=loader,
             device=device,
+            tag_validation=config.checkpoint.tag_validation,
             config=config,
         )
     )
+
+
+def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
+    """What must be the same on all ranks and is not in the configuration."""
+    groups = admitted.optimizer.param_groups if admitted.optimizer else []
+    options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in groups]
+    return {
+        "the optimizer": type(admitted.optimizer).__name__,
+        **{f"param group {number}": group for number, group in enumerate(options)},
+        "the schedule given": type(wishes.schedule).__name__,
+        "training_data": type(wishes.training_data).__name__,
+    }
 
 
 def _spread_the_rest(
@@ -240,7 +270,9 @@ def _precision(config: Config, given: torch.dtype) -> Precision:
 def _limits(config: Config) -> Limits:
     zero = config.zero_optimization
     return Limits(
-        bucket_numel=max(1, min(zero.reduce_bucket_size, zero.allgather_bucket_size or 1)),
+        bucket_numel=min(
+            zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size
+        ),
         persistence_numel=zero.stage3_param_persistence_threshold,
         persistent_total_numel=zero.stage3_model_persistence_threshold,
         live_numel=zero.stage3_max_live_parameters,
@@ -293,47 +325,45 @@ def _build_runtime(
 # ---- what trains ---------------------------------------------------------------------------------
 
 
-def _optimizer_maker(wishes: Wishes, config: Config, model: nn.Module) -> Callable[[], Optimizer]:
-    """How to come by the optimizer: the caller's, the section's, or the default."""
+def _make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimizer | None:
+    """The caller's optimizer, the section's, or the default; None where nothing is trainable."""
     brought = wishes.optimizer
     if isinstance(brought, Optimizer):
-        return lambda: brought
-    parameters = wishes.model_parameters
-    chosen = (
-        [p for p in model.parameters() if p.requires_grad]
-        if parameters is None
-        else list(parameters)
-    )
+        return brought
+    if brought is not None and not callable(brought):
+        raise OptimizerError(
+            "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes one,"
+            f" got {type(brought).__name__}"
+        )
+    chosen = _chosen_parameters(wishes, model)
+    if not chosen:
+        return None
     if brought is not None:
-        if not callable(brought):
-            raise OptimizerError(
-                f"initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes"
-                f" one, got {type(brought).__name__}"
-            )
-        made = brought
-        return lambda: made(chosen)
+        return brought(chosen)
     section = config.optimizer
     if section is None:
-        return lambda: build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
-    kind, params = section.type, section.params
-    return lambda: build_optimizer(kind, params, chosen)
+        return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
+    return build_optimizer(section.type, section.params, chosen)
 
 
-def _stand_in(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-    """An optimizer that was made late, after the parameters had been laid into buckets."""
-    if len(optimizer.param_groups) != len(groups):
+def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
+    given = wishes.model_parameters
+    if given is None:
+        return [p for p in model.parameters() if p.requires_grad and not is_foreign(p)]
+    try:
+        return list(given)
+    except TypeError:
         raise OptimizerError(
-            f"the default optimizer has {len(optimizer.param_groups)} param groups, expected"
-            f" {len(groups)}; give initialize an optimizer, or an `optimizer` section"
-        )
-    return optimizer
+            "initialize(model_parameters=...) takes parameters or param groups, got"
+            f" {type(given).__name__}; give model.parameters(), or leave it out"
+        ) from None
 
 
 def _build_schedule(
     wishes: Wishes,
     config: Config,
     optimizer: Optimizer,
-    has_optimizer: bool,
+    is_chosen: bool,
     loader: ShardedLoader | None,
 ) -> Any:
     brought = wishes.schedule
@@ -341,7 +371,7 @@ def _build_schedule(
         return _brought_schedule(brought, wishes, optimizer)
     if config.scheduler is not None:
         return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
-    if has_optimizer:
+    if is_chosen:
         return None
     steps = len(loader) if loader is not None else _DEFAULT_SCHEDULE_STEPS
     _log.warning(

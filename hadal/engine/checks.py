@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
-from hadal.errors import MismatchError, ModelError, OptimizerError
+from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
 from hadal.optim.step import check_groups
+from hadal.zero import access
 from hadal.zero.grouping import is_foreign
 
 
@@ -26,14 +27,23 @@ def check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
                 f"rank {ranks.rank}: parameter {name} has no shape yet; run the model once before"
                 " initialize"
             )
+        if access.is_kept_by_engine(parameter):
+            raise UsageError(
+                f"rank {ranks.rank}: parameter {name} is in another engine's hands; call that"
+                " engine's destroy() first"
+            )
+        if parameter.device.type == "meta":
+            raise ModelError(
+                f"rank {ranks.rank}: parameter {name} is on meta and has no values; give it some"
+                " (model.to_empty(device=...) and an initialisation), or build the model inside"
+                " hadal.zero.Init()"
+            )
         misplaced = parameter.device.type not in ("cpu", device.type)
         elsewhere = parameter.device.type == device.type != "cpu" and parameter.device != device
         if misplaced or elsewhere:
             raise ModelError(
                 f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
-                f" or"
-                f" the cpu; move the model with model.to({str(device)!r}), or build it inside"
-                " hadal.zero.Init() where one device cannot hold it"
+                f" or the cpu; move the model with model.to({str(device)!r})"
             )
 
 
@@ -67,8 +77,7 @@ def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
             if here != there:
                 return (
                     f"the ranks were given different {what}s: {name} is {here} on rank 0 and"
-                    f" {there}"
-                    f" on rank {rank}. Build the same {what} on every rank."
+                    f" {there} on rank {rank}. Build the same {what} on every rank."
                 )
     return f"the ranks were given the same {what} in different orders; build it alike on every rank"
 
@@ -88,7 +97,7 @@ def members_of_groups(
     """Per param group, the model's parameters that will be trained."""
     everything = list(model.parameters())
     if optimizer is None:
-        return [[p for p in everything if p.requires_grad and not is_foreign(p)]]
+        return []
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"the optimizer callable gave a {type(optimizer).__name__}, expected a"
@@ -102,10 +111,8 @@ def members_of_groups(
             names = [n for n, p in model.named_parameters() if any(p is f for f in foreign)]
             raise ModelError(
                 f"rank {ranks.rank}: {names[0]} is a {type(foreign[0]).__name__} of"
-                f" {foreign[0].dtype}"
-                " and cannot lie in a flat buffer; freeze it (requires_grad_(False)) or convert it"
-                " to"
-                " a plain floating-point parameter"
+                f" {foreign[0].dtype} and cannot lie in a flat buffer; freeze it"
+                " (requires_grad_(False)) or convert it to a plain floating-point parameter"
             )
         groups.append([p for p in group["params"] if p.requires_grad])
     return groups

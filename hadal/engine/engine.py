@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from hadal.checkpoint import simple as checkpoint
 from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
 from hadal.config import Config
 from hadal.engine.loader import ShardedLoader
-from hadal.errors import LossError, UsageError
+from hadal.errors import CheckpointError, HadalError, LossError, UsageError
 from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scale
 from hadal.optim.step import Stepper, clip_coefficient, global_norm
 from hadal.zero import access
@@ -56,6 +57,7 @@ class Parts:
     steps_per_print: int | None
     loader: ShardedLoader | None
     device: torch.device
+    tag_validation: str
     config: Config
 
 
@@ -186,10 +188,12 @@ class Engine(nn.Module):
                 the middle of an update.
         """
         step = self._parts.micro_batch_size * self._parts.ranks.size
-        if train_batch_size <= 0 or train_batch_size % step:
+        whole = isinstance(train_batch_size, int) and not isinstance(train_batch_size, bool)
+        if not whole or train_batch_size <= 0 or train_batch_size % step:
             raise UsageError(
-                f"set_train_batch_size({train_batch_size}): expected a multiple of {step}, which is"
-                f" {self._parts.micro_batch_size} per device x {self._parts.ranks.size} ranks"
+                f"set_train_batch_size({train_batch_size!r}): expected a multiple of {step}, which"
+                f" is {self._parts.micro_batch_size} per device x {self._parts.ranks.size} ranks;"
+                " to change the samples of one device, initialize anew"
             )
         if self._counters.micro_steps % self._accumulation:
             raise UsageError("set_train_batch_size was called inside an accumulation; step first")
@@ -231,8 +235,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._cycle.destroyed:
-            raise UsageError("this engine was destroyed; use its module, or initialize anew")
+        self._expect_alive()
         try:
             return self.module(*args, **kwargs)
         except RuntimeError:
@@ -250,7 +253,8 @@ class Engine(nn.Module):
             LossError: `loss` is not a scalar that depends on trainable parameters.
             UsageError: nothing is trainable.
         """
-        self._check_loss(loss)
+        self._expect_alive()
+        self._check_loss_everywhere(loss)
         if self._training is None:
             self._training = self._parts.make_training()
         factor = self._scale.scale / self._accumulation
@@ -261,6 +265,23 @@ class Engine(nn.Module):
             scaled.backward(retain_graph=retain_graph)
         self._cycle.backwards += 1
         return loss
+
+    def _expect_alive(self) -> None:
+        if self._cycle.destroyed:
+            raise UsageError("this engine was destroyed; use its module, or initialize anew")
+
+    def _check_loss_everywhere(self, loss: object) -> None:
+        """Raise on every rank where the loss of one is at fault: none may wait for it."""
+        fault: HadalError | None = None
+        try:
+            self._check_loss(loss)
+        except HadalError as error:
+            fault = error
+        if self._parts.runtime.any_fault(fault is not None):
+            raise fault or LossError(
+                "engine.backward(loss) was refused on another rank, which tells why; no rank has"
+                " computed gradients"
+            )
 
     def _check_loss(self, loss: object) -> None:
         where = f"rank {self._parts.ranks.rank}: engine.backward(loss)"
@@ -292,6 +313,7 @@ class Engine(nn.Module):
             UsageError: no backward came before, or called inside `no_sync`.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
+        self._expect_alive()
         if self._cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
         if not self._cycle.backwards:
@@ -367,6 +389,7 @@ class Engine(nn.Module):
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's whole state, in memory of its own, on every rank. All ranks must call it."""
+        self._expect_alive()
         runtime = self._parts.runtime
         with runtime.whole(runtime.buckets):
             state = self.module.state_dict(*args, **kwargs)
@@ -393,9 +416,22 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: the folder cannot be written, or `client_state` cannot be saved.
         """
+        self._expect_alive()
         name = tag or f"global_step{self._counters.global_steps}"
+        self._validate_tag(name)
         checkpoint.save(Path(save_dir), name, self._saved_state(client_state or {}), save_latest)
         return True
+
+    def _validate_tag(self, tag: str) -> None:
+        """Compare the tag between ranks, as `checkpoint.tag_validation` asks."""
+        if self._parts.tag_validation == "Ignore":
+            return
+        tags = gather_objects(tag, self._parts.ranks)
+        if len(set(tags)) > 1:
+            told = f"the ranks save under different tags: {tags}; give the same tag on every rank"
+            if self._parts.tag_validation == "Fail":
+                raise CheckpointError(told)
+            _log.warning("%s", told)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
@@ -409,7 +445,8 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: it is damaged, or was saved by another world size, stage or model.
         """
-        folder = checkpoint.find(Path(load_dir), tag)
+        self._expect_alive()
+        folder = checkpoint.find(Path(load_dir), tag, self._parts.ranks)
         if folder is None:
             return None, {}
         if self._training is None and self._parts.runtime.gradients:

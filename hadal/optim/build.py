@@ -70,7 +70,10 @@ def build_optimizer(
         raise OptimizerError(f"optimizer.params does not fit {kind}: {error}") from None
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    optimizer: Optimizer = made(groups, **arguments)
+    try:
+        optimizer: Optimizer = made(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
     return optimizer
 
 

@@ -350,5 +350,10 @@ def build_schedule(
         inspect.signature(made).bind(optimizer, **params)
     except TypeError as error:
         raise OptimizerError(f"scheduler.params does not fit {kind}: {error}") from None
-    schedule: Schedule | LRScheduler = made(optimizer, **params)
+    try:
+        schedule: Schedule | LRScheduler = made(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, OptimizerError):
+            raise
+        raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
     return schedule

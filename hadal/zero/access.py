@@ -14,6 +14,7 @@ from hadal.comm import get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
+from hadal.zero.runtime import ZeroRuntime
 
 
 class Keeper(Protocol):
@@ -41,6 +42,11 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
     """Undo `register`."""
     for parameter in parameters:
         _keepers.pop(parameter, None)
+
+
+def is_kept_by_engine(parameter: nn.Parameter) -> bool:
+    """Whether an engine's runtime holds this parameter."""
+    return isinstance(_keepers.get(parameter), ZeroRuntime)
 
 
 class GatheredParameters:

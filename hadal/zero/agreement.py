@@ -14,8 +14,10 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
 from hadal.errors import MismatchError
 
-END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS = -1, -2, -3
+END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS, FINE, AT_FAULT = -1, -2, -3, -4, -5
 _MARKERS = {
+    FINE: "the beginning of a backward",
+    AT_FAULT: "the beginning of a backward, with a fault",
     END_OF_FORWARD: "the end of a forward",
     END_OF_BACKWARD: "the end of a backward",
     END_OF_ACCESS: "the end of GatheredParameters or of a step",
@@ -40,8 +42,8 @@ class Agreement:
             if bucket in wanted:
                 return
 
-    def finish(self, marker: int) -> None:
-        """Lend shards until every rank has come to the same marker.
+    def finish(self, marker: int) -> set[int]:
+        """Lend shards until every rank has come to the same point; the markers announced there.
 
         Raises:
             MismatchError: ranks came to different markers: their programs differ.
@@ -51,14 +53,14 @@ class Agreement:
             wanted = sorted({code for code in codes if code >= 0})
             self._serve(wanted, marker)
             markers = {code for code in codes if code < 0}
-            if not wanted and len(markers) > 1:
+            if not wanted and len(markers) > 1 and markers != {FINE, AT_FAULT}:
                 told = ", ".join(f"rank {r}: {_MARKERS[code]}" for r, code in enumerate(codes))
                 raise MismatchError(
                     f"the ranks' programs differ: they came to different points ({told}). Call"
                     " forward, backward and step on every rank, equally often."
                 )
             if not wanted:
-                return
+                return markers
 
     def _wanted(self, mine: int) -> Sequence[int]:
         return sorted({code for code in gather_codes(mine, self._ranks) if code >= 0})

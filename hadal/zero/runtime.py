@@ -11,9 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import max_
+from hadal.comm.collectives import gather_codes, max_
 from hadal.errors import ShardedAccessError, UsageError
-from hadal.zero.agreement import END_OF_ACCESS, END_OF_BACKWARD, END_OF_FORWARD, Agreement
+from hadal.zero.agreement import (
+    AT_FAULT,
+    END_OF_ACCESS,
+    END_OF_BACKWARD,
+    END_OF_FORWARD,
+    FINE,
+    Agreement,
+)
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
@@ -203,6 +210,13 @@ class ZeroRuntime:
     def _finish(self, marker: int) -> None:
         if self._uses and self.ranks.size > 1:
             self._agreement.finish(marker)
+
+    def any_fault(self, mine: bool) -> bool:
+        """Whether any rank is at fault here, at the beginning of a backward."""
+        marker = AT_FAULT if mine else FINE
+        if self._uses and self.ranks.size > 1:
+            return AT_FAULT in self._agreement.finish(marker)
+        return AT_FAULT in gather_codes(marker, self.ranks)
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:

@@ -165,7 +165,7 @@ def test_unprefixed_names(name, value):
     config = load_config(with_zero(stage=3, **{name: value}))
     assert getattr(config.zero_optimization, f"stage3_{name}") == value
     assert config.origins[f"zero_optimization.stage3_{name}"] == "you"
-    assert config.notes == ()
+    assert all(note.endswith("has no effect") for note in config.notes)
     both = with_zero(stage=3, **{name: value, f"stage3_{name}": value})
     assert only_fault(both) == (
         f"zero_optimization.{name}",
@@ -180,7 +180,7 @@ def test_an_old_name_beside_the_new_one_is_a_fault(old):
     assert only_fault(with_zero(**{name: old, new: True}))[0] == f"zero_optimization.{name}"
     config = load_config(with_zero(**{name: old}))
     assert getattr(config.zero_optimization, new) is old
-    assert config.notes == (f'zero_optimization.{name}: an old name, read as "{new}"',)
+    assert f'zero_optimization.{name}: an old name, read as "{new}"' in config.notes
 
 
 def test_boolean_zero():

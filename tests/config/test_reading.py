@@ -115,8 +115,42 @@ def test_other_things_are_refused(source):
 def test_an_unreadable_file_is_a_config_error(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="save it as UTF-8"):
         load_config(path)
+    path.write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(str(tmp_path)[:80] if tmp_path.is_dir() and len(str(tmp_path)) <= 80 else "/")
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 5000 + "1" + "}" * 5000, '{"a": ' + "9" * 5000 + "}"])
+def test_a_file_beyond_reading_is_a_config_error(tmp_path, text):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="nested too deep or holds a number"):
+        load_config(path)
+
+
+def test_a_dict_that_contains_itself_is_a_config_error():
+    endless: dict = {}
+    endless["zero_optimization"] = endless
+    with pytest.raises(ConfigError, match="contains itself"):
+        load_config(endless)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gradient_clipping": 10**400},
+        {"fp16": {"enabled": True, "loss_scale": 10**400}},
+        {"fp16": {"enabled": True, "initial_scale_power": 5000}},
+        {"train_batch_size": 10**30},
+    ],
+)
+def test_numbers_beyond_computing_are_config_errors(keys):
+    with pytest.raises(ConfigError):
+        load_config({"train_micro_batch_size_per_gpu": 1, **keys})
 
 
 def test_faults_are_told_in_columns_under_the_files_name(tmp_path):

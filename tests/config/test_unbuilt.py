@@ -90,13 +90,7 @@ BUILT = [
     {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "amsgrad": True}}},
     {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
     {"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}},
-    with_zero(
-        stage=3,
-        sub_group_size=1e6,
-        stage3_prefetch_bucket_size=1,
-        stage3_gather_16bit_weights_on_model_save=True,
-        round_robin_gradients=True,
-    ),
+    with_zero(stage=3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0),
     {"dump_state": True, "log_level": "INFO", "dataloader_drop_last": True, "steps_per_print": 1},
     {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
     {"vocabulary_size": 104, "sequence_parallel_size": 1},
@@ -106,6 +100,23 @@ BUILT = [
 @pytest.mark.parametrize("keys", BUILT)
 def test_what_is_built_loads_in_silence(keys):
     assert load_config({**BASE, **keys}).notes == ()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sub_group_size": 1e6},
+        {"stage3_prefetch_bucket_size": 1},
+        {"stage3_gather_16bit_weights_on_model_save": True},
+        {"round_robin_gradients": True},
+        {"contiguous_gradients": False},
+        {"reduce_scatter": False},
+    ],
+)
+def test_what_changes_nothing_says_so(keys):
+    (note,) = load_config(with_zero(stage=3, **keys)).notes
+    assert note.endswith("has no effect")
+    assert next(iter(keys)) in note
 
 
 def test_keys_without_effect_are_told():
