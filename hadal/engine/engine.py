@@ -398,6 +398,27 @@ class Engine(nn.Module):
                 for name, value in state.items()
             }
 
+    @torch.no_grad()
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Put whole values, as `state_dict` gives them, into weights and masters.
+
+        All ranks must call it, with the same values.
+
+        Raises:
+            UsageError: `assign` would replace the parameters, which lie in buckets.
+        """
+        self._expect_alive()
+        if assign:
+            raise UsageError(
+                "engine.load_state_dict(assign=True) would take parameters out of"
+                " their buckets; leave assign out"
+            )
+        runtime = self._parts.runtime
+        with runtime.whole(runtime.buckets):
+            return self.module.load_state_dict(state_dict, strict=strict)
+
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -449,9 +470,11 @@ class Engine(nn.Module):
         folder = checkpoint.find(Path(load_dir), tag, self._parts.ranks)
         if folder is None:
             return None, {}
-        if self._training is None and self._parts.runtime.gradients:
-            self._training = self._parts.make_training()
-        loaded = checkpoint.load(folder, self._saved_state({}))
+        # What is loaded is trained on, whatever mode the caller is in.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._training is None and self._parts.runtime.gradients:
+                self._training = self._parts.make_training()
+            loaded = checkpoint.load(folder, self._saved_state({}))
         self._counters = Counters(**loaded["counters"])
         self._scale = ScaleState(*loaded["scale"])
         self._cycle.backwards = 0

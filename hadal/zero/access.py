@@ -101,4 +101,3 @@ class GatheredParameters:
                     bucket = _keepers[parameter].bucket_of[parameter]
                     name = f"the broadcast of rank {self._modifier_rank}'s changes in {bucket.name}"
                     broadcast_(parameter.detach(), self._modifier_rank, bucket.ranks, name)
-                    bucket.absorb(parameter)

@@ -15,6 +15,9 @@ from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
 from hadal.zero.policy import Partition, Precision
 
+# Elements compared at a time on a CPU: what is cast for it stays in the cache.
+_CPU_BLOCK_NUMEL = 1 << 16
+
 
 class Weights(Enum):
     """Where a bucket's weights stand."""
@@ -176,24 +179,35 @@ class Bucket:
         return None
 
     def absorb_edits(self) -> None:
-        """Put weights that the user changed in place since the last look into shard and master.
+        """Put weights that the user changed since the last look into shard and master.
+
+        The values themselves are compared, because a write through `parameter.data` leaves no other
+        trace.
 
         Raises:
             ModelError: a parameter no longer looks into this bucket.
         """
         if self.state is not Weights.FULL:
             return
-        for index, parameter in enumerate(self.parameters):
-            self._check_link(index)
-            if parameter._version != self._versions[index]:
-                self._absorb(index)
-                self._versions[index] = parameter._version
+        self.check_links()
+        mine = self.full[self.span[0] : self.span[1]]
+        if self.partition.weights and torch.equal(mine, self.shard):
+            return
+        if self.master is not None and self.precision.keeps_master:
+            self._absorb_into(self.master, mine)
+        if self.partition.weights:
+            self.shard.copy_(mine)
 
-    def absorb(self, parameter: nn.Parameter) -> None:
-        """Put one parameter's whole present values into shard and master."""
-        index = next(i for i, known in enumerate(self.parameters) if known is parameter)
-        self._absorb(index)
-        self._versions[index] = parameter._version
+    @staticmethod
+    def _absorb_into(master: Tensor, weights: Tensor) -> None:
+        block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else max(weights.numel(), 1)
+        for start in range(0, weights.numel(), block):
+            present, values = weights[start : start + block], master[start : start + block]
+            cast = values.to(present.dtype)
+            if not torch.equal(cast, present):
+                # Elements that the user left alone keep the master's full precision.
+                edited = present.to(values.dtype)
+                values.copy_(torch.where(cast == present, values, edited))
 
     def take_back(self) -> None:
         """Copy values that were assigned (`parameter.data = tensor`) into their place here."""
@@ -219,22 +233,6 @@ class Bucket:
                 f" (expected {expected.dtype} on {expected.device}). Call .to(), .float() and the"
                 " like before hadal.initialize, and change weights in place only."
             )
-
-    def _absorb(self, index: int) -> None:
-        start, stop = self.span
-        slot = self.layout.slots[index]
-        first, last = max(start, slot.offset), min(stop, slot.stop)
-        if first >= last:
-            return
-        edited = self.full[first:last]
-        mine = slice(first - start, last - start)
-        if self.partition.weights:
-            self.shard[mine].copy_(edited)
-        if self.master is not None and self.precision.keeps_master:
-            # Elements that the user left alone keep the master's full precision.
-            master = self.master[mine]
-            kept = master.to(edited.dtype) == edited
-            master.copy_(torch.where(kept, master, edited.to(master.dtype)))
 
     def release(self) -> None:
         """Give every parameter memory of its own again, with its present (whole) values."""

@@ -132,7 +132,10 @@ def _reading(runtime: ZeroRuntime) -> Iterator[None]:
     if not runtime.gathered_units:
         yield
         return
-    with saved_tensors_hooks(_packer(runtime), _unpacker(runtime)), ReadWatcher(runtime.on_read):
+    with (
+        saved_tensors_hooks(_packer(runtime), _unpacker(runtime)),
+        ReadWatcher(_outside_graphs(runtime.on_read)),
+    ):
         yield
 
 

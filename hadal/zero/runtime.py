@@ -282,8 +282,10 @@ class ZeroRuntime:
         if self.phase is not Phase.BACKWARD:
             raise UsageError(
                 f"rank {self.ranks.rank}: a gradient for {bucket.layout.slots[index].name} arrived"
-                " outside engine.backward(loss). Call engine.backward(loss) in place of"
-                " loss.backward(): it scales, reduces and counts."
+                " outside the backward of its own engine. Call engine.backward(loss) in place of"
+                " loss.backward(): it scales, reduces and counts. Where the loss of one engine"
+                " passes through the model of another, freeze the other's parameters meanwhile"
+                " (requires_grad_(False))."
             )
         gradients = self._gradients_of[bucket]
         gradients.take(index)

@@ -154,15 +154,17 @@ def stepped_masters_reach_every_rank() -> None:
         assert torch.equal(bucket.full, padded.to(precision.compute))
 
 
-def one_parameter_is_absorbed() -> None:
-    bucket = make_bucket(STAGES[3], WIDE)
-    values = [value.clone() for value in given_values(0)]
-    bucket.parameters[2].data.fill_(7.0)
-    bucket.absorb(bucket.parameters[2])
-    values[2].fill_(7.0)
-    bucket.reshard()
-    bucket.unshard()
-    check(bucket, values)
+def edits_through_data_are_kept() -> None:
+    """A write through `.data` moves no version counter."""
+    for partition, precision in product(STAGES, PRECISIONS):
+        bucket = make_bucket(partition, precision)
+        values = [value.clone() for value in given_values(0)]
+        bucket.parameters[2].data.fill_(7.0)
+        values[2].fill_(7.0)
+        bucket.absorb_edits()
+        bucket.reshard()
+        bucket.unshard()
+        check(bucket, values)
 
 
 def lent_shards() -> None:
@@ -199,7 +201,7 @@ LIVES = [
     edits_are_kept,
     edits_are_seen_once,
     stepped_masters_reach_every_rank,
-    one_parameter_is_absorbed,
+    edits_through_data_are_kept,
     release_gives_memory_back,
 ]
 
