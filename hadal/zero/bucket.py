@@ -191,7 +191,7 @@ class Bucket:
             return
         self.check_links()
         mine = self.full[self.span[0] : self.span[1]]
-        if self.partition.weights and torch.equal(mine, self.shard):
+        if self.partition.weights and _same_bits(mine, self.shard):
             return
         if self.master is not None and self.precision.keeps_master:
             self._absorb_into(self.master, mine)
@@ -200,11 +200,14 @@ class Bucket:
 
     @staticmethod
     def _absorb_into(master: Tensor, weights: Tensor) -> None:
-        block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else max(weights.numel(), 1)
-        for start in range(0, weights.numel(), block):
+        block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else weights.numel()
+        buffer = torch.empty(
+            min(block, weights.numel()), dtype=weights.dtype, device=weights.device
+        )
+        for start in range(0, weights.numel(), max(block, 1)):
             present, values = weights[start : start + block], master[start : start + block]
-            cast = values.to(present.dtype)
-            if not torch.equal(cast, present):
+            cast = buffer[: present.numel()].copy_(values)
+            if not _same_bits(cast, present):
                 # Elements that the user left alone keep the master's full precision.
                 edited = present.to(values.dtype)
                 values.copy_(torch.where(cast == present, values, edited))
@@ -238,3 +241,9 @@ class Bucket:
         """Give every parameter memory of its own again, with its present (whole) values."""
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two 1-D tensors of one dtype, of a multiple of 8 bytes, hold the same bits."""
+    # Compared as words: 16-bit floats are compared one by one, four times as slow.
+    return torch.equal(one.view(torch.int64), other.view(torch.int64))
