@@ -34,7 +34,7 @@ _DEFAULT_ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-deepspeed"
 _PEERS = LIBRARIES[1:]
 _IMPORT_RUNS = 5
 _IMPORTS = {"hadal": "from hadal import initialize", "deepspeed": "import deepspeed"}
-_SMOKE = Workload(layers=1, width=64, heads=2, steps=1, warmup=0, deepspeed_adam="own")
+_SMOKE = Workload(layers=1, width=64, heads=2, steps=1, warmup=0)
 
 
 @dataclass(frozen=True)

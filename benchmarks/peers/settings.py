@@ -33,7 +33,7 @@ class Workload:
     steps: int = 5
     world_size: int = 2
     threads: int = 1
-    deepspeed_adam: str = "torch"
+    deepspeed_adam: str = "own"
 
 
 @dataclass(frozen=True)

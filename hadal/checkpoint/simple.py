@@ -170,8 +170,7 @@ def _check_fit(folder: Path, index: dict[str, Any], state: Saved) -> None:
         if index.get(key) != value:
             raise CheckpointError(
                 f"{folder}: {key} is {index.get(key)!r}, expected {value!r}. Loading a checkpoint"
-                f" of"
-                " another world size, stage, dtype or model is not built yet: use the same ones."
+                " of another world size, stage, dtype or model is not built yet: use the same ones."
             )
 
 

@@ -6,6 +6,7 @@ from hadal.device.accelerator import (
     rank_device,
     synchronize,
 )
+from hadal.device.compiler import spared_import
 from hadal.device.kernels import AdamRule, fused_adam_
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "current_device",
     "fused_adam_",
     "rank_device",
+    "spared_import",
     "synchronize",
 ]

@@ -376,8 +376,7 @@ def _build_schedule(
     steps = len(loader) if loader is not None else _DEFAULT_SCHEDULE_STEPS
     _log.warning(
         "no optimizer was given: %s with its defaults trains, under %s over %d steps; name both in"
-        " the"
-        " configuration to choose",
+        " the configuration to choose",
         _DEFAULT_OPTIMIZER,
         _DEFAULT_SCHEDULE,
         steps,

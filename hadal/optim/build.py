@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hadal.device import spared_import
 from hadal.errors import OptimizerError
 
 # Their update of one element looks at that element's gradient and state alone, so cutting a tensor
@@ -71,7 +72,8 @@ def build_optimizer(
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
-        optimizer: Optimizer = made(groups, **arguments)
+        with spared_import():
+            optimizer: Optimizer = made(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
     return optimizer

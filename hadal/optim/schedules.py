@@ -342,8 +342,7 @@ def build_schedule(
     if not inspect.isclass(made) or not issubclass(made, (Schedule, LRScheduler)):
         raise OptimizerError(
             f"scheduler.type {kind!r} is unknown; expected one of {', '.join(_NATIVE)} or a class"
-            f" of"
-            " torch.optim.lr_scheduler"
+            " of torch.optim.lr_scheduler"
         )
     refuse_metric_schedule(made)
     try:

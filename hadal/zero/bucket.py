@@ -160,9 +160,8 @@ class Bucket:
     def _lost_write(self, index: int) -> str:
         return (
             f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} was written to"
-            f" while"
-            " its values were spread over the ranks, so the write reached nothing. Write inside"
-            " `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
+            " while its values were spread over the ranks, so the write reached nothing. Write"
+            " inside `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
         )
 
     # ---- master and weights ----------------------------------------------------------------------

@@ -133,8 +133,8 @@ class Init:
     Args:
         module: a module that exists already, to be cut at once.
         data_parallel_group: not built yet.
-        mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references
-        here. remote_device: "none" or None; other tiers are not built yet.
+        mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
+        remote_device: "none" or None; other tiers are not built yet.
         pin_memory: means something for other tiers only.
         config_dict_or_path: accepted; nothing in it changes how modules are born, because the cast
             to the training dtype is made by `initialize`, from the values as they were given.
