@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
+from hadal.config.plain import leaves
 from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
 from hadal.optim.step import check_groups
 from hadal.zero import access
@@ -60,7 +61,7 @@ def check_same(
         f" in param group {group_of.get(id(p))}"
         for name, p in model.named_parameters()
     }
-    keys = {path: json.dumps(v, default=str) for path, v in _leaves(configuration)}
+    keys = {path: json.dumps(v, default=str) for path, v in leaves(configuration)}
     for what, mine in (("configuration", keys), ("model", described)):
         digest = hashlib.sha256(json.dumps(mine).encode()).digest()
         if len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1:
@@ -80,15 +81,6 @@ def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
                     f" {there} on rank {rank}. Build the same {what} on every rank."
                 )
     return f"the ranks were given the same {what} in different orders; build it alike on every rank"
-
-
-def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        here = f"{path}.{key}" if path else key
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, here)
-        else:
-            yield here, value
 
 
 def members_of_groups(

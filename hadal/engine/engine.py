@@ -279,8 +279,8 @@ class Engine(nn.Module):
             fault = error
         if self._parts.runtime.any_fault(fault is not None):
             raise fault or LossError(
-                "engine.backward(loss) was refused on another rank, which tells why; no rank has"
-                " computed gradients"
+                "engine.backward(loss) was refused, or left out, on another rank, which tells why;"
+                " no rank has computed gradients"
             )
 
     def _check_loss(self, loss: object) -> None:
@@ -317,6 +317,8 @@ class Engine(nn.Module):
         if self._cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
         if not self._cycle.backwards:
+            # Ranks that do call backward ask there whether anybody is at fault: answer them.
+            self._parts.runtime.any_fault(True)
             raise UsageError(
                 "engine.step() came without a backward; call engine.backward(loss) before each step"
             )

@@ -212,6 +212,20 @@ def step_without_backward(stage: int) -> None:
     engine.step()
 
 
+def step_without_backward_on_one_rank(stage: int) -> None:
+    engine = engine_of(stage)
+    outputs = engine(INPUTS)
+    if not is_last_rank():
+        engine.backward(outputs.square().mean())
+    engine.step()
+
+
+def loss_wrong_on_one_rank(stage: int) -> None:
+    engine = engine_of(stage)
+    outputs = engine(INPUTS)
+    engine.backward(outputs if is_last_rank() else outputs.square().mean())
+
+
 def second_step_for_one_backward(stage: int) -> None:
     engine = engine_of(stage)
     update(engine)
@@ -308,6 +322,8 @@ MISTAKES = [
     Mistake(loss_without_gradient, LossError),
     Mistake(loss_of_integers, LossError),
     Mistake(step_without_backward, UsageError, ("backward",), (0, 1, 2, 3)),
+    Mistake(step_without_backward_on_one_rank, HadalError, ("backward",), (0, 1, 2, 3)),
+    Mistake(loss_wrong_on_one_rank, LossError, (), (0, 1, 2, 3)),
     Mistake(second_step_for_one_backward, UsageError, ("backward",), (0, 1, 2, 3)),
     Mistake(parameter_cast_away, HadalError, ("2.weight",), (0, 1, 2, 3)),
     Mistake(model_cast_away, HadalError, (".weight",), (0, 1, 2, 3)),
