@@ -22,43 +22,29 @@ from hadal.config import Config, load_config
 from hadal.device import current_device
 from hadal.engine.arguments import choose_config
 from hadal.engine.checks import check_model, check_same, members_of_groups
-from hadal.engine.engine import Engine, Parts, Training
+from hadal.engine.engine import Engine
 from hadal.engine.loader import ShardedLoader
-from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
-from hadal.optim.build import build_optimizer
-from hadal.optim.loss_scale import ScaleRule
-from hadal.optim.schedules import build_schedule, refuse_metric_schedule
+from hadal.engine.parts import Parts, Training
+from hadal.engine.policies import limits_of, model_dtype, precision_of, scale_rule_of
+from hadal.engine.wishes import (
+    Groups,
+    OptimizerMaker,
+    ScheduleMaker,
+    Wishes,
+    make_loader,
+    make_optimizer,
+    make_schedule,
+)
+from hadal.errors import NotBuiltYetError, UsageError
 from hadal.optim.step import build_stepper
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import LeafModules, Unit, find_units, is_foreign, plan_buckets
 from hadal.zero.hooks import Hooks
-from hadal.zero.policy import STAGES, Limits, Partition, Precision
+from hadal.zero.policy import STAGES, Partition
 from hadal.zero.runtime import ZeroRuntime
 
 _log = logging.getLogger(__name__)
-
-Groups = list[dict[str, Any]]
-OptimizerMaker = Callable[[Any], Optimizer]
-ScheduleMaker = Callable[[Optimizer], Any]
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-# What trains where neither the config nor the caller names an optimizer or a schedule.
-_DEFAULT_OPTIMIZER = "AdamW"
-_DEFAULT_SCHEDULE = "WarmupDecayLR"
-_DEFAULT_SCHEDULE_STEPS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the caller brought along, besides the model and the configuration."""
-
-    optimizer: Optimizer | OptimizerMaker | None
-    model_parameters: Any
-    schedule: LRScheduler | ScheduleMaker | None
-    training_data: Dataset[Any] | None
-    collate_fn: Callable[[list[Any]], Any] | None
 
 
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -145,7 +131,7 @@ def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -
     )
     _open_log(config, ranks)
     check_model(model, current_device(), ranks)
-    optimizer = _make_optimizer(wishes, config, model)
+    optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)
     return _Admitted(model, config, optimizer, is_chosen, groups)
@@ -173,12 +159,12 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
     runtime = _build_runtime(model, groups, config, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
-    loader = _build_loader(wishes, config, ranks)
+    loader = make_loader(wishes, config, ranks)
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
         stepper = build_stepper(optimizer, runtime.gradients, groups)
-        schedule = _build_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
+        schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
         return Training(optimizer, schedule, stepper)
 
     training = None
@@ -193,7 +179,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             hooks=Hooks(model, runtime),
             training=training,
             make_training=make_training,
-            scale_rule=_scale_rule(config),
+            scale_rule=scale_rule_of(config),
             skip_overflow=config.fp16.enabled
             or (config.bf16.enabled and config.bf16.check_grad_overflow),
             gradient_clipping=config.gradient_clipping,
@@ -224,7 +210,7 @@ def _spread_the_rest(
     model: nn.Module, runtime: ZeroRuntime, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
     """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device."""
-    cast = _model_dtype(config)
+    cast = model_dtype(config)
     # Hugging Face's models name the modules whose buffers must keep their precision.
     exact = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
@@ -243,60 +229,6 @@ def _spread_the_rest(
             module._buffers[key] = moved
 
 
-# ---- policies ------------------------------------------------------------------------------------
-
-
-def _model_dtype(config: Config) -> torch.dtype | None:
-    """The dtype that all weights are cast to; None leaves each its own."""
-    if config.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else None
-
-
-def _precision(config: Config, given: torch.dtype) -> Precision:
-    compute = _model_dtype(config) or given
-    mixed = _model_dtype(config) is not None
-    accumulate = config.data_types.grad_accum_dtype
-    wire = config.communication_data_type
-    accumulated = _DTYPES[accumulate] if accumulate else compute
-    return Precision(
-        compute=compute,
-        master=torch.promote_types(given, torch.float32) if mixed else given,
-        accumulate=accumulated,
-        reduce=_DTYPES[wire] if wire else accumulated,
-    )
-
-
-def _limits(config: Config) -> Limits:
-    zero = config.zero_optimization
-    return Limits(
-        bucket_numel=min(
-            zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size
-        ),
-        persistence_numel=zero.stage3_param_persistence_threshold,
-        persistent_total_numel=zero.stage3_model_persistence_threshold,
-        live_numel=zero.stage3_max_live_parameters,
-        reuse_numel=zero.stage3_max_reuse_distance,
-        # Reductions overlap backward unless the user wrote false: the numbers are the same.
-        overlap=bool(zero.overlap_comm)
-        or config.origins.get("zero_optimization.overlap_comm") != "you",
-    )
-
-
-def _scale_rule(config: Config) -> ScaleRule:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return ScaleRule()
-    return ScaleRule(
-        initial=float(fp16.loss_scale) or 2.0**fp16.initial_scale_power,
-        dynamic=fp16.loss_scale == 0,
-        window=fp16.loss_scale_window,
-        minimum=fp16.min_loss_scale,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-    )
-
-
 def _build_runtime(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
@@ -306,7 +238,7 @@ def _build_runtime(
 ) -> ZeroRuntime:
     # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
     partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
-    limits = _limits(config)
+    limits = limits_of(config)
     group_of = {p: -1 for p in model.parameters() if not p.requires_grad and not is_foreign(p)}
     group_of |= {p: number for number, members in enumerate(groups) for p in members}
     leaf = config.zero_optimization.leaf_module
@@ -316,93 +248,7 @@ def _build_runtime(
     for plan in plan_buckets(units, partition, limits):
         given = plan.members[0].parameter.dtype
         with init.taking_over([member.parameter for member in plan.members]):
-            bucket = Bucket(plan, _precision(config, given), ranks, device)
+            bucket = Bucket(plan, precision_of(config, given), ranks, device)
         bucket.reshard()
         buckets.append(bucket)
     return ZeroRuntime(units, buckets, ranks, limits)
-
-
-# ---- what trains ---------------------------------------------------------------------------------
-
-
-def _make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimizer | None:
-    """The caller's optimizer, the section's, or the default; None where nothing is trainable."""
-    brought = wishes.optimizer
-    if isinstance(brought, Optimizer):
-        return brought
-    if brought is not None and not callable(brought):
-        raise OptimizerError(
-            "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes one,"
-            f" got {type(brought).__name__}"
-        )
-    chosen = _chosen_parameters(wishes, model)
-    if not chosen:
-        return None
-    if brought is not None:
-        return brought(chosen)
-    section = config.optimizer
-    if section is None:
-        return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
-    return build_optimizer(section.type, section.params, chosen)
-
-
-def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
-    given = wishes.model_parameters
-    if given is None:
-        return [p for p in model.parameters() if p.requires_grad and not is_foreign(p)]
-    try:
-        return list(given)
-    except TypeError:
-        raise OptimizerError(
-            "initialize(model_parameters=...) takes parameters or param groups, got"
-            f" {type(given).__name__}; give model.parameters(), or leave it out"
-        ) from None
-
-
-def _build_schedule(
-    wishes: Wishes,
-    config: Config,
-    optimizer: Optimizer,
-    is_chosen: bool,
-    loader: ShardedLoader | None,
-) -> Any:
-    brought = wishes.schedule
-    if brought is not None:
-        return _brought_schedule(brought, wishes, optimizer)
-    if config.scheduler is not None:
-        return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
-    if is_chosen:
-        return None
-    steps = len(loader) if loader is not None else _DEFAULT_SCHEDULE_STEPS
-    _log.warning(
-        "no optimizer was given: %s with its defaults trains, under %s over %d steps; name both in"
-        " the configuration to choose",
-        _DEFAULT_OPTIMIZER,
-        _DEFAULT_SCHEDULE,
-        steps,
-    )
-    return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
-
-
-def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any:
-    if not isinstance(brought, LRScheduler) and callable(brought):
-        brought = brought(optimizer)
-    elif not isinstance(wishes.optimizer, Optimizer):
-        raise OptimizerError(
-            "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
-            " it belongs to; give both, or a callable that makes the schedule from the optimizer"
-        )
-    refuse_metric_schedule(type(brought))
-    return brought
-
-
-def _build_loader(wishes: Wishes, config: Config, ranks: Ranks) -> ShardedLoader | None:
-    if wishes.training_data is None:
-        return None
-    return ShardedLoader(
-        wishes.training_data,
-        config.train_micro_batch_size_per_gpu,
-        ranks,
-        wishes.collate_fn,
-        config.dataloader_drop_last,
-    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.checkpoint import simple as checkpoint
-from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.config import Config
 from hadal.engine.loader import ShardedLoader
+from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
 from hadal.errors import CheckpointError, HadalError, LossError, UsageError
-from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scale
-from hadal.optim.step import Stepper, clip_coefficient, global_norm
+from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
+from hadal.optim.step import clip_coefficient, global_norm
 from hadal.zero import access
-from hadal.zero.hooks import Hooks
-from hadal.zero.runtime import ZeroRuntime
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Training:
-    """What steps the weights: absent until there is something to train with."""
-
-    optimizer: Optimizer
-    schedule: Any
-    stepper: Stepper
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Everything an engine is made of. `assemble` reads the configuration; the engine does not."""
-
-    model: nn.Module
-    ranks: Ranks
-    runtime: ZeroRuntime
-    hooks: Hooks
-    training: Training | None
-    make_training: Callable[[], Training]
-    scale_rule: ScaleRule
-    skip_overflow: bool
-    gradient_clipping: float
-    micro_batch_size: int
-    accumulation: int
-    steps_per_print: int | None
-    loader: ShardedLoader | None
-    device: torch.device
-    tag_validation: str
-    config: Config
-
-
-@dataclass(slots=True)
-class Counters:
-    """How far training has come."""
-
-    micro_steps: int = 0
-    """Micro-steps, whether or not they ended in an update."""
-    global_steps: int = 0
-    """Boundaries reached, skipped updates included."""
-    global_samples: int = 0
-    """Samples consumed by all ranks."""
-    skipped_steps: int = 0
-    """Updates that were skipped because gradients were not finite."""
-
-
-@dataclass(slots=True)
-class LastUpdate:
-    """What the last boundary found."""
-
-    norm: float | None = None
-    clip: float = 1.0
-    overflow: bool = False
-
-
-@dataclass(slots=True)
-class _Cycle:
-    """Where the engine stands between two updates."""
-
-    backwards: int = 0
-    unsynchronized: bool = False
-    destroyed: bool = False
-    last: LastUpdate = field(default_factory=LastUpdate)
 
 
 class Engine(nn.Module):
@@ -108,7 +41,7 @@ class Engine(nn.Module):
         self._accumulation = parts.accumulation
         self._scale: ScaleState = first_scale(parts.scale_rule)
         self._counters = Counters()
-        self._cycle = _Cycle()
+        self._cycle = Cycle()
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module."""

@@ -1,0 +1,83 @@
+"""What an engine is made of, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hadal.comm import Ranks
+from hadal.config import Config
+from hadal.engine.loader import ShardedLoader
+from hadal.optim.loss_scale import ScaleRule
+from hadal.optim.step import Stepper
+from hadal.zero.hooks import Hooks
+from hadal.zero.runtime import ZeroRuntime
+
+
+@dataclass(slots=True)
+class Training:
+    """What steps the weights: absent until there is something to train with."""
+
+    optimizer: Optimizer
+    schedule: Any
+    stepper: Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything an engine is made of. `assemble` reads the configuration; the engine does not."""
+
+    model: nn.Module
+    ranks: Ranks
+    runtime: ZeroRuntime
+    hooks: Hooks
+    training: Training | None
+    make_training: Callable[[], Training]
+    scale_rule: ScaleRule
+    skip_overflow: bool
+    gradient_clipping: float
+    micro_batch_size: int
+    accumulation: int
+    steps_per_print: int | None
+    loader: ShardedLoader | None
+    device: torch.device
+    tag_validation: str
+    config: Config
+
+
+@dataclass(slots=True)
+class Counters:
+    """How far training has come."""
+
+    micro_steps: int = 0
+    """Micro-steps, whether or not they ended in an update."""
+    global_steps: int = 0
+    """Boundaries reached, skipped updates included."""
+    global_samples: int = 0
+    """Samples consumed by all ranks."""
+    skipped_steps: int = 0
+    """Updates that were skipped because gradients were not finite."""
+
+
+@dataclass(slots=True)
+class LastUpdate:
+    """What the last boundary found."""
+
+    norm: float | None = None
+    clip: float = 1.0
+    overflow: bool = False
+
+
+@dataclass(slots=True)
+class Cycle:
+    """Where the engine stands between two updates."""
+
+    backwards: int = 0
+    unsynchronized: bool = False
+    destroyed: bool = False
+    last: LastUpdate = field(default_factory=LastUpdate)

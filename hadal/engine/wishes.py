@@ -1,0 +1,128 @@
+"""The optimizer, schedule and loader that a caller or the configuration wishes for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from hadal.comm import Ranks
+from hadal.config import Config
+from hadal.engine.loader import ShardedLoader
+from hadal.errors import OptimizerError
+from hadal.optim.build import build_optimizer
+from hadal.optim.schedules import build_schedule, refuse_metric_schedule
+from hadal.zero.grouping import is_foreign
+
+_log = logging.getLogger(__name__)
+
+Groups = list[dict[str, Any]]
+OptimizerMaker = Callable[[Any], Optimizer]
+ScheduleMaker = Callable[[Optimizer], Any]
+
+# What trains where neither the config nor the caller names an optimizer or a schedule.
+_DEFAULT_OPTIMIZER = "AdamW"
+_DEFAULT_SCHEDULE = "WarmupDecayLR"
+_DEFAULT_SCHEDULE_STEPS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the caller brought along, besides the model and the configuration."""
+
+    optimizer: Optimizer | OptimizerMaker | None
+    model_parameters: Any
+    schedule: LRScheduler | ScheduleMaker | None
+    training_data: Dataset[Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
+def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimizer | None:
+    """The caller's optimizer, the section's, or the default; None where nothing is trainable."""
+    brought = wishes.optimizer
+    if isinstance(brought, Optimizer):
+        return brought
+    if brought is not None and not callable(brought):
+        raise OptimizerError(
+            "initialize(optimizer=...) takes a torch.optim.Optimizer or a callable that makes one,"
+            f" got {type(brought).__name__}"
+        )
+    chosen = _chosen_parameters(wishes, model)
+    if not chosen:
+        return None
+    if brought is not None:
+        return brought(chosen)
+    section = config.optimizer
+    if section is None:
+        return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
+    return build_optimizer(section.type, section.params, chosen)
+
+
+def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
+    given = wishes.model_parameters
+    if given is None:
+        return [p for p in model.parameters() if p.requires_grad and not is_foreign(p)]
+    try:
+        return list(given)
+    except TypeError:
+        raise OptimizerError(
+            "initialize(model_parameters=...) takes parameters or param groups, got"
+            f" {type(given).__name__}; give model.parameters(), or leave it out"
+        ) from None
+
+
+def make_schedule(
+    wishes: Wishes,
+    config: Config,
+    optimizer: Optimizer,
+    is_chosen: bool,
+    loader: ShardedLoader | None,
+) -> Any:
+    """The caller's schedule, the section's, or the default optimizer's; None for no schedule."""
+    brought = wishes.schedule
+    if brought is not None:
+        return _brought_schedule(brought, wishes, optimizer)
+    if config.scheduler is not None:
+        return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
+    if is_chosen:
+        return None
+    steps = len(loader) if loader is not None else _DEFAULT_SCHEDULE_STEPS
+    _log.warning(
+        "no optimizer was given: %s with its defaults trains, under %s over %d steps; name both in"
+        " the configuration to choose",
+        _DEFAULT_OPTIMIZER,
+        _DEFAULT_SCHEDULE,
+        steps,
+    )
+    return build_schedule(_DEFAULT_SCHEDULE, {"total_num_steps": steps}, optimizer)
+
+
+def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any:
+    if not isinstance(brought, LRScheduler) and callable(brought):
+        brought = brought(optimizer)
+    elif not isinstance(wishes.optimizer, Optimizer):
+        raise OptimizerError(
+            "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
+            " it belongs to; give both, or a callable that makes the schedule from the optimizer"
+        )
+    refuse_metric_schedule(type(brought))
+    return brought
+
+
+def make_loader(wishes: Wishes, config: Config, ranks: Ranks) -> ShardedLoader | None:
+    """The loader over the caller's data set, if there is one."""
+    if wishes.training_data is None:
+        return None
+    return ShardedLoader(
+        wishes.training_data,
+        config.train_micro_batch_size_per_gpu,
+        ranks,
+        wishes.collate_fn,
+        config.dataloader_drop_last,
+    )
