@@ -40,6 +40,13 @@ class Precision:
     """Gradients between micro-steps."""
     reduce: torch.dtype = torch.float32
     """Gradients on the wire."""
+    state: torch.dtype | None = None
+    """What the optimizer remembers of each element; None: as the master. See `state_dtype`."""
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of moments, momenta and sums of squares."""
+        return self.state or self.master
 
     @property
     def keeps_master(self) -> bool:
