@@ -36,7 +36,7 @@ from hadal.engine.wishes import (
     make_schedule,
 )
 from hadal.errors import NotBuiltYetError, UsageError
-from hadal.optim.step import build_stepper
+from hadal.optim.steppers import build_stepper
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import LeafModules, Unit, find_units, is_foreign, plan_buckets

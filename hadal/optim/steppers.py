@@ -1,0 +1,34 @@
+"""Which stepper an optimizer gets: flat cuts where it looks at single elements only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hadal.optim.build import is_elementwise, refuse_unusable
+from hadal.optim.step import FlatStepper, Stepper
+from hadal.optim.whole import WholeStepper
+from hadal.zero.gradients import Gradients
+
+
+def build_stepper(
+    optimizer: Optimizer,
+    gradients: Sequence[Gradients],
+    parameters: Sequence[Sequence[nn.Parameter]],
+) -> Stepper:
+    """Put the buckets under a user's optimizer.
+
+    The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
+    holds, per param group, the model's own parameters in their order.
+
+    State that the optimizer holds already goes along with its parameters.
+
+    Raises:
+        OptimizerError: the optimizer cannot work with reduced gradients, or its state does not fit.
+    """
+    refuse_unusable(type(optimizer))
+    if is_elementwise(optimizer):
+        return FlatStepper(optimizer, gradients)
+    return WholeStepper(optimizer, gradients, parameters)
