@@ -26,7 +26,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Sends in pairs are matched by order within a tag: what is started in its own order has its own
 # tag.
-_REDUCE, _GATHER, _SPREAD, _CODE = 11, 12, 13, 14
+_REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE = 11, 12, 13, 14, 15
 
 # Elements that are summed at a time: two float32 blocks of this length stay in a core's L2 cache.
 _BLOCK_NUMEL = 1 << 16
@@ -205,6 +205,46 @@ def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
     """Whether the mean is that of two 16-bit tensors in their own dtype."""
     alike = all(piece.dtype == out.dtype for piece in pieces)
     return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)
+
+
+def start_exchange(
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ranks: Ranks, label: str
+) -> Pending:
+    """Send 1-D `outgoing[r]` to each rank r, and put what r sends here into 1-D `incoming[r]`.
+
+    All are of one dtype, on one device. Both sides know the lengths; what is empty does not travel.
+    None of them may be touched until the wait is over.
+    """
+    if ranks.size == 1:
+        incoming[0].copy_(outgoing[0])
+        return _finished(label)
+    if not ranks.exchanges_in_pairs(outgoing[0].device):
+        return _start_all_to_all(outgoing, incoming, ranks, label)
+    incoming[ranks.rank].copy_(outgoing[ranks.rank])
+    works: list[_Work] = []
+    for other in ranks.others:
+        if outgoing[other].numel():
+            works.append(_send(outgoing[other], other, ranks, _EXCHANGE, label))
+        if incoming[other].numel():
+            works.append(_receive(incoming[other], other, ranks, _EXCHANGE, label))
+    return Pending(label, works)
+
+
+def _start_all_to_all(
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ranks: Ranks, label: str
+) -> Pending:
+    sent = torch.cat(list(outgoing))
+    lengths = [one.numel() for one in incoming]
+    found = sent.new_empty(sum(lengths))
+    work = dist.all_to_all_single(
+        found, sent, lengths, [one.numel() for one in outgoing], ranks.group, async_op=True
+    )
+
+    def put() -> None:
+        for target, part in zip(incoming, found.split(lengths), strict=True):
+            target.copy_(part)
+
+    return Pending(label, [work], put)
 
 
 def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:

@@ -2,35 +2,245 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.collectives import Pending, broadcast_, start_all_gather
+from hadal.comm.collectives import Pending, max_, start_exchange
 from hadal.optim.step import append, wait_all
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
-from hadal.zero.layout import share_out
+from hadal.zero.layout import Fragment, share_out
 
 
-class _Whole(NamedTuple):
-    """One whole parameter that an optimizer sees uncut, on the rank that owns it."""
+class _Stamp(NamedTuple):
+    """What tells whether a tensor was written to since the last look."""
 
-    slot: int
-    owner: int
-    values: nn.Parameter | None
-    """None on the ranks that do not own it."""
+    address: int
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class _Routes:
+    """What of one bucket travels between the shards and the owners of whole parameters."""
+
+    owned: dict[int, nn.Parameter]
+    """The whole values of the slots that this rank owns."""
+    held: list[list[Fragment]]
+    """By rank: the fragments of my span whose parameters that rank owns."""
+    asked: list[list[Fragment]]
+    """By rank: the fragments of that rank's span whose parameters I own."""
+    seen: _Stamp | None = None
+    """My shard of the master as the owners know it; None where they know nothing of it."""
+
+
+class WholeParameters:
+    """Whole parameters, each on the rank that owns it, beside the flat shards they are cut into.
+
+    Owns `values`: for each of the model's parameters that this rank owns, a parameter of the same
+    shape in the master's dtype, whose `grad` an optimizer finds between `fetch` and `put`. A
+    gradient travels to its owner only, and new values to the shards they belong to. Owners remember
+    values from update to update, so masters travel only where somebody else has changed them.
+
+    Where optimizer state is not partitioned every rank owns everything and nothing travels.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[nn.Parameter, nn.Parameter] = {}
+        self._routes: dict[Gradients, _Routes] = {}
+        self._loads: list[int] = []
+
+    def add(
+        self, gradients: Iterable[Gradients], takes: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """Take up the parameters of these buckets whose param group `takes` accepts."""
+        flat = [
+            (one, slot)
+            for one in gradients
+            for slot, place in enumerate(one.bucket.layout.slots)
+            if takes(place.group)
+        ]
+        if not flat:
+            return
+        ranks = flat[0][0].bucket.ranks
+        numels = [one.bucket.layout.slots[slot].numel for one, slot in flat]
+        share = share_out(numels, self._loads or [0] * ranks.size)
+        self._loads = list(share.loads)
+        owner_of: dict[Gradients, dict[int, int]] = {}
+        for (one, slot), owner in zip(flat, share.owners, strict=True):
+            owner_of.setdefault(one, {})[slot] = owner
+        for one, owners in owner_of.items():
+            self._routes[one] = self._lay_routes(one.bucket, owners)
+
+    def _lay_routes(self, bucket: Bucket, owners: dict[int, int]) -> _Routes:
+        ranks, layout = bucket.ranks, bucket.layout
+        is_cut = bucket.partition.optimizer
+        owned = {}
+        for slot, owner in owners.items():
+            if not is_cut or owner == ranks.rank:
+                owned[slot] = self.values[bucket.parameters[slot]] = _make_values(bucket, slot)
+        if not is_cut:
+            return _Routes(owned, [], [])
+        held: list[list[Fragment]] = [[] for _ in range(ranks.size)]
+        for fragment in layout.fragments(*bucket.span):
+            if fragment.slot in owners:
+                held[owners[fragment.slot]].append(fragment)
+        asked = [
+            [part for part in layout.fragments(*layout.span(rank)) if part.slot in owned]
+            for rank in range(ranks.size)
+        ]
+        return _Routes(owned, held, asked)
+
+    def fetch(self, multiplier: float) -> None:
+        """Give the owners the mean gradients times `multiplier`, and the values they do not know.
+
+        All ranks must call it together.
+        """
+        joins = [
+            (one.bucket, routes, _start_to_owners(one.bucket, routes, one.mean))
+            for one, routes in self._routes.items()
+        ]
+        for bucket, routes, join in joins:
+            for slot, gradient in join().items():
+                values, shape = routes.owned[slot], bucket.layout.slots[slot].shape
+                # A copy even where nothing is cast: an optimizer may change what it is given.
+                own = gradient.to(values.dtype, copy=True).mul_(multiplier)
+                values.grad = own.view(shape)
+        self._fetch_values()
+
+    def _fetch_values(self) -> None:
+        remembered: list[tuple[Bucket, _Routes]] = []
+        for one, routes in self._routes.items():
+            bucket = one.bucket
+            if not bucket.partition.optimizer:
+                continue  # the values are the master itself
+            if bucket.partition.weights or bucket.precision.keeps_master:
+                remembered.append((bucket, routes))
+            else:
+                _copy_values(routes, dict(enumerate(bucket.views_of(bucket.full))))
+        if not remembered:
+            return
+        report = torch.tensor(
+            [routes.seen != _stamp(bucket) for bucket, routes in remembered],
+            dtype=torch.uint8,
+            device=remembered[0][0].device,
+        )
+        max_(report, remembered[0][0].ranks, "the agreement on edited masters")
+        joins = [
+            (routes, _start_to_owners(bucket, routes, _master_of(bucket)))
+            for (bucket, routes), edited in zip(remembered, report.tolist(), strict=True)
+            if edited
+        ]
+        for routes, join in joins:
+            _copy_values(routes, join())
+
+    def put(self) -> None:
+        """Bring the owners' new values into every rank's shard of the master.
+
+        All ranks must call it together.
+        """
+        waiting = []
+        for one, routes in self._routes.items():
+            for values in routes.owned.values():
+                values.grad = None
+            if one.bucket.partition.optimizer:
+                waiting.append(_start_to_shards(one.bucket, routes))
+        for finish in waiting:
+            finish()
+
+
+def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
+    master, place = _master_of(bucket), bucket.layout.slots[slot]
+    if not bucket.partition.optimizer:
+        return nn.Parameter(master[place.offset : place.stop].view(place.shape))
+    return nn.Parameter(torch.empty(place.shape, dtype=master.dtype, device=master.device))
+
+
+def _master_of(bucket: Bucket) -> Tensor:
+    assert bucket.master is not None  # every bucket with gradients is trained
+    return bucket.master
+
+
+def _stamp(bucket: Bucket) -> _Stamp:
+    master = _master_of(bucket)
+    return _Stamp(master.data_ptr(), master._version)
+
+
+def _copy_values(routes: _Routes, wholes: Mapping[int, Tensor]) -> None:
+    for slot, values in routes.owned.items():
+        values.detach().copy_(wholes[slot].view(values.shape))
+
+
+def _start_to_owners(
+    bucket: Bucket, routes: _Routes, cut: Tensor
+) -> Callable[[], dict[int, Tensor]]:
+    """Send the fragments of `cut`, laid out like my span, to their owners.
+
+    The call that is returned waits, and gives what I own: by slot, 1-D and whole.
+    """
+    slots = bucket.layout.slots
+    if not bucket.partition.optimizer:
+        return lambda: {slot: cut[slots[slot].offset : slots[slot].stop] for slot in routes.owned}
+    outgoing = [_packed([_cut_of(part, cut) for part in parts], cut) for parts in routes.held]
+    incoming = [cut.new_empty(sum(part.numel for part in parts)) for parts in routes.asked]
+    label = f"the fragments of {bucket.name} for their owners"
+    pending = start_exchange(outgoing, incoming, bucket.ranks, label)
+
+    def join() -> dict[int, Tensor]:
+        pending.wait()
+        wholes = {slot: cut.new_empty(slots[slot].numel) for slot in routes.owned}
+        for parts, packed in zip(routes.asked, incoming, strict=True):
+            for part, values in zip(parts, _unpacked(parts, packed), strict=True):
+                wholes[part.slot][part.start : part.start + part.numel].copy_(values)
+        return wholes
+
+    return join
+
+
+def _start_to_shards(bucket: Bucket, routes: _Routes) -> Callable[[], None]:
+    """Send my whole values to the shards they belong to; the call that is returned waits."""
+    master = _master_of(bucket)
+    flat = {slot: values.detach().reshape(-1) for slot, values in routes.owned.items()}
+    outgoing = [
+        _packed([flat[p.slot][p.start : p.start + p.numel] for p in parts], master)
+        for parts in routes.asked
+    ]
+    incoming = [master.new_empty(sum(part.numel for part in parts)) for parts in routes.held]
+    label = f"the new values of {bucket.name}"
+    pending = start_exchange(outgoing, incoming, bucket.ranks, label)
+
+    def finish() -> None:
+        pending.wait()
+        for parts, packed in zip(routes.held, incoming, strict=True):
+            for part, values in zip(parts, _unpacked(parts, packed), strict=True):
+                _cut_of(part, master).copy_(values)
+        routes.seen = _stamp(bucket)
+
+    return finish
+
+
+def _cut_of(part: Fragment, cut: Tensor) -> Tensor:
+    return cut[part.offset : part.offset + part.numel]
+
+
+def _packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([like.new_empty(0), *pieces])
+
+
+def _unpacked(parts: Sequence[Fragment], packed: Tensor) -> Sequence[Tensor]:
+    pieces: Sequence[Tensor] = packed.split([part.numel for part in parts])
+    return pieces
 
 
 class WholeStepper:
-    """Steps optimizers that must see whole parameters of their true shape (Muon, Adafactor, ...).
+    """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
 
-    Each parameter is stepped on one rank. Flat masters stay what they are; per update an owner
-    receives its parameters' gradients and gives back their new values. Where optimizer state is
-    not partitioned every rank steps everything and nothing travels.
+    The optimizer's own `step` is called once for each update, on the parameters that this rank
+    owns; see `WholeParameters`.
     """
 
     def __init__(
@@ -41,94 +251,38 @@ class WholeStepper:
     ) -> None:
         self._optimizer = optimizer
         self._gradients = list(gradients)
-        self._ranks = gradients[0].bucket.ranks
-        self._alone = not gradients[0].bucket.partition.optimizer
-        flat = [(one, slot) for one in gradients for slot in range(len(one.bucket.parameters))]
-        numels = [one.bucket.layout.slots[slot].numel for one, slot in flat]
-        owners = share_out(numels, self._ranks.size).owners
-        self._wholes: dict[Gradients, list[_Whole]] = {one: [] for one in gradients}
-        owned: dict[nn.Parameter, nn.Parameter] = {}
-        for (one, slot), owner in zip(flat, owners, strict=True):
-            values = None
-            if self._alone or owner == self._ranks.rank:
-                values = self._make_values(one, slot)
-                owned[one.bucket.parameters[slot]] = values
-            self._wholes[one].append(_Whole(slot, owner, values))
+        self._wholes = WholeParameters()
+        self._wholes.add(gradients)
         for group, members in zip(optimizer.param_groups, parameters, strict=True):
-            group["params"] = [owned[member] for member in members if member in owned]
-            for member in members:
-                state = optimizer.state.pop(member, None)
-                if state and member in owned:
-                    optimizer.state[owned[member]] = state
-
-    def _make_values(self, one: Gradients, slot: int) -> nn.Parameter:
-        bucket = one.bucket
-        master = bucket.master
-        assert master is not None  # every bucket with gradients is trained
-        place = bucket.layout.slots[slot]
-        if self._alone:
-            return nn.Parameter(master[place.offset : place.stop].view(place.shape))
-        return nn.Parameter(torch.empty(place.shape, dtype=master.dtype, device=master.device))
+            hand_over(optimizer, group, members, self._wholes)
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
-        for one in self._gradients:
-            self._fetch(one, multiplier)
+        self._wholes.fetch(multiplier)
         self._optimizer.step()
-        refreshing: list[Pending] = []
-        for one in self._gradients:
-            self._put(one)
-            bucket = one.bucket
-            bucket.write_back(0, bucket.span[1] - bucket.span[0])
-            append(refreshing, bucket.start_refresh())
-        wait_all(refreshing)
+        self._wholes.put()
+        refresh([one.bucket for one in self._gradients])
 
-    def _fetch(self, one: Gradients, multiplier: float) -> None:
-        """Give the owners the present values and the gradients of their parameters."""
-        gradients = self._gathered(one.bucket, one.mean)
-        master = one.bucket.master
-        assert master is not None  # every bucket with gradients is trained
-        values = None if self._alone else self._gathered(one.bucket, master)
-        for whole in self._wholes[one]:
-            if whole.values is None:
-                continue
-            place = one.bucket.layout.slots[whole.slot]
-            part = gradients[place.offset : place.stop].view(place.shape)
-            whole.values.grad = part.to(whole.values.dtype, copy=True).mul_(multiplier)
-            if values is not None:
-                kept = values[place.offset : place.stop].view(place.shape)
-                whole.values.detach().copy_(kept)
 
-    def _gathered(self, bucket: Bucket, cut: Tensor) -> Tensor:
-        if self._alone:
-            return cut
-        full = torch.empty(bucket.layout.numel, dtype=cut.dtype, device=cut.device)
-        full[bucket.span[0] : bucket.span[1]].copy_(cut)
-        start_all_gather(full, self._ranks, f"the gather of {bucket.name} for its owners").wait()
-        return full
+def hand_over(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    members: Iterable[nn.Parameter],
+    wholes: WholeParameters,
+) -> None:
+    """Put what this rank owns of a param group in the place of its parameters, with its state."""
+    members = list(members)
+    group["params"] = [wholes.values[member] for member in members if member in wholes.values]
+    for member in members:
+        state = optimizer.state.pop(member, None)
+        if state and member in wholes.values:
+            optimizer.state[wholes.values[member]] = state
 
-    def _put(self, one: Gradients) -> None:
-        """Bring the owners' new values back into every rank's flat master."""
-        for whole in self._wholes[one]:
-            if whole.values is not None:
-                whole.values.grad = None
-        if self._alone:
-            return
-        bucket = one.bucket
-        master = bucket.master
-        assert master is not None  # every bucket with gradients is trained
-        full = torch.zeros(bucket.layout.numel, dtype=master.dtype, device=master.device)
-        for owner in sorted({whole.owner for whole in self._wholes[one]}):
-            mine = [whole for whole in self._wholes[one] if whole.owner == owner]
-            places = [bucket.layout.slots[whole.slot] for whole in mine]
-            packed = torch.empty(
-                sum(place.numel for place in places), dtype=master.dtype, device=master.device
-            )
-            parts = packed.split([place.numel for place in places])
-            for whole, part in zip(mine, parts, strict=True):
-                if whole.values is not None:
-                    part.copy_(whole.values.detach().reshape(-1))
-            broadcast_(packed, owner, self._ranks, f"the new values of {bucket.name}")
-            for place, part in zip(places, parts, strict=True):
-                full[place.offset : place.stop].copy_(part)
-        master.copy_(full[bucket.span[0] : bucket.span[1]])
+
+def refresh(buckets: Iterable[Bucket]) -> None:
+    """Put masters that were stepped anywhere into the weights, and gather these where asked."""
+    refreshing: list[Pending] = []
+    for bucket in buckets:
+        bucket.write_back(0, bucket.span[1] - bucket.span[0])
+        append(refreshing, bucket.start_refresh())
+    wait_all(refreshing)

@@ -5,7 +5,7 @@ All numbers are elements. Nothing here touches a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -137,13 +137,16 @@ class Share:
     """Elements owned, by rank."""
 
 
-def share_out(numels: Iterable[int], world_size: int) -> Share:
-    """Give every whole parameter to the rank that has least so far, the largest first."""
+def share_out(numels: Iterable[int], loads: Sequence[int]) -> Share:
+    """Give every whole parameter to the rank that has least so far, the largest first.
+
+    `loads` holds the elements that each rank owns already.
+    """
     sizes = list(numels)
     owners = [0] * len(sizes)
-    loads = [0] * world_size
+    loads = list(loads)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = min(range(world_size), key=lambda r: (loads[r], r))
+        rank = min(range(len(loads)), key=lambda r: (loads[r], r))
         owners[index] = rank
         loads[rank] += sizes[index]
     return Share(tuple(owners), tuple(loads))

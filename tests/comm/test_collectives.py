@@ -20,6 +20,7 @@ from hadal.comm.collectives import (
     slice_of,
     start_all_gather,
     start_all_reduce,
+    start_exchange,
     start_reduce_scatter,
     sum_,
 )
@@ -121,6 +122,26 @@ def several_at_a_time() -> None:
     assert gathered.tolist() == [rank + 1 for rank in range(ranks.size)]
 
 
+def exchange() -> None:
+    """Every rank sends every other one something of another length, some of them nothing."""
+    ranks = Ranks.world()
+    for by_collective, dtype in product((False, True), (*DTYPES, torch.int64)):
+        with pytest.MonkeyPatch.context() as patch:
+            if by_collective:
+                patch.setattr(Ranks, "exchanges_in_pairs", lambda *_: False)
+            length = {(a, b): (3 * a + b) % 4 for a in range(ranks.size) for b in range(ranks.size)}
+            outgoing = [
+                torch.full((length[ranks.rank, other],), 10 * ranks.rank + other, dtype=dtype)
+                for other in range(ranks.size)
+            ]
+            incoming = [
+                torch.zeros(length[other, ranks.rank], dtype=dtype) for other in range(ranks.size)
+            ]
+            start_exchange(outgoing, incoming, ranks, "an exchange").wait()
+            for other, found in enumerate(incoming):
+                assert found.tolist() == [10 * other + ranks.rank] * length[other, ranks.rank]
+
+
 def broadcast() -> None:
     ranks = Ranks.world()
     for source in range(ranks.size):
@@ -162,6 +183,7 @@ def codes_and_objects() -> None:
         reduce_everywhere,
         average_large_values,
         several_at_a_time,
+        exchange,
         broadcast,
         small_reductions,
         codes_and_objects,

@@ -143,7 +143,7 @@ def test_align_is_the_least_multiple_above(numel, unit):
 @patient
 @given(st.lists(st.integers(0, 10**6), max_size=30), WORLDS)
 def test_shares_are_complete_and_balanced(numels, world):
-    share = share_out(numels, world)
+    share = share_out(numels, [0] * world)
     assert len(share.owners) == len(numels)
     assert all(0 <= owner < world for owner in share.owners)
     loads = [0] * world
@@ -157,5 +157,11 @@ def test_shares_are_complete_and_balanced(numels, world):
 
 
 def test_shares_hand_out_the_largest_first():
-    assert share_out([1, 8, 1, 6, 1], 2).loads == (9, 8)
-    assert share_out([4, 4, 4], 3).owners == (0, 1, 2)
+    assert share_out([1, 8, 1, 6, 1], [0, 0]).loads == (9, 8)
+    assert share_out([4, 4, 4], [0, 0, 0]).owners == (0, 1, 2)
+
+
+def test_what_comes_later_goes_to_whoever_owns_least():
+    share = share_out([3, 4, 2], [9, 0, 5])
+    assert share.owners == (1, 1, 2)
+    assert share.loads == (9, 7, 7)
