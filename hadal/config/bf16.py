@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import Section, key
 from hadal.config.values import Boolean
 
 _NEVER_SCALED = "ignored: bf16 has the range of fp32, its loss is never scaled"
@@ -24,16 +24,23 @@ class Bf16(Section):
 
     enabled: Boolean = key(False, "Train in bfloat16. Excludes `fp16.enabled`.")
     immediate_grad_update: Boolean = key(
-        False, "Add each micro-batch's gradients to fp32 sums as soon as they exist.", mark=UNBUILT
+        False,
+        "Add each micro-batch's gradients to fp32 sums as soon as they exist. Gradients are always "
+        "taken into the sums the moment backward has them; true makes fp32 their dtype, as "
+        '`data_types.grad_accum_dtype` "fp32" does.',
     )
     check_grad_overflow: Boolean = key(
-        True, "Skip an update whose gradients hold an infinity or a NaN."
+        True,
+        "Skip an update whose gradients hold an infinity or a NaN; false applies it as it is.",
     )
     bf16_master_weights_and_grads: Boolean = key(
-        False, "Keep the optimizer's copies in bfloat16 too. Needs stage 1-3.", mark=UNBUILT
+        False,
+        "Keep no fp32 master: the optimizer updates the bfloat16 weights themselves (computing in "
+        "fp32), its moments stay fp32. Needs stage 1-3. DeepSpeed also needs Adam offloaded to "
+        "the CPU, for want of another kernel; here any optimizer and residence will do.",
     )
     bf16_optimizer_states: Boolean = key(
         False,
-        "Keep the moments in bfloat16. Needs `bf16_master_weights_and_grads`.",
-        mark=UNBUILT,
+        "Keep what the optimizer remembers (Adam's moments) in bfloat16 too. Needs stage 1-3 and "
+        "`bf16_master_weights_and_grads`.",
     )

@@ -2,15 +2,17 @@
 
 from typing import Literal
 
-from hadal.config.section import UNBUILT, Mark, Section, key
-from hadal.config.values import Dtype, TextOrTexts
+from hadal.config.section import AUTO_IS_A_WORD, Section, key
+from hadal.config.values import Dtype, Texts
 
 
 class DataTypes(Section):
     """Dtypes of things that otherwise follow the model's precision."""
 
     grad_accum_dtype: Dtype | None = key(
-        None, "Dtype in which micro-batches' gradients are summed; null is the model's dtype."
+        None,
+        "Dtype in which micro-batches' gradients are summed, at every stage; null is the model's "
+        "dtype. Gradients travel in it too, unless `communication_data_type` is given.",
     )
     param_dtype: Dtype | None = key(
         None, "Dtype of the weights; where given it must be the one that fp16 or bf16 implies."
@@ -19,10 +21,13 @@ class DataTypes(Section):
         None,
         "Dtype to which floating-point buffers are cast; null is the model's dtype under fp16 and "
         "bf16, and leaves them otherwise.",
-        mark=UNBUILT,
     )
-    keep_in_fp32_modules: Literal["auto"] | TextOrTexts = key(
+    keep_in_fp32_modules: Literal["auto"] | Texts = key(
         "auto",
-        "Patterns of buffers that stay in fp32; auto follows the model's own list, [] is none.",
-        mark=Mark(status="not built yet", auto_is_a_word=True),
+        "Modules whose floating-point buffers are not cast but stay as they are given: regular "
+        "expressions for one or more whole parts of a buffer's full name (`norm` matches "
+        "`blocks.0.norm.mean`, not `layernorm.mean`). auto takes the model's own lists, "
+        "`_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`; [] is none. Parameters of "
+        "these modules are cast like any other; their masters are fp32.",
+        mark=AUTO_IS_A_WORD,
     )

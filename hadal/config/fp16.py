@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Integer, Number
 
 
@@ -12,21 +12,43 @@ class Fp16(Section):
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Train in fp16. Excludes `bf16.enabled` and `amp.enabled`.")
-    auto_cast: Boolean = key(False, "Cast floating-point inputs to fp16.", mark=UNBUILT)
-    loss_scale: Number = key(0, "Scale of the loss; 0 finds it while training (dynamic).", ge=0)
+    auto_cast: Boolean = key(
+        False, "Cast the floating-point tensors among the model's inputs to fp16, nested ones too."
+    )
+    loss_scale: Number = key(
+        0,
+        "Scale of the loss; 0 finds it while training (dynamic). An update whose gradients "
+        "overflow is skipped either way.",
+        ge=0,
+    )
     initial_scale_power: Integer = key(
         16, "A dynamic scale starts at 2 to this power.", ge=0, le=127
     )
     loss_scale_window: Integer = key(
-        1000, "Updates without overflow after which a dynamic scale doubles."
+        1000,
+        "Updates without overflow after which a dynamic scale doubles (one more is needed after "
+        "the start and after an overflow).",
     )
-    hysteresis: Integer = key(2, "Overflows forgiven before a dynamic scale is halved.", ge=1)
+    hysteresis: Integer = key(
+        2,
+        "The overflow, counted from the start or the last doubling, from which on each one halves "
+        "a dynamic scale: 1 halves at once, 2 forgives one. Acts at stage 1-3; at stage 0 every "
+        "overflow halves.",
+        ge=1,
+    )
     consecutive_hysteresis: Boolean = key(
-        False, "Forgive anew after each clean update, not only after the scale has grown."
+        False,
+        "Forgive anew after each clean update, not only after the scale has grown. Acts at stage "
+        "1-3.",
     )
-    min_loss_scale: Integer = key(1, "Floor of a dynamic scale; an overflow at it ends training.")
+    min_loss_scale: Integer = key(
+        1,
+        "Floor of a dynamic scale. An overflow at it ends training at stage 1-3; at stage 0 the "
+        "scale stays there.",
+    )
     fp16_master_weights_and_grads: Boolean = key(
         False,
-        "Keep the optimizer's copies in fp16 too. Needs stage 1-3 and Adam offloaded to the CPU.",
-        mark=UNBUILT,
+        "Keep no fp32 master: the optimizer updates the fp16 weights themselves (computing in "
+        "fp32), its moments stay fp32. Needs stage 1-3. DeepSpeed also needs Adam offloaded to "
+        "the CPU, for want of another kernel; here any optimizer and residence will do.",
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hadal.config.advice import tell_advice
 from hadal.config.batch import BATCH_KEYS
 from hadal.config.legacy import modernise
 from hadal.config.plain import leaves
@@ -66,6 +67,7 @@ def _checked(
     tell_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
     _tell_autos(report)
     _tell_vocabulary(config.vocabulary_size, report)
+    tell_advice(config, prepared, report)
     return config, _origins(config, prepared, inferred, report)
 
 

@@ -108,7 +108,7 @@ class Config(General):
     scheduler: Scheduler | None = key(None, "The learning-rate schedule.")
     fp16: Fp16 = section(Fp16, "Half precision.")
     bf16: Bf16 = section(Bf16, "bfloat16.")
-    amp: Amp | None = key(None, "Apex mixed precision.")
+    amp: Amp | None = key(None, "Mixed precision by Apex's levels.")
     torch_autocast: TorchAutocast | None = key(None, "Forward under autocast.")
     data_types: DataTypes = section(DataTypes, "Other dtypes.")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "Sharding.")

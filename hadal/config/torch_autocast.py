@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Spelled, Texts
 
 _SPELLINGS = {
@@ -18,18 +18,29 @@ _Name: TypeAlias = Annotated[Literal["bf16", "fp16"], BeforeValidator(Spelled(_S
 
 
 class TorchAutocast(Section):
-    """Weights stay in their dtype; operations that are safe at lower precision use it."""
+    """Weights stay in their dtype; operations that are safe at lower precision use it.
+
+    Only what runs inside the engine's forward is under autocast; a loss that is computed outside it
+    is not.
+    """
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Run the forward pass under autocast.", mark=UNBUILT)
+    enabled: Boolean = key(
+        False,
+        "Run the forward pass under `torch.autocast`, whatever autocast the caller has set.",
+    )
     dtype: _Name | None = key(
         None,
         "Precision of autocast: bf16 (also `bfloat16`, `torch.bfloat16`) or fp16 (also `half`, "
-        "`float16`, `torch.float16`); null takes torch's choice for the device.",
+        "`float16`, `torch.float16`); null takes torch's choice for the device (bf16 on CPUs, fp16 "
+        "on CUDA). Under fp16 the loss is scaled, at every stage, as section `fp16` says by its "
+        "numbers; it need not be enabled.",
     )
     lower_precision_safe_modules: Texts | None = key(
         None,
-        "Import paths of module classes whose gradients and parameters may travel in that dtype; "
-        "null means linear layers and convolutions.",
+        "Import paths of module classes whose parameters' gradients travel in that dtype, others' "
+        "in their own; null means `torch.nn.Linear`, `Conv1d`, `Conv2d` and `Conv3d`. Where "
+        "`communication_data_type` is given, all travel in that. Weights are gathered in their own "
+        "dtype.",
     )

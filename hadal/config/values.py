@@ -64,6 +64,11 @@ def titled(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
+def boolean_word(value: Any) -> Any:
+    """Take Python's words "True" and "False" for the booleans."""
+    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+
+
 def one_or_many(value: Any) -> Any:
     """Take a single string as a list of one."""
     return (value,) if isinstance(value, str) else value
@@ -92,3 +97,18 @@ TextOrTexts: TypeAlias = Annotated[tuple[Text, ...], BeforeValidator(one_or_many
 NumberOrNumbers: TypeAlias = Number | Numbers
 
 Dtype: TypeAlias = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(lowered)]
+
+_DTYPE_NAMES = {
+    "float32": "fp32",
+    "torch.float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "torch.float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "torch.bfloat16": "bf16",
+}
+DtypeName: TypeAlias = Annotated[
+    Literal["fp32", "fp16", "bf16"], BeforeValidator(Spelled(_DTYPE_NAMES))
+]
+"""A dtype as `Dtype` has it, or as torch writes it."""

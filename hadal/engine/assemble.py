@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,15 @@ from hadal.engine.checks import check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
 from hadal.engine.loader import ShardedLoader
 from hadal.engine.parts import Parts, Training
-from hadal.engine.policies import limits_of, model_dtype, precision_of, scale_rule_of
+from hadal.engine.policies import limits_of
+from hadal.engine.precision import (
+    buffer_rule_of,
+    casting_of,
+    precisions_of,
+    scale_rule_of,
+    skips_overflow,
+    tell_bf16_weights,
+)
 from hadal.engine.wishes import (
     Groups,
     OptimizerMaker,
@@ -41,7 +49,7 @@ from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import LeafModules, Unit, find_units, is_foreign, plan_buckets
 from hadal.zero.hooks import Hooks
-from hadal.zero.policy import STAGES, Partition
+from hadal.zero.policy import STAGES, Partition, Precision
 from hadal.zero.runtime import ZeroRuntime
 
 _log = logging.getLogger(__name__)
@@ -116,6 +124,7 @@ class _Admitted:
     is_chosen: bool
     """Whether the caller or the configuration named the optimizer; else it is the default one."""
     groups: list[list[nn.Parameter]]
+    precisions: Callable[[nn.Parameter], Precision]
 
 
 def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -> _Admitted:
@@ -134,7 +143,10 @@ def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -
     optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)
-    return _Admitted(model, config, optimizer, is_chosen, groups)
+    precisions = precisions_of(config, model, current_device())
+    if ranks.rank == 0:
+        tell_bf16_weights(config, model)
+    return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 
 def _open_log(config: Config, ranks: Ranks) -> None:
@@ -156,7 +168,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
     optimizer = admitted.optimizer
     device = current_device()
     check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
-    runtime = _build_runtime(model, groups, config, ranks, device)
+    runtime = _build_runtime(admitted, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
     loader = make_loader(wishes, config, ranks)
@@ -179,9 +191,9 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             hooks=Hooks(model, runtime),
             training=training,
             make_training=make_training,
-            scale_rule=scale_rule_of(config),
-            skip_overflow=config.fp16.enabled
-            or (config.bf16.enabled and config.bf16.check_grad_overflow),
+            casting=casting_of(config, device),
+            scale_rule=scale_rule_of(config, device),
+            skip_overflow=skips_overflow(config, device),
             gradient_clipping=config.gradient_clipping,
             micro_batch_size=config.train_micro_batch_size_per_gpu,
             accumulation=config.gradient_accumulation_steps,
@@ -210,9 +222,7 @@ def _spread_the_rest(
     model: nn.Module, runtime: ZeroRuntime, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
     """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device."""
-    cast = model_dtype(config)
-    # Hugging Face's models name the modules whose buffers must keep their precision.
-    exact = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    rule = buffer_rule_of(config, model)
     for name, parameter in model.named_parameters():
         if parameter not in runtime.bucket_of:
             parameter.data = parameter.data.to(device)
@@ -222,20 +232,13 @@ def _spread_the_rest(
             if buffer is None:
                 continue
             name = f"{path}.{key}" if path else key
-            keeps = not buffer.is_floating_point() or any(part in name for part in exact)
-            dtype = buffer.dtype if keeps or cast is None else cast
-            moved = buffer.to(device, dtype).contiguous()
+            moved = buffer.to(device, rule.dtype_of(name, module, buffer)).contiguous()
             broadcast_(moved, 0, ranks, f"the broadcast of buffer {name}")
             module._buffers[key] = moved
 
 
-def _build_runtime(
-    model: nn.Module,
-    groups: Sequence[Sequence[nn.Parameter]],
-    config: Config,
-    ranks: Ranks,
-    device: torch.device,
-) -> ZeroRuntime:
+def _build_runtime(admitted: _Admitted, ranks: Ranks, device: torch.device) -> ZeroRuntime:
+    model, config, groups = admitted.model, admitted.config, admitted.groups
     # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
     partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
     limits = limits_of(config)
@@ -245,10 +248,10 @@ def _build_runtime(
     leaves = LeafModules(tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes))
     units: list[Unit] = find_units(model, group_of, leaves)
     buckets = []
-    for plan in plan_buckets(units, partition, limits):
-        given = plan.members[0].parameter.dtype
+    for plan in plan_buckets(units, partition, limits, admitted.precisions):
+        precision = admitted.precisions(plan.members[0].parameter)
         with init.taking_over([member.parameter for member in plan.members]):
-            bucket = Bucket(plan, precision_of(config, given), ranks, device)
+            bucket = Bucket(plan, precision, ranks, device)
         bucket.reshard()
         buckets.append(bucket)
     return ZeroRuntime(units, buckets, ranks, limits)

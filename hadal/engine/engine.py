@@ -21,6 +21,7 @@ from hadal.engine.loader import ShardedLoader
 from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
 from hadal.errors import CheckpointError, HadalError, LossError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
+from hadal.optim.overflow import first_overflow
 from hadal.optim.step import clip_coefficient, global_norm
 from hadal.zero import access
 
@@ -167,10 +168,10 @@ class Engine(nn.Module):
     # ---- training --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module, its inputs cast and under autocast as the configuration says."""
         self._expect_alive()
         try:
-            return self.module(*args, **kwargs)
+            return self._parts.casting.run(self.module, self.device, args, kwargs)
         except RuntimeError:
             # A weight that was moved or cast away from its bucket: say so, by its name.
             self._parts.runtime.check_links()
@@ -272,13 +273,11 @@ class Engine(nn.Module):
         clip = 1.0 if overflow else clip_coefficient(norm, parts.gradient_clipping)
         self._cycle.last = LastUpdate(norm, clip, overflow)
         counters = self._counters
+        culprit: str | None = None
         if overflow:
             counters.skipped_steps += 1
-            _log.warning(
-                "update %d skipped: gradients are not finite (loss scale %g)",
-                counters.global_steps,
-                self._scale.scale,
-            )
+            names = [name for name, _ in self.module.named_parameters()]
+            culprit = first_overflow(runtime.gradients, names, parts.ranks)
         else:
             training.stepper.step(clip / self._scale.scale)
             if training.schedule is not None:
@@ -286,8 +285,25 @@ class Engine(nn.Module):
         runtime.clear_gradients()
         counters.global_steps += 1
         counters.global_samples += self.train_batch_size()
-        self._scale = next_scale(self._scale, overflow, parts.scale_rule)
+        self._move_scale(overflow, culprit)
         self._report()
+
+    def _move_scale(self, overflow: bool, culprit: str | None) -> None:
+        """Bring the loss scale up to date, and tell of an overflow, at the floor too."""
+        before = self._scale.scale
+        try:
+            self._scale = next_scale(self._scale, overflow, self._parts.scale_rule)
+        finally:
+            if overflow and self._parts.ranks.rank == 0:
+                _log.warning(
+                    "update %d skipped: %s; loss scale %g, now %g",
+                    self._counters.global_steps - 1,
+                    f"the gradient of {culprit} is not finite"
+                    if culprit
+                    else "all gradients are finite, but their norm is not",
+                    before,
+                    self._scale.scale,
+                )
 
     def _report(self) -> None:
         every = self._parts.steps_per_print

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.config import Config
+from hadal.engine.casting import Casting
 from hadal.engine.loader import ShardedLoader
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.step import Stepper
@@ -38,6 +39,7 @@ class Parts:
     hooks: Hooks
     training: Training | None
     make_training: Callable[[], Training]
+    casting: Casting
     scale_rule: ScaleRule
     skip_overflow: bool
     gradient_clipping: float

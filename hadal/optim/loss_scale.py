@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,12 @@ _FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ScaleRule:
-    """How the scale moves (section `fp16`). A static scale never does."""
+    """How the scale moves (section `fp16`). A static scale never does.
+
+    DeepSpeed has two machines. With ZeRO an overflow at the floor ends training and `hysteresis`
+    forgives; without ZeRO the scale stays at its floor, and every overflow halves: `hysteresis` 1,
+    `ends_at_floor` false.
+    """
 
     initial: float = 1.0
     dynamic: bool = False
@@ -20,9 +26,13 @@ class ScaleRule:
     """Clean updates before the scale doubles."""
     minimum: float = 1.0
     hysteresis: int = 2
-    """Overflows that are forgiven before the scale halves; a value of 0 never halves."""
+    """The overflow, since the start or the last doubling, that halves; 0 never halves."""
     consecutive_hysteresis: bool = False
     """Refill the forgiveness at every clean update, not only when the scale doubles."""
+    ends_at_floor: bool = True
+    """Whether an overflow at the floor is an error; else the scale stays there."""
+    maximum: float = math.inf
+    """Ceiling: the scale does not double beyond it."""
 
 
 class ScaleState(NamedTuple):
@@ -47,18 +57,19 @@ def next_scale(state: ScaleState, overflow: bool, rule: ScaleRule) -> ScaleState
     come every `window`. The forgiveness does not refill after a halving.
 
     Raises:
-        LossScaleError: an overflow although the scale stands at its floor.
+        LossScaleError: an overflow although the scale stands at its floor, where that is the end.
     """
     if not rule.dynamic:
         return state
     scale, spare, iteration, last = state
     if overflow:
         if rule.hysteresis == 1 or spare == 1:
-            if scale == rule.minimum:
+            if rule.ends_at_floor and scale == rule.minimum:
                 raise LossScaleError(
                     f"gradients overflow at the floor of the loss scale ({scale:g}, update"
                     f" {iteration}). The weights or the data hold values that float16 cannot:"
-                    " train in bf16, lower the learning rate, or look for non-finite inputs."
+                    " train in bf16, lower the learning rate or fp16.min_loss_scale, or look for"
+                    " non-finite inputs. Were the weights trained in bf16, stay with it."
                 )
             scale = max(scale / _FACTOR, rule.minimum)
         else:
@@ -69,7 +80,7 @@ def next_scale(state: ScaleState, overflow: bool, rule: ScaleRule) -> ScaleState
             spare = rule.hysteresis
         clean = iteration - last - 1
         if clean > 0 and clean % rule.window == 0:
-            scale *= _FACTOR
+            scale = min(scale * _FACTOR, rule.maximum)
             if not rule.consecutive_hysteresis:
                 spare = rule.hysteresis
     return ScaleState(scale, spare, iteration + 1, last)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hadal.zero.policy import Limits, Partition
+from hadal.zero.policy import Limits, Partition, Precision
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 # Modules that hold others and are never called themselves.
@@ -169,18 +169,25 @@ class _Kind(NamedTuple):
     """What the parameters of one bucket have in common."""
 
     dtype: torch.dtype
+    precision: Precision
     trainable: bool
     policy: Partition
 
 
-def plan_buckets(units: Sequence[Unit], partition: Partition, limits: Limits) -> list[BucketPlan]:
+def plan_buckets(
+    units: Sequence[Unit],
+    partition: Partition,
+    limits: Limits,
+    precision_of: Callable[[nn.Parameter], Precision] = lambda _: Precision(),
+) -> list[BucketPlan]:
     """Divide the units' parameters into buckets.
 
-    Parameters of one bucket share dtype, trainability and policy. Neighbouring units share a bucket
-    while it does not grow beyond the largest unit or the bucket target: fewer collectives, and no
-    more memory in flight than there would be anyway. Where weights are sharded a bucket never spans
-    units, or a use of one would gather the other. A unit above the target is split between
-    parameters; a larger parameter stands alone.
+    Parameters of one bucket share the dtype they are given in, precision (`precision_of` says each
+    one's), trainability and policy. Neighbouring units share a bucket while it does not grow beyond
+    the largest unit or the bucket target: fewer collectives, and no more memory in flight than
+    there would be anyway. Where weights are sharded a bucket never spans units, or a use of one
+    would gather the other. A unit above the target is split between parameters; a larger parameter
+    stands alone.
     """
     persistent = _persistent_parameters(units, partition, limits)
     largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
@@ -192,7 +199,8 @@ def plan_buckets(units: Sequence[Unit], partition: Partition, limits: Limits) ->
             policy = partition
             if partition.weights and member.parameter in persistent:
                 policy = Partition(partition.optimizer, partition.gradients, weights=False)
-            kind = _Kind(member.parameter.dtype, member.group >= 0, policy)
+            precision = precision_of(member.parameter)
+            kind = _Kind(member.parameter.dtype, precision, member.group >= 0, policy)
             parts[kind].append(member)
         for kind, members in parts.items():
             target = (

@@ -11,6 +11,10 @@ ADAM = {"type": "Adam", "params": {}}
 CPU = {"device": "cpu"}
 
 
+def amp(**keys):
+    return {"amp": {"enabled": True, **keys}}
+
+
 def elastic(**more):
     return {
         "elasticity": {
@@ -49,19 +53,9 @@ CONTRADICTIONS = [
         "raise the stage",
     ),
     (
-        {"fp16": {**FP16, "fp16_master_weights_and_grads": True}, **with_zero(stage=2)},
-        "fp16.fp16_master_weights_and_grads",
-        "needs Adam",
-    ),
-    (
         {"bf16": {**BF16, "bf16_master_weights_and_grads": True}},
         "bf16.bf16_master_weights_and_grads",
         "raise the stage",
-    ),
-    (
-        {"bf16": {**BF16, "bf16_master_weights_and_grads": True}, **with_zero(stage=2)},
-        "bf16.bf16_master_weights_and_grads",
-        "add one of them",
     ),
     (
         {"bf16": {**BF16, "bf16_optimizer_states": True}},
@@ -82,6 +76,38 @@ CONTRADICTIONS = [
         "torch_autocast.enabled",
         "keep one",
     ),
+    (
+        {
+            "bf16": {**BF16, "immediate_grad_update": True},
+            "data_types": {"grad_accum_dtype": "bf16"},
+        },
+        "bf16.immediate_grad_update",
+        "leave one of them out",
+    ),
+    ({"data_types": {"keep_in_fp32_modules": "norm"}}, "data_types.keep_in_fp32_modules", "a list"),
+    ({"data_types": {"keep_in_fp32_modules": 3}}, "data_types.keep_in_fp32_modules", "a list"),
+    (
+        {"data_types": {"keep_in_fp32_modules": ["norm", "*a"]}},
+        "data_types.keep_in_fp32_modules[1]",
+        "no regular expression",
+    ),
+    (
+        {"torch_autocast": {"enabled": True}, "fp16": {"loss_scale_window": 0}},
+        "fp16.loss_scale_window",
+        "expected an integer > 0",
+    ),
+    ({**amp(), "fp16": FP16}, "amp.enabled", "fp16.enabled is true too"),
+    ({**amp(), "torch_autocast": {"enabled": True}}, "amp.enabled", "torch_autocast.enabled is"),
+    (amp(cast_model_type="fp16"), "amp.cast_model_type", "without cast_model_type"),
+    (
+        amp(opt_level="O2", patch_torch_functions=True),
+        "amp.patch_torch_functions",
+        "without patch_torch_functions",
+    ),
+    (amp(min_loss_scale=4, max_loss_scale=2), "amp.min_loss_scale", "lower it"),
+    (amp(loss_scale="fast"), "amp.loss_scale", 'expected "dynamic", a number > 0 or null'),
+    (amp(opt_level="O4"), "amp.opt_level", '"O0", "O1", "O2" or "O3"'),
+    (amp(keep_batchnorm_fp23=True), "amp.keep_batchnorm_fp23", '"keep_batchnorm_fp32"'),
     ({"torch_autocast": {"dtype": "fp8"}}, "torch_autocast.dtype", '"bf16", "fp16" or null'),
     (
         {"optimizer": {"type": "lamb"}, "fp16": {"loss_scale": 128}},
@@ -245,6 +271,20 @@ SOUND = [
     {"fp16": {"loss_scale_window": 0, "min_loss_scale": 0}},
     {"fp16": {**FP16, "loss_scale": 128, "loss_scale_window": 0}},
     {"bf16": BF16, "data_types": {"grad_accum_dtype": "FP32"}, **with_zero(stage=1)},
+    # Offload to a CPU's own Adam is the need of other kernels.
+    {"fp16": {**FP16, "fp16_master_weights_and_grads": True}, **with_zero(stage=1)},
+    {"bf16": {**BF16, "bf16_master_weights_and_grads": True}, **with_zero(stage=2)},
+    {
+        "bf16": {
+            **BF16,
+            "bf16_master_weights_and_grads": True,
+            "bf16_optimizer_states": True,
+            "immediate_grad_update": False,
+        },
+        **with_zero(stage=3),
+    },
+    {"bf16": {**BF16, "immediate_grad_update": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    amp(opt_level="O2", loss_scale="128", keep_batchnorm_fp32="True"),
     # Every stage accumulates in any dtype here, the one without sharding too.
     {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
     {"bf16": BF16, "data_types": {"param_dtype": "bf16"}},

@@ -87,9 +87,10 @@ def trained_by_hadal(cell: Cell) -> Outcome:
 
 
 # What DeepSpeed's dynamic loss scale does under these overflows, from 1024 with a window of 3 and a
-# hysteresis of 2.
+# hysteresis of 2, which counts where ZeRO is on.
 OVERFLOWN = [letter == "O" for letter in "OO..OO.....O...."]
 SCALES = [1024, 512, 512, 512, 256, 128, 128, 128, 128, 256, 256, 256, 256, 256, 256, 512]
+SCALES_AT_0 = [512, 256, 256, 256, 128, 64, 64, 64, 64, 128, 128, 64, 64, 64, 64, 128]
 
 
 def trained_through_overflow(stage: int) -> dict[str, Any]:

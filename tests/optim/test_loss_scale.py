@@ -68,6 +68,22 @@ def test_the_first_doubling_needs_one_clean_update_more(rule, letters, scales):
     assert trace(rule, letters)[0] == scales
 
 
+def test_without_zero_every_overflow_halves_and_the_floor_holds():
+    rule = dynamic(1024, 3, 1, 256, ends_at_floor=False)
+    assert trace(rule, "OO..OO.....O")[0] == [
+        *(512, 256, 256, 256, 256, 256, 256, 256, 256, 512, 512, 256),
+    ]
+
+
+def test_a_ceiling_is_not_passed():
+    assert trace(dynamic(4, 1, 1, 1, maximum=20), ".....")[0] == [4, 8, 16, 20, 20]
+
+
+def test_the_error_at_the_floor_says_what_to_do():
+    with pytest.raises(LossScaleError, match="train in bf16, lower the learning rate"):
+        trace(dynamic(1, 3, 1, 1), "O")
+
+
 def test_a_hysteresis_of_zero_never_halves():
     scales, _ = trace(dynamic(64, 3, 0, 1), "OOOOOOOO")
     assert scales == [64] * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from hadal.config.rules.rule import reading
@@ -9,9 +10,9 @@ from hadal.config.top_level import Config
 from hadal.errors import Fault
 
 _FP16, _BF16, _AMP = "fp16.enabled", "bf16.enabled", "amp.enabled"
+_AUTOCAST = "torch_autocast.enabled"
 _STAGE = "zero_optimization.stage"
-_OFFLOAD = "zero_optimization.offload_optimizer.device"
-_TYPE = "optimizer.type"
+_NEEDS_ZERO = f"needs {_STAGE} 1, 2 or 3; raise the stage or leave it out"
 
 
 def model_dtype(config: Config) -> str:
@@ -27,9 +28,12 @@ def offloads_optimizer(config: Config) -> bool:
     return offload is not None and offload.device != "none"
 
 
-def _offloads_adam(config: Config) -> bool:
-    is_adam = config.optimizer is None or config.optimizer.type in ("Adam", "AdamW")
-    return offloads_optimizer(config) and is_adam
+def scales_by_fp16(config: Config) -> bool:
+    """Tell whether the numbers of section `fp16` are used, or may be where the device decides."""
+    autocast = config.torch_autocast
+    if config.fp16.enabled:
+        return True
+    return autocast is not None and autocast.enabled and autocast.dtype != "bf16"
 
 
 @reading(_FP16, _BF16)
@@ -38,11 +42,17 @@ def _both_halves(config: Config) -> Iterator[Fault]:
         yield Fault(_BF16, "fp16.enabled is true too; keep one of the two")
 
 
-@reading(_AMP, _FP16, _BF16)
-def _amp_and_halves(config: Config) -> Iterator[Fault]:
+@reading(_AMP, _FP16, _BF16, _AUTOCAST)
+def _amp_and_others(config: Config) -> Iterator[Fault]:
     if config.amp is None or not config.amp.enabled:
         return
-    for path, is_on in ((_FP16, config.fp16.enabled), (_BF16, config.bf16.enabled)):
+    autocast = config.torch_autocast
+    others = (
+        (_FP16, config.fp16.enabled),
+        (_BF16, config.bf16.enabled),
+        (_AUTOCAST, autocast is not None and autocast.enabled),
+    )
+    for path, is_on in others:
         if is_on:
             yield Fault(_AMP, f"{path} is true too; keep one of the two")
 
@@ -54,9 +64,9 @@ def _amp_and_zero(config: Config) -> Iterator[Fault]:
         yield Fault(_AMP, f"amp needs {_STAGE} 0, got {stage}; use bf16 or fp16 instead")
 
 
-@reading(_FP16, "fp16.loss_scale", "fp16.loss_scale_window", "fp16.min_loss_scale")
+@reading(_FP16, _AUTOCAST, "fp16.loss_scale", "fp16.loss_scale_window", "fp16.min_loss_scale")
 def _dynamic_scale(config: Config) -> Iterator[Fault]:
-    if not config.fp16.enabled or config.fp16.loss_scale != 0:
+    if not scales_by_fp16(config) or config.fp16.loss_scale != 0:
         return
     for name in ("loss_scale_window", "min_loss_scale"):
         value = getattr(config.fp16, name)
@@ -67,29 +77,16 @@ def _dynamic_scale(config: Config) -> Iterator[Fault]:
             )
 
 
-@reading("fp16.fp16_master_weights_and_grads", _STAGE, _OFFLOAD, _TYPE)
+@reading("fp16.fp16_master_weights_and_grads", _STAGE)
 def _fp16_masters(config: Config) -> Iterator[Fault]:
-    path = "fp16.fp16_master_weights_and_grads"
-    if not config.fp16.fp16_master_weights_and_grads:
-        return
-    if config.zero_optimization.stage == 0:
-        yield Fault(path, f"needs {_STAGE} 1, 2 or 3; raise the stage or leave it out")
-    elif not _offloads_adam(config):
-        yield Fault(path, f'needs Adam and {_OFFLOAD} "cpu"; add them or leave it out')
+    if config.fp16.fp16_master_weights_and_grads and config.zero_optimization.stage == 0:
+        yield Fault("fp16.fp16_master_weights_and_grads", _NEEDS_ZERO)
 
 
-@reading("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", _STAGE, _OFFLOAD)
+@reading("bf16.bf16_master_weights_and_grads", _STAGE)
 def _bf16_masters(config: Config) -> Iterator[Fault]:
-    path = "bf16.bf16_master_weights_and_grads"
-    if not config.bf16.bf16_master_weights_and_grads:
-        return
-    if config.zero_optimization.stage == 0:
-        yield Fault(path, f"needs {_STAGE} 1, 2 or 3; raise the stage or leave it out")
-    elif not config.bf16.bf16_optimizer_states and not _offloads_adam(config):
-        yield Fault(
-            path,
-            f'needs bf16.bf16_optimizer_states, or Adam and {_OFFLOAD} "cpu"; add one of them',
-        )
+    if config.bf16.bf16_master_weights_and_grads and config.zero_optimization.stage == 0:
+        yield Fault("bf16.bf16_master_weights_and_grads", _NEEDS_ZERO)
 
 
 @reading("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", _STAGE)
@@ -98,9 +95,58 @@ def _bf16_states(config: Config) -> Iterator[Fault]:
     if not config.bf16.bf16_optimizer_states:
         return
     if config.zero_optimization.stage == 0:
-        yield Fault(path, f"needs {_STAGE} 1, 2 or 3; raise the stage or leave it out")
+        yield Fault(path, _NEEDS_ZERO)
     elif not config.bf16.bf16_master_weights_and_grads:
         yield Fault(path, "needs bf16.bf16_master_weights_and_grads; switch that on too")
+
+
+@reading("bf16.immediate_grad_update", "data_types.grad_accum_dtype")
+def _immediate_sums(config: Config) -> Iterator[Fault]:
+    summed = config.data_types.grad_accum_dtype
+    if config.bf16.enabled and config.bf16.immediate_grad_update and summed in ("fp16", "bf16"):
+        yield Fault(
+            "bf16.immediate_grad_update",
+            f'sums in fp32, and data_types.grad_accum_dtype says "{summed}"; leave one of them out',
+        )
+
+
+@reading(_AMP, "amp.opt_level", "amp.cast_model_type", "amp.patch_torch_functions")
+def _patched_and_cast(config: Config) -> Iterator[Fault]:
+    amp = config.amp
+    if amp is None or not amp.enabled:
+        return
+    is_patched = amp.patch_torch_functions
+    if is_patched is None:
+        is_patched = amp.opt_level == "O1"
+    if is_patched and (amp.cast_model_type is not None or amp.opt_level != "O1"):
+        yield Fault(
+            "amp.patch_torch_functions" if amp.opt_level != "O1" else "amp.cast_model_type",
+            "autocast casts where operations need it, so the model is not cast beforehand; use "
+            "O1 without cast_model_type, or O2 without patch_torch_functions",
+        )
+
+
+@reading(_AMP, "amp.min_loss_scale", "amp.max_loss_scale")
+def _amp_scales(config: Config) -> Iterator[Fault]:
+    amp = config.amp
+    if amp is not None and amp.min_loss_scale and amp.min_loss_scale > amp.max_loss_scale:
+        yield Fault(
+            "amp.min_loss_scale",
+            f"{amp.min_loss_scale:g} is above amp.max_loss_scale {amp.max_loss_scale:g}; lower it",
+        )
+
+
+@reading("data_types.keep_in_fp32_modules")
+def _kept_patterns(config: Config) -> Iterator[Fault]:
+    patterns = config.data_types.keep_in_fp32_modules
+    for index, pattern in enumerate(() if isinstance(patterns, str) else patterns):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Fault(
+                f"data_types.keep_in_fp32_modules[{index}]",
+                f'"{pattern}" is no regular expression ({error}); correct it',
+            )
 
 
 @reading("data_types.param_dtype", _FP16, _BF16)
@@ -126,12 +172,16 @@ def _autocast_quantized(config: Config) -> Iterator[Fault]:
 
 RULES = (
     _both_halves,
-    _amp_and_halves,
+    _amp_and_others,
     _amp_and_zero,
     _dynamic_scale,
     _fp16_masters,
     _bf16_masters,
     _bf16_states,
+    _immediate_sums,
+    _patched_and_cast,
+    _amp_scales,
+    _kept_patterns,
     _weights_dtype,
     _autocast_quantized,
 )

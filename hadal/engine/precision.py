@@ -1,0 +1,318 @@
+"""What `fp16`, `bf16`, `amp`, `torch_autocast` and `data_types` come to: frozen values."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hadal.config import Config
+from hadal.config.report import written
+from hadal.engine.casting import Casting
+from hadal.errors import ConfigError, Fault
+from hadal.optim.loss_scale import ScaleRule
+from hadal.zero.policy import Precision
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_SAFE_PATH = "torch_autocast.lower_precision_safe_modules"
+
+# Apex's dynamic scale, where the section says nothing else.
+_AMP_SCALE = 2.0**16
+_AMP_WINDOW = 2000
+_NO_FLOOR = 2.0**-126  # the smallest normal float32: a scale must never become zero
+
+
+def _named(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _AmpLevel:
+    """A level of Apex's with what the section changes in it."""
+
+    cast: torch.dtype | None = None
+    patches: bool = False
+    keeps_batch_norm: bool = False
+    keeps_masters: bool = False
+    scale: float | None = 1.0
+    """None is dynamic."""
+
+    @property
+    def uses_fp16(self) -> bool:
+        return self.patches or self.cast is torch.float16
+
+
+_LEVELS = {
+    "O0": _AmpLevel(cast=torch.float32),
+    "O1": _AmpLevel(patches=True, scale=None),
+    "O2": _AmpLevel(torch.float16, keeps_batch_norm=True, keeps_masters=True, scale=None),
+    "O3": _AmpLevel(torch.float16),
+}
+
+
+def _amp_level(config: Config) -> _AmpLevel | None:
+    """The level that is on, if section `amp` is."""
+    amp = config.amp
+    if amp is None or not amp.enabled:
+        return None
+    level = _LEVELS[amp.opt_level]
+
+    def chosen(said: bool | None, own: bool) -> bool:
+        return own if said is None else said
+
+    said = amp.loss_scale
+    return _AmpLevel(
+        cast=_named(amp.cast_model_type) or level.cast,
+        patches=chosen(amp.patch_torch_functions, level.patches),
+        keeps_batch_norm=chosen(amp.keep_batchnorm_fp32, level.keeps_batch_norm),
+        keeps_masters=chosen(amp.master_weights, level.keeps_masters),
+        scale=level.scale if said is None else None if said == "dynamic" else float(said),
+    )
+
+
+def model_dtype(config: Config) -> torch.dtype | None:
+    """The dtype that weights are cast to; None leaves each its own."""
+    if config.fp16.enabled:
+        return torch.float16
+    if config.bf16.enabled:
+        return torch.bfloat16
+    level = _amp_level(config)
+    return level.cast if level else None
+
+
+def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast in the forward pass; None is no autocast."""
+    level, autocast = _amp_level(config), config.torch_autocast
+    if level and level.patches:
+        return torch.float16
+    if autocast is None or not autocast.enabled:
+        return None
+    return _named(autocast.dtype) or torch.get_autocast_dtype(device.type)
+
+
+def casting_of(config: Config, device: torch.device) -> Casting:
+    """What is cast around and inside the forward pass."""
+    level, autocast = _amp_level(config), autocast_dtype(config, device)
+    if level is None or config.amp is None:
+        return Casting(torch.float16 if fp16_casts_inputs(config) else None, None, autocast)
+    outputs = _named(config.amp.cast_model_outputs) or (level.cast and torch.float32)
+    return Casting(level.cast, outputs, autocast)
+
+
+def fp16_casts_inputs(config: Config) -> bool:
+    """Whether floating-point inputs are cast because `fp16.auto_cast` says so."""
+    return config.fp16.enabled and config.fp16.auto_cast
+
+
+# ---- parameters and buffers ----------------------------------------------------------------------
+
+
+def precisions_of(
+    config: Config, model: nn.Module, device: torch.device
+) -> Callable[[nn.Parameter], Precision]:
+    """Say each parameter's dtypes, by the dtype it is given in and the module it belongs to.
+
+    Raises:
+        ConfigError: a class of `lower_precision_safe_modules` cannot be found.
+    """
+    level = _amp_level(config)
+    exact = _own(model, _BATCH_NORMS) if level and level.keeps_batch_norm else set()
+    lowered: set[nn.Parameter] = set()
+    autocast = config.torch_autocast
+    if autocast is not None and autocast.enabled:
+        lowered = _own(model, _safe_classes(config))
+    wire = autocast_dtype(config, device)
+
+    def precision_of(parameter: nn.Parameter) -> Precision:
+        # What is frozen has no gradient to send; it shares a bucket with its neighbours.
+        travels_low = parameter.requires_grad and parameter in lowered
+        return _precision(
+            config,
+            parameter.dtype,
+            None if parameter in exact else model_dtype(config),
+            wire if travels_low else None,
+        )
+
+    return precision_of
+
+
+def _own(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    """The parameters that modules of these classes own themselves."""
+    modules = [module for module in model.modules() if isinstance(module, classes)]
+    return {p for module in modules for p in module._parameters.values() if p is not None}
+
+
+def _precision(
+    config: Config, given: torch.dtype, cast: torch.dtype | None, wire: torch.dtype | None
+) -> Precision:
+    """The dtypes of what was given in `given`, is cast to `cast`, and may travel in `wire`."""
+    compute = cast or given
+    accumulate = _named(config.data_types.grad_accum_dtype) or _sums_of(config, compute)
+    exact = torch.promote_types(given, torch.float32)
+    master, state = given, None
+    if cast is not None:
+        master, state = (exact, None) if _keeps_masters(config) else (compute, exact)
+        if config.bf16.enabled and config.bf16.bf16_optimizer_states:
+            state = torch.bfloat16
+    return Precision(
+        compute=compute,
+        master=master,
+        accumulate=accumulate,
+        reduce=_named(config.communication_data_type) or _narrower(wire, accumulate),
+        state=state,
+    )
+
+
+def _sums_of(config: Config, compute: torch.dtype) -> torch.dtype:
+    """The dtype of sums of gradients where `data_types.grad_accum_dtype` does not name it."""
+    immediate = config.bf16.enabled and config.bf16.immediate_grad_update
+    return torch.promote_types(compute, torch.float32) if immediate else compute
+
+
+def _keeps_masters(config: Config) -> bool:
+    """Whether weights that are cast have fp32 masters beside them."""
+    level = _amp_level(config)
+    if level is not None:
+        return level.keeps_masters
+    if config.fp16.enabled:
+        return not config.fp16.fp16_master_weights_and_grads
+    return not config.bf16.bf16_master_weights_and_grads
+
+
+def _narrower(wire: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    return wire if wire is not None and wire.itemsize < own.itemsize else own
+
+
+def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
+    """The classes of `lower_precision_safe_modules`, imported."""
+    autocast = config.torch_autocast
+    paths = None if autocast is None else autocast.lower_precision_safe_modules
+    if paths is None:
+        return _SAFE
+    classes, faults = [], []
+    for index, path in enumerate(paths):
+        try:
+            found = pkgutil.resolve_name(path)
+            if not (isinstance(found, type) and issubclass(found, nn.Module)):
+                raise TypeError(f"it is a {type(found).__name__} and no class of modules")
+            classes.append(found)
+        except Exception as error:  # whatever the imported module raises
+            message = f'"{path}" cannot be imported: {error}; give "package.module.Class"'
+            faults.append(Fault(f"{_SAFE_PATH}[{index}]", message))
+    if faults:
+        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    return tuple(classes)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRule:
+    """Which dtype each buffer of a model gets."""
+
+    cast: torch.dtype | None
+    kept: re.Pattern[str] | None
+    """Buffers of these full names stay as they are given."""
+    keeps_batch_norm: bool
+
+    def dtype_of(self, name: str, module: nn.Module, buffer: Tensor) -> torch.dtype:
+        """The dtype of a module's buffer of this full name."""
+        stays = (
+            self.cast is None
+            or not buffer.is_floating_point()
+            or (self.kept is not None and self.kept.search(name) is not None)
+            or (self.keeps_batch_norm and isinstance(module, _BATCH_NORMS))
+        )
+        return buffer.dtype if stays or self.cast is None else self.cast
+
+
+def buffer_rule_of(config: Config, model: nn.Module) -> BufferRule:
+    """How buffers are cast."""
+    patterns = config.data_types.keep_in_fp32_modules
+    if patterns == "auto":
+        # Hugging Face's models name the modules that must keep their precision.
+        named = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        lists = [getattr(module, name, None) for module in model.modules() for name in named]
+        patterns = tuple(pattern for found in lists for pattern in found or ())
+    whole_parts = "|".join(rf"(?:^|\.)(?:{pattern})(?:\.|$)" for pattern in patterns)
+    level = _amp_level(config)
+    return BufferRule(
+        _named(config.data_types.buffer_dtype) or model_dtype(config),
+        re.compile(whole_parts) if whole_parts else None,
+        level is not None and level.keeps_batch_norm,
+    )
+
+
+# ---- the loss scale ------------------------------------------------------------------------------
+
+
+def scale_rule_of(config: Config, device: torch.device) -> ScaleRule:
+    """How the loss is scaled: not at all but where something is computed in fp16."""
+    level = _amp_level(config)
+    if level is not None:
+        return _amp_rule(config, level)
+    fp16 = config.fp16
+    if not fp16.enabled and autocast_dtype(config, device) is not torch.float16:
+        return ScaleRule()
+    with_zero = config.zero_optimization.stage > 0
+    return ScaleRule(
+        initial=float(fp16.loss_scale) or 2.0**fp16.initial_scale_power,
+        dynamic=fp16.loss_scale == 0,
+        window=fp16.loss_scale_window,
+        minimum=fp16.min_loss_scale,
+        hysteresis=fp16.hysteresis if with_zero else 1,
+        consecutive_hysteresis=fp16.consecutive_hysteresis and with_zero,
+        ends_at_floor=with_zero,
+    )
+
+
+def _amp_rule(config: Config, level: _AmpLevel) -> ScaleRule:
+    if level.scale is not None or config.amp is None:
+        return ScaleRule(initial=level.scale or 1.0)
+    low, high = config.amp.min_loss_scale or _NO_FLOOR, config.amp.max_loss_scale
+    return ScaleRule(
+        initial=max(low, min(_AMP_SCALE, high)),
+        dynamic=True,
+        window=_AMP_WINDOW,
+        minimum=low,
+        hysteresis=1,
+        ends_at_floor=False,
+        maximum=high,
+    )
+
+
+def skips_overflow(config: Config, device: torch.device) -> bool:
+    """Whether an update whose gradients are not finite is skipped."""
+    level = _amp_level(config)
+    if level is not None:
+        return level.uses_fp16 or level.scale is None
+    return (
+        config.fp16.enabled
+        or autocast_dtype(config, device) is torch.float16
+        or (config.bf16.enabled and config.bf16.check_grad_overflow)
+    )
+
+
+# ---- what is worth telling -----------------------------------------------------------------------
+
+
+def tell_bf16_weights(config: Config, model: nn.Module) -> None:
+    """Warn where weights that were given in bf16 are to be trained in fp16."""
+    if not config.fp16.enabled and model_dtype(config) is not torch.float16:
+        return
+    born = [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16]
+    if born:
+        _log.warning(
+            "%d parameters, the first of them %s, were given in bfloat16 and are to be trained in"
+            " float16, which ends at 65504 where bfloat16 goes to 3e38: expect overflows. Train in"
+            " bf16 (bf16.enabled true, fp16.enabled false), or load the weights in float32.",
+            len(born),
+            born[0],
+        )
