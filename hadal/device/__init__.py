@@ -7,13 +7,26 @@ from hadal.device.accelerator import (
     synchronize,
 )
 from hadal.device.compiler import spared_import
-from hadal.device.kernels import AdamRule, fused_adam_
+from hadal.device.kernels import (
+    AdagradRule,
+    AdamRule,
+    SgdRule,
+    fused_adagrad_,
+    fused_adam_,
+    fused_sgd_,
+    has_fused_kernels,
+)
 
 __all__ = [
+    "AdagradRule",
     "AdamRule",
+    "SgdRule",
     "collective_backend",
     "current_device",
+    "fused_adagrad_",
     "fused_adam_",
+    "fused_sgd_",
+    "has_fused_kernels",
     "rank_device",
     "spared_import",
     "synchronize",

@@ -1,4 +1,11 @@
-"""torch's own fused kernels that have no public name yet, each behind one function with a test."""
+"""torch's own fused kernels that have no public name yet, each behind one function with a test.
+
+All tensors of a call are 1-D, of one dtype and length, on one device. `divisor` is a float32 scalar
+tensor there by which the gradient is divided first; the gradient is then overwritten with the
+quotient. A `step` is a float32 scalar tensor that already counts this update and is not changed, so
+that one update can be made in several blocks. The arithmetic is done in float32 where the tensors
+have 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 
 class AdamRule(NamedTuple):
@@ -20,6 +28,32 @@ class AdamRule(NamedTuple):
     maximize: bool = False
 
 
+class SgdRule(NamedTuple):
+    """The numbers of one SGD update, as torch.optim's param groups hold them."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+
+class AdagradRule(NamedTuple):
+    """The numbers of one Adagrad update, as torch.optim's param groups hold them."""
+
+    lr: float
+    lr_decay: float
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+
+
+def has_fused_kernels(device: torch.device) -> bool:
+    """Whether torch has the kernels below for this kind of device."""
+    return device.type in _get_fused_kernels_supported_devices()
+
+
 def fused_adam_(
     parameter: Tensor,
     gradient: Tensor,
@@ -27,12 +61,11 @@ def fused_adam_(
     max_second_moment: Tensor | None,
     step: Tensor,
     rule: AdamRule,
+    divisor: Tensor | None = None,
 ) -> None:
     """One Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update in place, one kernel.
 
-    All tensors are 1-D, of one dtype and length, on one device. `step` is a float32 scalar tensor
-    that already counts this update. It is not changed here, so that one update can be made in
-    several blocks.
+    With an infinite `step` the moments are not corrected: b^inf is 0, so 1 - b^inf is exactly 1.
     """
     kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     kernel(
@@ -49,4 +82,56 @@ def fused_adam_(
         eps=rule.eps,
         amsgrad=max_second_moment is not None,
         maximize=rule.maximize,
+        grad_scale=divisor,
+    )
+
+
+def fused_sgd_(
+    parameter: Tensor,
+    gradient: Tensor,
+    momentum: Tensor | None,
+    rule: SgdRule,
+    *,
+    is_first: bool,
+    divisor: Tensor | None = None,
+) -> None:
+    """One SGD update in place, with momentum (Sutskever 2013) where there is some, one kernel.
+
+    In the first update the momentum becomes the gradient, whatever it held.
+    """
+    torch._fused_sgd_(
+        [parameter],
+        [gradient],
+        [] if momentum is None else [momentum],
+        weight_decay=rule.weight_decay,
+        momentum=rule.momentum,
+        lr=rule.lr,
+        dampening=rule.dampening,
+        nesterov=rule.nesterov,
+        maximize=rule.maximize,
+        is_first_step=is_first,
+        grad_scale=divisor,
+    )
+
+
+def fused_adagrad_(
+    parameter: Tensor,
+    gradient: Tensor,
+    square_sum: Tensor,
+    step: Tensor,
+    rule: AdagradRule,
+    divisor: Tensor | None = None,
+) -> None:
+    """One Adagrad (Duchi 2011) update in place, one kernel."""
+    torch._fused_adagrad_(
+        [parameter],
+        [gradient],
+        [square_sum],
+        [step],
+        lr=rule.lr,
+        lr_decay=rule.lr_decay,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        maximize=rule.maximize,
+        grad_scale=divisor,
     )

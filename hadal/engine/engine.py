@@ -21,8 +21,8 @@ from hadal.engine.loader import ShardedLoader
 from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
 from hadal.errors import CheckpointError, HadalError, LossError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
+from hadal.optim.norm import clip_coefficient, global_norm
 from hadal.optim.overflow import first_overflow
-from hadal.optim.step import clip_coefficient, global_norm
 from hadal.zero import access
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.device import spared_import
+from hadal.device import current_device, spared_import
 from hadal.errors import OptimizerError
+from hadal.optim.fused import UncorrectedAdam
+from hadal.optim.lion import Lion
 
 # Their update of one element looks at that element's gradient and state alone, so cutting a tensor
 # anywhere changes nothing. Subclasses are not trusted: they may have overridden the update.
@@ -29,14 +31,24 @@ _ELEMENTWISE = frozenset(
         torch.optim.RMSprop,
         torch.optim.Rprop,
         torch.optim.SGD,
+        Lion,
+        UncorrectedAdam,
     }
 )
 _REFUSED = {
     "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
 }
-# Keys of the `optimizer` section that steer the choice and are no argument of torch's classes.
-_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")
+_ADAM = ("Adam", "AdamW")
+# Types that are no class of torch.optim.
+_OWN: Mapping[str, type[Optimizer]] = {"Lion": Lion}
+# Keys of the `optimizer` section that are no argument: they steer the choice of a class, or say
+# what is so here anyway.
+_SWITCHES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_ADAM, ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")),
+    "Adagrad": ("amsgrad",),
+    "Lion": ("set_grad_none",),
+}
 
 
 def build_optimizer(
@@ -50,20 +62,8 @@ def build_optimizer(
         OptimizerError: no such optimizer, one that cannot work here, or arguments it does not take.
     """
     arguments = dict(params)
-    name = kind
-    if kind in ("Adam", "AdamW"):
-        switches = {key: arguments.pop(key, None) for key in _ADAM_SWITCHES}
-        name = "Adam" if kind == "Adam" and switches["adam_w_mode"] is False else "AdamW"
-        if not switches["torch_adam"]:
-            arguments.setdefault("weight_decay", 0.0)
-    made = getattr(torch.optim, name, None)
-    if not (inspect.isclass(made) and issubclass(made, Optimizer)) or made is Optimizer:
-        known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise OptimizerError(
-            f"optimizer.type {kind!r} is neither known here nor a class of torch.optim{hint}"
-        )
+    switches = {key: arguments.pop(key, None) for key in _SWITCHES.get(kind, ())}
+    made = _class_of_adam(kind, switches, arguments) if kind in _ADAM else _class_named(kind)
     refuse_unusable(made)
     try:
         inspect.signature(made).bind(groups, **arguments)
@@ -77,6 +77,36 @@ def build_optimizer(
     except (TypeError, ValueError) as error:
         raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
     return optimizer
+
+
+def _class_of_adam(
+    kind: str, switches: Mapping[str, Any], arguments: dict[str, Any]
+) -> type[Optimizer]:
+    """The class that the switches of Adam and AdamW choose; completes its arguments."""
+    if not switches["torch_adam"]:
+        arguments.setdefault("weight_decay", 0.0)
+    if arguments.get("capturable") and current_device().type == "cpu":
+        raise OptimizerError(
+            "optimizer.params.capturable is for updates that an accelerator records and replays;"
+            " this process computes on a CPU: leave it out"
+        )
+    decoupled = kind == "AdamW" or switches["adam_w_mode"] is not False
+    if switches["bias_correction"] is False:
+        arguments["decoupled_weight_decay"] = decoupled
+        return UncorrectedAdam
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
+
+
+def _class_named(kind: str) -> type[Optimizer]:
+    made = _OWN.get(kind) or getattr(torch.optim, kind, None)
+    if inspect.isclass(made) and issubclass(made, Optimizer) and made is not Optimizer:
+        return made
+    known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
+    near = difflib.get_close_matches(kind, [*known, *_OWN], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise OptimizerError(
+        f"optimizer.type {kind!r} is neither known here nor a class of torch.optim{hint}"
+    )
 
 
 def refuse_unusable(kind: type[Optimizer]) -> None:

@@ -1,61 +1,33 @@
-"""One update: a norm over the shards, one multiply, the optimizer, and the weights written back."""
+"""Elementwise optimizers on flat cuts of the master: each byte is read and written once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm import Ranks
-from hadal.comm.collectives import Pending, slice_of, sum_
-from hadal.device import AdamRule, fused_adam_
+from hadal.comm.collectives import Pending
+from hadal.device import has_fused_kernels
 from hadal.errors import OptimizerError
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
+from hadal.optim.fused import BEGINNERS
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Run
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
 # in float32 stays in the cache between these, on an accelerator enough to keep it busy.
-_CPU_BLOCK_NUMEL = 1 << 18
+_CPU_BLOCK_NUMEL = 1 << 19
 _ACCELERATOR_BLOCK_NUMEL = 1 << 25
-# Squares summed in float32 at a time; the blocks' sums are added in float64, which keeps digits.
-_CPU_NORM_NUMEL = 1 << 16
 
 
 def block_numel(device: torch.device) -> int:
     """How many elements are worked on at a time."""
     return _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
-
-
-def global_norm(gradients: Sequence[Gradients], ranks: Ranks) -> float:
-    """The L2 norm of all mean gradients, each counted once; one small sum over the ranks."""
-    total = torch.zeros((), dtype=torch.float64)
-    for one in gradients:
-        # Where the mean is whole on every rank, each rank counts its even cut of it.
-        cut = one.bucket.partition.optimizer
-        mine = one.mean if cut else slice_of(one.mean, ranks.rank, ranks)
-        total += _square_sum(mine)
-    sum_(total, ranks, "the sum of the gradient norm")
-    return math.sqrt(float(total))
-
-
-def _square_sum(values: Tensor) -> float:
-    exact = torch.promote_types(values.dtype, torch.float32)
-    total = 0.0
-    step = _CPU_NORM_NUMEL if values.device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
-    for start in range(0, values.numel(), step):
-        block = values[start : start + step].to(exact)
-        total += float(torch.dot(block, block))
-    return total
-
-
-def clip_coefficient(norm: float, limit: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `limit` (0: no limit)."""
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
 class Stepper(Protocol):
@@ -101,67 +73,53 @@ class FlatStepper:
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
-        if _is_plain_adam(self._optimizer):
-            self._step_in_blocks(multiplier)
-        else:
+        begin = _beginner_of(self._optimizer, self._gradients)
+        if begin is None:
+            refuse_other_state_dtype(self._optimizer, self._gradients)
             self._step_at_once(multiplier)
+        else:
+            self._step_in_blocks(begin, multiplier)
 
-    def _step_in_blocks(self, multiplier: float) -> None:
-        """Adam, a cache-sized block at a time: every byte is read and written once."""
+    def _step_in_blocks(self, begin: Beginner, multiplier: float) -> None:
+        """Cast, scale, step and write back a cache-sized block at a time."""
         refreshing: list[Pending] = []
+        desk = _Desk(self._gradients[0].bucket.device, multiplier)
         for one in self._gradients:
             for piece in self._pieces[one]:
-                self._step_piece(one, piece, multiplier)
+                self._step_piece(one, piece, begin, desk)
             append(refreshing, one.bucket.start_refresh())
         # A scheduler that was made by torch asks whether the optimizer has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         wait_all(refreshing)
 
-    def _step_piece(self, one: Gradients, piece: _Piece, multiplier: float) -> None:
-        group = self._optimizer.param_groups[piece.group]
-        values = piece.values.detach()
-        moments, largest, count = self._adam_state(piece, values, bool(group["amsgrad"]))
-        count += 1
-        rule = _adam_rule(self._optimizer, group)
-        mean = one.mean[piece.start : piece.stop]
-        step = min(block_numel(values.device), values.numel())
-        gradient = torch.empty(step, dtype=values.dtype, device=values.device)
-        for start in range(0, values.numel(), step):
-            stop = min(start + step, values.numel())
-            block = gradient[: stop - start]
-            block.copy_(mean[start:stop])
-            if multiplier != 1.0:
-                block.mul_(multiplier)
-            fused_adam_(
-                values[start:stop],
-                block,
-                (moments[0][start:stop], moments[1][start:stop]),
-                None if largest is None else largest[start:stop],
-                count,
-                rule,
-            )
-            one.bucket.write_back(piece.start + start, piece.start + stop)
+    def _step_piece(self, one: Gradients, piece: _Piece, begin: Beginner, desk: _Desk) -> None:
+        values, bucket = piece.values.detach(), one.bucket
 
-    def _adam_state(
-        self, piece: _Piece, values: Tensor, amsgrad: bool
-    ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor]:
-        """Adam's state of one piece, under torch.optim's own names, made on first use."""
-        state = self._optimizer.state[piece.values]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=values.device)
-            state["exp_avg"] = torch.zeros_like(values)
-            state["exp_avg_sq"] = torch.zeros_like(values)
-            if amsgrad:
-                state["max_exp_avg_sq"] = torch.zeros_like(values)
-        largest = state["max_exp_avg_sq"] if amsgrad else None
-        return (state["exp_avg"], state["exp_avg_sq"]), largest, state["step"]
+        def zeros() -> Tensor:
+            return torch.zeros_like(values, dtype=bucket.precision.state_dtype)
+
+        group = self._optimizer.param_groups[piece.group]
+        update = begin(group, self._optimizer.state[piece.values], zeros)
+        runs = (one.mean[piece.start : piece.stop], values, *update.state)
+        exact = reduce(torch.promote_types, [run.dtype for run in runs])
+        start = piece.start
+        for given, *owned in zip(*(run.split(desk.numel) for run in runs), strict=True):
+            gradient, divisor = desk.lay_gradient(given, exact)
+            work = [desk.lay(place, block, exact) for place, block in enumerate(owned)]
+            update.apply(work[0], gradient, work[1:], divisor)
+            for block, laid in zip(owned, work, strict=True):
+                if laid is not block:
+                    block.copy_(laid)
+            bucket.write_back(start, start + given.numel())
+            start += given.numel()
 
     def _step_at_once(self, multiplier: float) -> None:
-        """Any other elementwise optimizer: its own `step`, once, on all pieces."""
+        """Whatever does not step in blocks: its own `step`, once, on all pieces."""
         for one in self._gradients:
             for piece in self._pieces[one]:
-                mean = one.mean[piece.start : piece.stop]
-                piece.values.grad = mean.to(piece.values.dtype, copy=True).mul_(multiplier)
+                gradient = one.mean[piece.start : piece.stop].to(piece.values.dtype)
+                # The mean itself may be scaled: it is not read again.
+                piece.values.grad = gradient if multiplier == 1.0 else gradient.mul_(multiplier)
         self._optimizer.step()
         refreshing: list[Pending] = []
         for one in self._gradients:
@@ -170,6 +128,71 @@ class FlatStepper:
                 one.bucket.write_back(piece.start, piece.stop)
             append(refreshing, one.bucket.start_refresh())
         wait_all(refreshing)
+
+
+class _Desk:
+    """Where the blocks of one update are worked on: a buffer for each that must be cast."""
+
+    def __init__(self, device: torch.device, multiplier: float) -> None:
+        self.numel = block_numel(device)
+        self._device = device
+        self._multiplier = multiplier
+        # 0 stands for a gradient that is infinite: x / inf is what x * 0 is.
+        inverse = 1 / multiplier if multiplier else float("inf")
+        self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def lay(self, place: int, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block in `dtype`: itself, or a copy that lasts until the next of this place."""
+        if block.dtype == dtype:
+            return block
+        buffer = self._buffers.get((place, dtype))
+        if buffer is None or buffer.numel() < block.numel():
+            buffer = torch.empty(block.numel(), dtype=dtype, device=self._device)
+            self._buffers[place, dtype] = buffer
+        return buffer[: block.numel()].copy_(block)
+
+    def lay_gradient(self, block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """A gradient in `dtype`, and what it is still to be divided by."""
+        laid = self.lay(-1, block, dtype)
+        if self._multiplier == 1.0:
+            return laid, None
+        if dtype == torch.float64:
+            # A divisor of float32 would be too coarse.
+            return laid.mul_(self._multiplier), None
+        return laid, self._divisor
+
+
+def refuse_other_state_dtype(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
+    """Raise `OptimizerError` where state should not be kept in the master's dtype, but must be."""
+    for one in gradients:
+        precision = one.bucket.precision
+        if precision.state_dtype != precision.master:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps its state in the dtype of the master"
+                f" ({precision.master}), and the configuration asks for {precision.state_dtype};"
+                " choose Adam, AdamW, Lion, Adagrad or SGD (without step hooks, and without"
+                " foreach, capturable or differentiable), or one dtype for both"
+            )
+
+
+def _beginner_of(optimizer: Optimizer, gradients: Sequence[Gradients]) -> Beginner | None:
+    """What steps this optimizer in blocks, if that does exactly what its own step would do."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    if isinstance(optimizer, ElementwiseOptimizer):
+        return optimizer.begin
+    begin = BEGINNERS.get(type(optimizer))
+    fits = all(_is_fused(group) for group in optimizer.param_groups)
+    has_kernels = all(has_fused_kernels(one.bucket.device) for one in gradients)
+    return begin if fits and has_kernels else None
+
+
+def _is_fused(group: dict[str, Any]) -> bool:
+    """Whether a group asks for no other implementation than torch's fused one."""
+    if group.get("differentiable") or group.get("capturable"):
+        return False
+    return bool(group.get("fused")) or (group.get("fused") is None and not group.get("foreach"))
 
 
 def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor) -> dict[str, Any]:
@@ -187,7 +210,8 @@ def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor
             # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
             fits = isinstance(value, Tensor) and tuple(value.shape) == slot.shape
             if fits and key != "step":
-                whole = state.setdefault(key, torch.zeros_like(values, dtype=value.dtype))
+                dtype = bucket.precision.state_dtype if value.is_floating_point() else value.dtype
+                whole = state.setdefault(key, torch.zeros_like(values, dtype=dtype))
                 cut = value.detach().reshape(-1)[part.start : part.start + part.numel]
                 whole[part.offset : part.offset + part.numel].copy_(cut)
             elif key not in state:
@@ -199,31 +223,6 @@ def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor
                     " parameters of one group are stepped together. Give a fresh optimizer."
                 )
     return state
-
-
-def _is_plain_adam(optimizer: Optimizer) -> bool:
-    """Whether torch's fused kernel does exactly what this optimizer's own step would do."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return False
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    unusual = any(
-        group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups
-    )
-    return not hooked and not unusual
-
-
-def _adam_rule(optimizer: Optimizer, group: dict[str, object]) -> AdamRule:
-    beta1, beta2 = group["betas"]  # type: ignore[misc]
-    decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-    return AdamRule(
-        lr=float(group["lr"]),  # type: ignore[arg-type]
-        beta1=float(beta1),  # type: ignore[has-type]
-        beta2=float(beta2),  # type: ignore[has-type]
-        eps=float(group["eps"]),  # type: ignore[arg-type]
-        weight_decay=float(group["weight_decay"]),  # type: ignore[arg-type]
-        decoupled=decoupled,
-        maximize=bool(group["maximize"]),
-    )
 
 
 def append(pendings: list[Pending], pending: Pending | None) -> None:

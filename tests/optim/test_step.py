@@ -15,7 +15,8 @@ from torch import nn
 
 from hadal import comm
 from hadal.errors import OptimizerError
-from hadal.optim.step import FlatStepper, block_numel, check_groups, clip_coefficient
+from hadal.optim.norm import clip_coefficient
+from hadal.optim.step import FlatStepper, block_numel, check_groups
 from hadal.optim.whole import WholeStepper
 
 UPDATES = 4

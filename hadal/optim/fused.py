@@ -1,0 +1,158 @@
+"""torch's elementwise optimizers in blocks: its fused kernels, with the state its classes keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.device import (
+    AdagradRule,
+    AdamRule,
+    SgdRule,
+    fused_adagrad_,
+    fused_adam_,
+    fused_sgd_,
+)
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Group, State, Update, Zeros
+
+
+def begin_adam(
+    group: Group, state: State, zeros: Zeros, *, decoupled: bool, corrected: bool = True
+) -> Update:
+    """Begin an update of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019)."""
+    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+    for name in names:
+        if name not in state:
+            state[name] = zeros()
+    count = _counted(state, state["exp_avg"].device)
+    if not corrected:
+        # After endless updates there is nothing left to correct.
+        count = torch.full_like(count, math.inf)
+    beta1, beta2 = group["betas"]
+    rule = AdamRule(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=decoupled,
+        maximize=bool(group["maximize"]),
+    )
+
+    def apply(
+        values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
+    ) -> None:
+        largest = owned[2] if len(owned) == 3 else None
+        fused_adam_(values, gradient, (owned[0], owned[1]), largest, count, rule, divisor)
+
+    return Update(tuple(state[name] for name in names), apply)
+
+
+def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
+    """Begin an update of SGD, with the momentum of Sutskever et al. 2013 where there is some."""
+    rule = SgdRule(
+        lr=float(group["lr"]),
+        momentum=float(group["momentum"]),
+        dampening=float(group["dampening"]),
+        weight_decay=float(group["weight_decay"]),
+        nesterov=bool(group["nesterov"]),
+        maximize=bool(group["maximize"]),
+    )
+    is_first = state.get("momentum_buffer") is None
+    if rule.momentum and is_first:
+        state["momentum_buffer"] = zeros()
+
+    def apply(
+        values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
+    ) -> None:
+        momentum = owned[0] if owned else None
+        fused_sgd_(values, gradient, momentum, rule, is_first=is_first, divisor=divisor)
+
+    return Update((state["momentum_buffer"],) if rule.momentum else (), apply)
+
+
+def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:
+    """Begin an update of Adagrad (Duchi et al. 2011)."""
+    if "sum" not in state:
+        state["sum"] = zeros().fill_(group["initial_accumulator_value"])
+    count = _counted(state, state["sum"].device)
+    rule = AdagradRule(
+        lr=float(group["lr"]),
+        lr_decay=float(group["lr_decay"]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )
+
+    def apply(
+        values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
+    ) -> None:
+        fused_adagrad_(values, gradient, owned[0], count, rule, divisor)
+
+    return Update((state["sum"],), apply)
+
+
+def _counted(state: State, device: torch.device) -> Tensor:
+    """The number of this update, where the kernels want it."""
+    count = state.get("step", 0)
+    if not isinstance(count, Tensor):
+        count = torch.tensor(float(count))
+    state["step"] = count.to(device, torch.float32)
+    state["step"] += 1
+    counted: Tensor = state["step"]
+    return counted
+
+
+def _begin_torch_adam(group: Group, state: State, zeros: Zeros) -> Update:
+    decoupled = bool(group.get("decoupled_weight_decay"))
+    return begin_adam(group, state, zeros, decoupled=decoupled)
+
+
+BEGINNERS: Mapping[type[Optimizer], Beginner] = {
+    torch.optim.Adam: _begin_torch_adam,
+    torch.optim.AdamW: partial(begin_adam, decoupled=True),
+    torch.optim.Adagrad: begin_adagrad,
+    torch.optim.SGD: begin_sgd,
+}
+
+
+class UncorrectedAdam(ElementwiseOptimizer):
+    """Adam or AdamW whose moments are used as they are, not divided by 1 - beta^t.
+
+    Param groups and state have the names that torch.optim.Adam gives them.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        torch.optim.Adam([torch.zeros(1)], **settings)  # it checks the numbers
+        super().__init__(params, settings)
+
+    def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
+        """Begin an update of one run."""
+        decoupled = bool(group["decoupled_weight_decay"])
+        return begin_adam(group, state, zeros, decoupled=decoupled, corrected=False)
