@@ -16,6 +16,10 @@ LR = "Learning rate."
 BETAS = "Decay of the first and of the second moment, per update."
 EPS = "Added to the denominator."
 DECAY = "Weight decay."
+_SET_GRAD_NONE = (
+    "Whether gradients are dropped after the update or filled with zeros. They are taken out of "
+    "`.grad` as backward brings them, so none are left to be filled."
+)
 
 
 class AdamParams(Section):
@@ -28,24 +32,48 @@ class AdamParams(Section):
         0.0, "Weight decay: decoupled, or an L2 term where `adam_w_mode` is false.", ge=0
     )
     bias_correction: Boolean = key(
-        True, "Divide the moments by what they lack in early updates.", mark=UNBUILT
+        True,
+        "Divide the moments by what they lack in early updates (1 - beta^t). torch's own classes "
+        "always do, so false is refused beside `torch_adam`.",
     )
-    torch_adam: Boolean = key(False, "Use torch's own class; here it is always used.")
+    torch_adam: Boolean = key(
+        False,
+        "Speak to torch's class as torch does: AdamW decays by 0.01 where `weight_decay` is "
+        "absent, and torch's keywords are taken. The numbers are the same either way.",
+    )
     adam_w_mode: Boolean = key(
-        True, "Decouple the weight decay. Type Adam is AdamW unless this is false."
+        True,
+        "Decouple the weight decay. Type Adam is AdamW unless this is false; type AdamW always "
+        "decouples.",
     )
     amsgrad: Boolean = key(False, "Divide by the largest second moment seen so far.")
-    set_grad_none: Boolean = key(
-        True, "Drop gradients after the update, or fill them with zeros.", mark=NO_EFFECT
-    )
+    set_grad_none: Boolean = key(True, _SET_GRAD_NONE, mark=NO_EFFECT)
     fp32_optimizer_states: Boolean = key(
         True, "On the CPU, keep the moments in fp32.", mark=UNBUILT
     )
-    foreach: Boolean | None = key(None, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
-    fused: Boolean | None = key(None, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
-    maximize: Boolean = key(False, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
-    capturable: Boolean = key(False, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
-    differentiable: Boolean = key(False, "torch's keyword; needs `torch_adam`.", mark=UNBUILT)
+    foreach: Boolean | None = key(
+        None,
+        "torch's keyword; needs `torch_adam`. True steps with torch's foreach implementation, "
+        "all tensors of a rank at once, instead of its fused one, block by block.",
+    )
+    fused: Boolean | None = key(
+        None,
+        "torch's keyword; needs `torch_adam`. False steps with an implementation of torch's that "
+        "is not fused, all tensors of a rank at once; the fused one is used otherwise.",
+    )
+    maximize: Boolean = key(
+        False, "torch's keyword; needs `torch_adam`. Go up the gradient instead of down."
+    )
+    capturable: Boolean = key(
+        False,
+        "torch's keyword; needs `torch_adam`. Step with torch's own implementation that an "
+        "accelerator can record; refused where the process computes on a CPU.",
+    )
+    differentiable: Boolean = key(
+        False,
+        "torch's keyword; needs `torch_adam`. True is refused: nothing can be differentiated "
+        "through the update of an engine.",
+    )
 
 
 class AdagradParams(Section):
@@ -54,8 +82,12 @@ class AdagradParams(Section):
     lr: Number = key(0.01, LR, ge=0)
     eps: Number = key(1e-10, EPS, gt=0)
     weight_decay: Number = key(0, "Weight decay, an L2 term.", ge=0)
-    amsgrad: Boolean = key(False, "Taken for symmetry with Adam.", mark=NO_EFFECT)
-    lr_decay: Number = key(0, "Decay of the learning rate per update.", ge=0)
+    amsgrad: Boolean = key(
+        False,
+        "Taken where configurations of Adam are reused; Adagrad has no such thing.",
+        mark=NO_EFFECT,
+    )
+    lr_decay: Number = key(0, "Update number t steps by lr / (1 + (t - 1) * lr_decay).", ge=0)
     initial_accumulator_value: Number = key(0, "Where the sums of squares start.", ge=0)
     fp32_optimizer_states: Boolean = key(True, "On the CPU, keep the sums in fp32.", mark=UNBUILT)
 
@@ -79,9 +111,11 @@ class LionParams(Section):
 
     lr: Number = key(1e-3, LR, ge=0)
     betas: Betas = key((0.9, 0.999), "Interpolation of the update, and decay of the momentum.")
-    weight_decay: Number = key(0.0, DECAY, ge=0)
-    set_grad_none: Boolean = key(True, "Drop gradients after the update.")
-    fp32_optimizer_states: Boolean = key(True, "On the CPU, keep the momentum in fp32.")
+    weight_decay: Number = key(0.0, "Weight decay, decoupled.", ge=0)
+    set_grad_none: Boolean = key(True, _SET_GRAD_NONE, mark=NO_EFFECT)
+    fp32_optimizer_states: Boolean = key(
+        True, "On the CPU, keep the momentum in fp32.", mark=UNBUILT
+    )
 
 
 class MuonParams(Section):

@@ -36,7 +36,7 @@ from hadal.config.plain import plain
 from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
 from hadal.config.quantize_training import QuantizeTraining
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import UNBUILT, UNBUILT_WHERE_USED, key, section
+from hadal.config.section import NO_EFFECT, UNBUILT, UNBUILT_WHERE_USED, key, section
 from hadal.config.sparse_attention import SparseAttention
 from hadal.config.tensor_parallel import TensorParallel
 from hadal.config.tensorboard import TensorBoard
@@ -59,10 +59,17 @@ class General(Batch, Communication):
         1.0, "Largest norm of the whole gradient; 0 does not clip.", ge=0
     )
     zero_allow_untested_optimizer: Boolean = key(
-        False, "Let ZeRO shard an optimizer that was not tested with it. Any may be sharded here."
+        False,
+        "Let ZeRO shard an optimizer that was not tested with it. Nothing needs to be allowed: "
+        "what steps element by element steps shards, and every other optimizer gets its "
+        "parameters whole, so each is exact at every stage.",
+        mark=NO_EFFECT,
     )
     zero_force_ds_cpu_optimizer: Boolean = key(
-        True, "Insist on an own optimizer where state is offloaded. Never insisted on here."
+        True,
+        "Insist on an own optimizer where state is offloaded. It is never insisted on: the "
+        "program's optimizer is as good as one that the configuration names.",
+        mark=NO_EFFECT,
     )
     steps_per_print: Annotated[
         Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)

@@ -172,7 +172,7 @@ def refuse_other_state_dtype(optimizer: Optimizer, gradients: Sequence[Gradients
                 f"{type(optimizer).__name__} keeps its state in the dtype of the master"
                 f" ({precision.master}), and the configuration asks for {precision.state_dtype};"
                 " choose Adam, AdamW, Lion, Adagrad or SGD (without step hooks, and without"
-                " foreach, capturable or differentiable), or one dtype for both"
+                " foreach or capturable), or one dtype for both"
             )
 
 
@@ -190,7 +190,7 @@ def _beginner_of(optimizer: Optimizer, gradients: Sequence[Gradients]) -> Beginn
 
 def _is_fused(group: dict[str, Any]) -> bool:
     """Whether a group asks for no other implementation than torch's fused one."""
-    if group.get("differentiable") or group.get("capturable"):
+    if group.get("capturable"):
         return False
     return bool(group.get("fused")) or (group.get("fused") is None and not group.get("foreach"))
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from hadal.errors import OptimizerError
 from hadal.optim.build import is_elementwise, refuse_unusable
-from hadal.optim.step import FlatStepper, Stepper
+from hadal.optim.step import FlatStepper, Stepper, refuse_other_state_dtype
 from hadal.optim.whole import WholeStepper
 from hadal.zero.gradients import Gradients
 
@@ -29,6 +30,12 @@ def build_stepper(
         OptimizerError: the optimizer cannot work with reduced gradients, or its state does not fit.
     """
     refuse_unusable(type(optimizer))
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerError(
+            f"{type(optimizer).__name__}(differentiable=True) cannot be used: nothing can be"
+            " differentiated through the update of an engine; leave it out"
+        )
     if is_elementwise(optimizer):
         return FlatStepper(optimizer, gradients)
+    refuse_other_state_dtype(optimizer, gradients)
     return WholeStepper(optimizer, gradients, parameters)

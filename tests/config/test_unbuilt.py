@@ -89,10 +89,12 @@ BUILT = [
     {"bf16": {"enabled": True, "check_grad_overflow": False}},
     {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "amsgrad": True}}},
     {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
+    {"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}},
+    {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "maximize": True}}},
     {"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}},
+    {"optimizer": {"type": "LION", "params": {"weight_decay": 0.1}}},
     with_zero(stage=3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0),
     {"dump_state": True, "log_level": "INFO", "dataloader_drop_last": True, "steps_per_print": 1},
-    {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
     {"vocabulary_size": 104, "sequence_parallel_size": 1},
 ]
 

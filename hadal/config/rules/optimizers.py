@@ -45,6 +45,16 @@ def _torch_keywords(config: Config) -> Iterator[Fault]:
         return
     params = config.optimizer.params
     if params.get("torch_adam"):
+        if params.get("bias_correction") is False:
+            yield Fault(
+                "optimizer.params.bias_correction",
+                "torch's own classes always correct; leave torch_adam out",
+            )
+        if params.get("differentiable"):
+            yield Fault(
+                "optimizer.params.differentiable",
+                "nothing can be differentiated through the update of an engine; leave it out",
+            )
         return
     for name in _TORCH_ONLY:
         if name in params:
