@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from annotated_types import Ge, Lt
 from pydantic import BeforeValidator, ConfigDict
 
-from hadal.config.section import NO_EFFECT, UNBUILT, Section, key
+from hadal.config.section import NO_EFFECT, Section, key
 from hadal.config.values import Boolean, Integer, Number, lowered
 
 _Decay: TypeAlias = Annotated[Number, Ge(0), Lt(1)]
@@ -16,6 +16,11 @@ LR = "Learning rate."
 BETAS = "Decay of the first and of the second moment, per update."
 EPS = "Added to the denominator."
 DECAY = "Weight decay."
+_FP32_STATES = (
+    "Where masters have 16 bits, keep what the optimizer remembers in fp32 all the same; false: in "
+    "the masters' dtype. Beside fp32 masters it is fp32 either way. `bf16.bf16_optimizer_states` "
+    "goes before this key."
+)
 _SET_GRAD_NONE = (
     "Whether gradients are dropped after the update or filled with zeros. They are taken out of "
     "`.grad` as backward brings them, so none are left to be filled."
@@ -48,9 +53,7 @@ class AdamParams(Section):
     )
     amsgrad: Boolean = key(False, "Divide by the largest second moment seen so far.")
     set_grad_none: Boolean = key(True, _SET_GRAD_NONE, mark=NO_EFFECT)
-    fp32_optimizer_states: Boolean = key(
-        True, "On the CPU, keep the moments in fp32.", mark=UNBUILT
-    )
+    fp32_optimizer_states: Boolean = key(True, _FP32_STATES)
     foreach: Boolean | None = key(
         None,
         "torch's keyword; needs `torch_adam`. True steps with torch's foreach implementation, "
@@ -89,7 +92,7 @@ class AdagradParams(Section):
     )
     lr_decay: Number = key(0, "Update number t steps by lr / (1 + (t - 1) * lr_decay).", ge=0)
     initial_accumulator_value: Number = key(0, "Where the sums of squares start.", ge=0)
-    fp32_optimizer_states: Boolean = key(True, "On the CPU, keep the sums in fp32.", mark=UNBUILT)
+    fp32_optimizer_states: Boolean = key(True, _FP32_STATES)
 
 
 class LambParams(Section):
@@ -113,9 +116,7 @@ class LionParams(Section):
     betas: Betas = key((0.9, 0.999), "Interpolation of the update, and decay of the momentum.")
     weight_decay: Number = key(0.0, "Weight decay, decoupled.", ge=0)
     set_grad_none: Boolean = key(True, _SET_GRAD_NONE, mark=NO_EFFECT)
-    fp32_optimizer_states: Boolean = key(
-        True, "On the CPU, keep the momentum in fp32.", mark=UNBUILT
-    )
+    fp32_optimizer_states: Boolean = key(True, _FP32_STATES)
 
 
 class MuonParams(Section):

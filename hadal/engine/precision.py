@@ -131,6 +131,11 @@ def precisions_of(
     if autocast is not None and autocast.enabled:
         lowered = _own(model, _safe_classes(config))
     wire = autocast_dtype(config, device)
+    if _exact_state(config) and config.bf16.enabled and config.bf16.bf16_optimizer_states:
+        _log.warning(
+            "optimizer.params.fp32_optimizer_states: true is overruled by"
+            " bf16.bf16_optimizer_states: moments are kept in bf16"
+        )
 
     def precision_of(parameter: nn.Parameter) -> Precision:
         # What is frozen has no gradient to send; it shares a bucket with its neighbours.
@@ -163,6 +168,8 @@ def _precision(
         master, state = (exact, None) if _keeps_masters(config) else (compute, exact)
         if config.bf16.enabled and config.bf16.bf16_optimizer_states:
             state = torch.bfloat16
+        elif _exact_state(config) is False:
+            state = None
     return Precision(
         compute=compute,
         master=master,
@@ -170,6 +177,14 @@ def _precision(
         reduce=_named(config.communication_data_type) or _narrower(wire, accumulate),
         state=state,
     )
+
+
+def _exact_state(config: Config) -> bool | None:
+    """What `fp32_optimizer_states` says, where somebody does."""
+    if config.optimizer is None:
+        return None
+    said: bool | None = config.optimizer.params.get("fp32_optimizer_states")
+    return said
 
 
 def _sums_of(config: Config, compute: torch.dtype) -> torch.dtype:

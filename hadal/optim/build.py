@@ -39,11 +39,11 @@ _REFUSED = {
     "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
 }
-_ADAM = ("Adam", "AdamW")
 # Types that are no class of torch.optim.
 _OWN: Mapping[str, type[Optimizer]] = {"Lion": Lion}
 # Keys of the `optimizer` section that are no argument: they steer the choice of a class, or say
 # what is so here anyway.
+_ADAM = ("Adam", "AdamW")
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_ADAM, ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")),
     "Adagrad": ("amsgrad",),
@@ -63,6 +63,8 @@ def build_optimizer(
     """
     arguments = dict(params)
     switches = {key: arguments.pop(key, None) for key in _SWITCHES.get(kind, ())}
+    if kind in _SWITCHES:
+        arguments.pop("fp32_optimizer_states", None)  # it speaks of dtypes, not to the class
     made = _class_of_adam(kind, switches, arguments) if kind in _ADAM else _class_named(kind)
     refuse_unusable(made)
     try:
