@@ -97,7 +97,8 @@ def fused_sgd_(
 ) -> None:
     """One SGD update in place, with momentum (Sutskever 2013) where there is some, one kernel.
 
-    In the first update the momentum becomes the gradient, whatever it held.
+    In the first update the momentum becomes the gradient, whatever it held. Not for tensors of 16
+    bits: there the kernel for CPUs of torch 2.13 skips elements, and reads beyond the end.
     """
     torch._fused_sgd_(
         [parameter],

@@ -104,8 +104,9 @@ def _class_named(kind: str) -> type[Optimizer]:
     if inspect.isclass(made) and issubclass(made, Optimizer) and made is not Optimizer:
         return made
     known = [n for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
-    near = difflib.get_close_matches(kind, [*known, *_OWN], 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    spelled = {name.lower(): name for name in [*known, *_OWN]}
+    near = difflib.get_close_matches(kind.lower(), spelled, 1)
+    hint = f"; did you mean {spelled[near[0]]!r}?" if near else ""
     raise OptimizerError(
         f"optimizer.type {kind!r} is neither known here nor a class of torch.optim{hint}"
     )

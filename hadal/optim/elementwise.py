@@ -30,6 +30,8 @@ class Update(NamedTuple):
     apply: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], None]
     """Change a block in place: its values, gradient, state, and the gradient's divisor (a float32
     scalar tensor, or None). All but the last have one dtype. The gradient may be overwritten."""
+    in_float32: bool = False
+    """Whether blocks of 16 bits must be cast, because `apply` rounds more than once in theirs."""
 
 
 Beginner = Callable[[Group, State, Zeros], Update]

@@ -74,7 +74,8 @@ def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
         momentum = owned[0] if owned else None
         fused_sgd_(values, gradient, momentum, rule, is_first=is_first, divisor=divisor)
 
-    return Update((state["momentum_buffer"],) if rule.momentum else (), apply)
+    # The kernel's numbers are wrong in 16 bits on a CPU (torch 2.13): it skips elements.
+    return Update((state["momentum_buffer"],) if rule.momentum else (), apply, in_float32=True)
 
 
 def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:

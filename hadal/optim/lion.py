@@ -54,4 +54,4 @@ class Lion(ElementwiseOptimizer):
                 values.mul_(1 - lr * decay)
             values.add_(direction.sign_(), alpha=-lr)
 
-        return Update((state["exp_avg"],), apply)
+        return Update((state["exp_avg"],), apply, in_float32=True)

@@ -102,6 +102,8 @@ class FlatStepper:
         update = begin(group, self._optimizer.state[piece.values], zeros)
         runs = (one.mean[piece.start : piece.stop], values, *update.state)
         exact = reduce(torch.promote_types, [run.dtype for run in runs])
+        if update.in_float32:
+            exact = torch.promote_types(exact, torch.float32)
         start = piece.start
         for given, *owned in zip(*(run.split(desk.numel) for run in runs), strict=True):
             gradient, divisor = desk.lay_gradient(given, exact)
