@@ -1,0 +1,24 @@
+"""What the library logs while a test runs on a rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect the library's messages of at least this level."""
+    messages: list[str] = []
+
+    class _Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    log, collector = logging.getLogger("hadal"), _Collector(level)
+    log.addHandler(collector)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(collector)
