@@ -1,0 +1,256 @@
+"""torch_autocast: the forward's dtype, what travels low, the loss scale, torch's own numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import Tensor, nn
+
+from engine.toys import TINY, batch_of, engine_of, loss_of, model_of
+from hadal import comm
+from hadal.errors import ConfigError, LossScaleError
+
+STAGES = [0, 1, 2, 3]
+SGD = {"type": "SGD", "params": {"lr": 0.5}}
+HERE = "engine.test_precision_autocast"
+
+
+def autocast(dtype: str | None, **keys: Any) -> dict[str, Any]:
+    return {"torch_autocast": {"enabled": True, "dtype": dtype, **keys}}
+
+
+class Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs)
+        self.seen = outputs.dtype
+        return outputs
+
+
+def notice(dtype: str | None, expected: torch.dtype, outer: torch.dtype | None) -> None:
+    engine = engine_of(0, Notes(), **autocast(dtype))
+    assert engine.module.layer.weight.dtype == torch.float32
+    with torch.autocast("cpu", dtype=outer or torch.bfloat16, enabled=outer is not None):
+        outputs = engine(batch_of(0)[0])
+    assert outputs.dtype == engine.module.seen == expected
+    engine.backward(outputs.float().square().mean())
+    engine.step()
+    assert engine.loss_scale == (65536 if expected is torch.float16 else 1)
+    engine.destroy()
+
+
+NAMES = {
+    None: torch.bfloat16,  # torch's choice on a CPU
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "torch.bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "torch.float16": torch.float16,
+}
+
+
+@pytest.mark.claims("torch_autocast", "torch_autocast.enabled", "torch_autocast.dtype")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_forward_runs_in_the_dtype_that_is_named(name: str | None, ranks: RankPools) -> None:
+    ranks(1).run(notice, name, NAMES[name], None)
+
+
+def test_autocast_overrides_the_callers_context(ranks: RankPools) -> None:
+    ranks(1).run(notice, "bf16", torch.bfloat16, torch.float16)
+    ranks(1).run(notice, "fp16", torch.float16, torch.bfloat16)
+
+
+def stay_off() -> None:
+    engine = engine_of(0, Notes(), torch_autocast={"enabled": False, "dtype": "bf16"})
+    engine(batch_of(0)[0])
+    assert engine.module.seen == torch.float32
+    engine.destroy()
+
+
+@pytest.mark.claims("torch_autocast.enabled")
+def test_autocast_that_is_off_changes_nothing(ranks: RankPools) -> None:
+    ranks(1).run(stay_off)
+
+
+# ---- the wire ------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """Multiplies, which autocast leaves in fp32: its gradient is what the input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(20))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.weight * inputs).sum()
+
+
+class OtherScale(Scale):
+    """The same computation, of another class."""
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = Scale()
+        self.own = nn.Module()
+        self.own.weight = nn.Parameter(torch.zeros(20))
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        # Every rank's gradient is 1 + 2^-12, which bf16 rounds to 1.
+        return self.low(inputs) + (self.own.weight * inputs).sum()
+
+
+def travel(stage: int, safe: list[str] | None, **sections: Any) -> dict[str, float]:
+    keys = {} if safe is None else {"lower_precision_safe_modules": safe}
+    engine = engine_of(
+        stage,
+        Two(),
+        optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        **autocast("bf16", **keys),
+        **sections,
+    )
+    engine.backward(engine(torch.full((20,), 1 + 2.0**-12)))
+    engine.step()
+    state = engine.state_dict()
+    precision = {
+        name: engine._parts.runtime.bucket_of[p].precision.reduce
+        for name, p in engine.module.named_parameters()
+    }
+    assert engine.module.low.weight.dtype == torch.float32
+    engine.destroy()
+    return {
+        "low": -float(state["low.weight"][0]),
+        "own": -float(state["own.weight"][0]),
+        "linear is low": precision["linear.weight"] == torch.bfloat16,
+    }
+
+
+EXACT, ROUNDED = 1 + 2.0**-12, 1.0
+
+
+@pytest.mark.claims("torch_autocast.lower_precision_safe_modules", "torch_autocast.dtype")
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_safe_modules_travel_in_the_low_dtype(stage: int, ranks: RankPools) -> None:
+    for found in ranks(2).run(travel, stage, [f"{HERE}.Scale"]):
+        assert found == {"low": ROUNDED, "own": EXACT, "linear is low": False}
+
+
+def travel_otherwise() -> None:
+    assert travel(1, None) == {"low": EXACT, "own": EXACT, "linear is low": True}
+    assert travel(1, []) == {"low": EXACT, "own": EXACT, "linear is low": False}
+    subclass = travel(1, [f"{HERE}.OtherScale", "torch.nn.modules.linear.Linear"])
+    assert subclass == {"low": EXACT, "own": EXACT, "linear is low": True}
+    said = travel(1, [f"{HERE}.Scale"], communication_data_type="fp32")
+    assert said == {"low": EXACT, "own": EXACT, "linear is low": False}
+
+
+@pytest.mark.claims("torch_autocast.lower_precision_safe_modules")
+def test_which_modules_are_safe_goes_by_their_class(ranks: RankPools) -> None:
+    ranks(2).run(travel_otherwise)
+
+
+def import_wrongly(path: str) -> None:
+    safe = ["torch.nn.Linear", path]
+    engine_of(1, **autocast("bf16", lower_precision_safe_modules=safe))
+
+
+@pytest.mark.claims("torch_autocast.lower_precision_safe_modules")
+@pytest.mark.parametrize(
+    "path", ["torch.nn.Linnear", "no_such_package.Module", "Linear", "torch.nn.functional.relu"]
+)
+def test_a_class_that_cannot_be_imported_is_told_by_its_path(path: str, ranks: RankPools) -> None:
+    for error in ranks(2).raises(import_wrongly, path):
+        assert isinstance(error, ConfigError), repr(error)
+        (fault,) = error.faults
+        assert fault.path == "torch_autocast.lower_precision_safe_modules[1]"
+        assert f'"{path}" cannot be imported' in fault.message
+
+
+# ---- the scale -----------------------------------------------------------------------------------
+
+
+def scale_with_autocast(stage: int) -> list[float | None]:
+    engine = engine_of(
+        stage,
+        optimizer=SGD,
+        **autocast("fp16"),
+        fp16={"initial_scale_power": 2, "loss_scale_window": 1, "hysteresis": 1},
+    )
+    scales: list[float | None] = []
+    for letter in "..OOOO":
+        loss = loss_of(engine(batch_of(0)[0]), batch_of(0)[1])
+        engine.backward(loss * float("inf") if letter == "O" else loss)
+        try:
+            engine.step()
+            scales.append(engine.loss_scale)
+        except LossScaleError:
+            scales.append(None)
+    engine.destroy()
+    return scales
+
+
+@pytest.mark.claims("torch_autocast.enabled")
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_autocast_scales_the_loss_at_every_stage(stage: int, ranks: RankPools) -> None:
+    for scales in ranks(2).run(scale_with_autocast, stage):
+        assert scales == [4, 8, 4, 2, 1, 1 if stage == 0 else None]
+
+
+# ---- the numbers ---------------------------------------------------------------------------------
+
+
+def train_beside_torch(stage: int, name: str) -> None:
+    """What one process trains under torch.autocast on the batches of all ranks."""
+    dtype = NAMES[name]
+    engine = engine_of(stage, optimizer=SGD, **autocast(name), fp16={"initial_scale_power": 8})
+    plain, world = model_of(), comm.get_world_size()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    scale = 256.0 if dtype is torch.float16 else 1.0
+    for step in range(4):
+        for rank in range(world):
+            inputs, targets = batch_of(step, rank)
+            with torch.autocast("cpu", dtype=dtype):
+                outputs = plain(inputs)
+            loss = loss_of(outputs, targets)
+            if rank == comm.get_rank():
+                expected = loss.item()
+            (loss * (scale / world)).backward()
+        for parameter in plain.parameters():
+            parameter.grad.div_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        inputs, targets = batch_of(step)
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        unit = torch.finfo(dtype).eps / 2
+        assert math.isclose(loss.item(), expected, rel_tol=2 * unit), (step, loss.item(), expected)
+    state = engine.state_dict()
+    for key, value in plain.state_dict().items():
+        # Each gradient is rounded once where torch makes it and once on the wire.
+        moved = (value - model_of().state_dict()[key]).abs().max()
+        assert float((state[key] - value).abs().max()) <= 2 * unit * float(moved) + 1e-6, key
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_trains_as_torch_autocast_does(stage: int, name: str, ranks: RankPools) -> None:
+    ranks(2).run(train_beside_torch, stage, name)
+
+
+def test_the_toy_is_cut_into_several_buckets() -> None:
+    assert sum(p.numel() for p in model_of().parameters()) > TINY["reduce_bucket_size"]
