@@ -7,6 +7,7 @@ A later factor (residence tier, codec, compiled) is one more entry.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -44,6 +45,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "bf16": {"bf16": {"enabled": True}},
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
         "bf16wide": WIDE,
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
     },
     "accumulation": {
         "acc1": {"gradient_accumulation_steps": 1},
@@ -154,7 +156,14 @@ def max_norm_of(cell: Cell) -> float:
 
 
 def compute_dtype_of(cell: Cell) -> torch.dtype:
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(cell["precision"], torch.bfloat16)
+    if cell["precision"] in ("fp32", "autocast"):
+        return torch.float32
+    return torch.float16 if cell["precision"] == "fp16" else torch.bfloat16
+
+
+def autocast_of(cell: Cell) -> AbstractContextManager[Any]:
+    """The autocast that the forward runs under."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=cell["precision"] == "autocast")
 
 
 def loss_scale_of(cell: Cell) -> float:

@@ -70,6 +70,7 @@ class Reference(Trainee):
     """A model in the compute dtype, its fp32 masters, and torch's optimizer over them."""
 
     def __init__(self, cell: Cell) -> None:
+        self.cell = cell
         self.subject = SUBJECTS[cell["model"]]
         self.world_size = cells.world_of(cell)
         self.accumulation = cells.accumulation_of(cell)
@@ -102,7 +103,8 @@ class Reference(Trainee):
         self.moment = moment
 
     def __call__(self, *inputs: Any) -> Tensor:
-        return self.module(*cast(inputs, self.dtype))
+        with cells.autocast_of(self.cell):
+            return self.module(*cast(inputs, self.dtype))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         self.outcome.losses.setdefault(self.moment.rank, []).append(loss.item())

@@ -20,8 +20,9 @@ n * u. `Outcome.rounding` is how far a tensor would move if an error of the term
 hit its largest gradient with the same sign in every update; the bound is its product with
 sqrt(n) * u, plus u * |w| because the final weight is read in 16 bit. `bf16wide` accumulates and
 reduces in fp32: the only roundings left are that of the scaled loss, and those of weights which
-fall on the other side of a rounding boundary. All this is doubled (`FEEDBACK`): a weight that is
-off by a rounding also changes the gradients of later updates, by as much again.
+fall on the other side of a rounding boundary. Under `autocast` weights are fp32, and
+read as such. All this is doubled (`FEEDBACK`): a weight that is off by a rounding also changes the
+gradients of later updates, by as much again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from .training import (
 ULPS = 2 * cells.UPDATES
 FEEDBACK = 2
 DEPTH = 4  # layers that an output passes; each may add an error of its own weights' size
-UNIT_ROUNDOFF = {"bf16": 2.0**-8, "bf16wide": 2.0**-8, "fp16": 2.0**-11}
+UNIT_ROUNDOFF = {"bf16": 2.0**-8, "bf16wide": 2.0**-8, "fp16": 2.0**-11, "autocast": 2.0**-8}
 FP32_PROMISE = 1e-5
 
 
@@ -147,7 +148,8 @@ def weight_tolerance(cell: Cell, name: str, expected: Outcome) -> torch.Tensor:
     if cell["precision"] == "fp32":
         moved = (value - expected.start[name]).abs().max() if value.numel() else 0.0
         return FP32_PROMISE * moved + ULPS * torch.finfo(torch.float32).eps * value.abs()
-    unit = UNIT_ROUNDOFF[cell["precision"]]
+    read_in = cells.compute_dtype_of(cell)
+    unit = torch.finfo(read_in).eps / 2
     drift = rounding_of(cell) * expected.rounding.get(name, 0.0)
     return drift + unit * value.abs() + 2.0**-24
 
