@@ -37,7 +37,8 @@ class Bf16(Section):
         False,
         "Keep no fp32 master: the optimizer updates the bfloat16 weights themselves (computing in "
         "fp32), its moments stay fp32. Needs stage 1-3. DeepSpeed also needs Adam offloaded to "
-        "the CPU, for want of another kernel; here any optimizer and residence will do.",
+        "the CPU, for want of another kernel; here Adam, AdamW, Lion, Adagrad and SGD do it "
+        "wherever they run.",
     )
     bf16_optimizer_states: Boolean = key(
         False,

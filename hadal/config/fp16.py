@@ -50,5 +50,6 @@ class Fp16(Section):
         False,
         "Keep no fp32 master: the optimizer updates the fp16 weights themselves (computing in "
         "fp32), its moments stay fp32. Needs stage 1-3. DeepSpeed also needs Adam offloaded to "
-        "the CPU, for want of another kernel; here any optimizer and residence will do.",
+        "the CPU, for want of another kernel; here Adam, AdamW, Lion, Adagrad and SGD do it "
+        "wherever they run.",
     )

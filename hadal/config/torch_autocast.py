@@ -21,7 +21,8 @@ class TorchAutocast(Section):
     """Weights stay in their dtype; operations that are safe at lower precision use it.
 
     Only what runs inside the engine's forward is under autocast; a loss that is computed outside it
-    is not.
+    is not. Autocast keeps its casts of weights from forward to backward, at stage 3 too: where
+    memory is short, weights in bf16 or fp16 (sections `bf16`, `fp16`) need less.
     """
 
     switch: ClassVar[str | None] = "enabled"

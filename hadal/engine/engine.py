@@ -141,7 +141,10 @@ class Engine(nn.Module):
     # ---- what the last update found --------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """The L2 norm of the last update's gradients before clipping; None before the first."""
+        """The L2 norm of the last update's gradients before clipping; None before the first.
+
+        Infinity where the update was skipped because they overflowed.
+        """
         return self._cycle.last.norm
 
     @property
@@ -270,6 +273,8 @@ class Engine(nn.Module):
         runtime.reshard_all()
         norm = global_norm(runtime.gradients, parts.ranks) / self._scale.scale
         overflow = parts.skip_overflow and not math.isfinite(norm)
+        if overflow:
+            norm = math.inf  # a NaN beside infinities says no more, and callers look for inf
         clip = 1.0 if overflow else clip_coefficient(norm, parts.gradient_clipping)
         self._cycle.last = LastUpdate(norm, clip, overflow)
         counters = self._counters

@@ -36,6 +36,12 @@ CONTRADICTIONS = [
     ({"amp": {"enabled": True}, "bf16": BF16}, "amp.enabled", "bf16.enabled is true too"),
     ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale", "expected a number >= 0, got -1"),
     ({"fp16": {"loss_scale": True}}, "fp16.loss_scale", "got true (a boolean)"),
+    ({"fp16": {"loss_scale": float("inf")}}, "fp16.loss_scale", "expected a number >= 0"),
+    ({"fp16": {"loss_scale": float("nan")}}, "fp16.loss_scale", "expected a number >= 0"),
+    ({"fp16": {"loss_scale_window": True}}, "fp16.loss_scale_window", "got true (a boolean)"),
+    ({"fp16": {"min_loss_scale": False}}, "fp16.min_loss_scale", "got false (a boolean)"),
+    ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis", "expected an integer >= 1, got 0"),
+    ({"data_types": {"buffer_dtype": "fp8"}}, "data_types.buffer_dtype", '"fp32", "fp16"'),
     (
         {"fp16": {**FP16, "loss_scale_window": 0}},
         "fp16.loss_scale_window",

@@ -7,9 +7,11 @@ With Psi trainable parameters, 16-bit compute, fp32 masters and two moments on N
     stage 2   2 Psi         + 2 Psi / N       + 12 Psi / N
     stage 3   2 Psi / N     + 2 Psi / N       + 12 Psi / N
 
-In fp32 the weights are their own masters: 4 Psi, 4 Psi and 8 Psi in their place. To this come at
-most 1 % of padding, a little for scalars, and the buckets in flight, whose size the bucket keys
-bound.
+In fp32 the weights are their own masters: 4 Psi, 4 Psi and 8 Psi in their place. Without masters
+the optimizer holds two fp32 moments beside 16-bit weights, 8 Psi, or two of 16 bit, 4 Psi.
+
+To this come at most 1 % of padding, a little for scalars, and the buckets in flight, whose size the
+bucket keys bound.
 
 A rank counts the storages of all tensors that Python can reach. What only C++ holds (saved by a
 graph) is not at rest at any of the moments counted at, except inside a block's own turn.
@@ -37,6 +39,24 @@ SCALARS = 16 * 1024  # bytes for norms, flags, step counters, one NaN per freed 
 IN_FLIGHT = 3  # buckets: one in use, one on its way in, one on its way out
 ACTIVATIONS = 4 * ROWS * TIME * WIDTH * 32  # bytes, of one block
 KEYS = [40_000, 80_000]  # elements; the largest tensor has 36,864
+NO_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16 without masters": {"bf16": NO_MASTERS},
+    "bf16 moments": {"bf16": {**NO_MASTERS, "bf16_optimizer_states": True}},
+    "fp16 without masters": {
+        "fp16": {"enabled": True, "loss_scale": 8, "fp16_master_weights_and_grads": True}
+    },
+}
+# Bytes per trainable element: of weights and of gradients each, and of what the optimizer holds.
+NBYTES = {
+    "fp32": (4, 8),
+    "bf16": (2, 12),
+    "bf16 without masters": (2, 8),
+    "bf16 moments": (2, 4),
+    "fp16 without masters": (2, 8),
+}
 
 
 class Block(nn.Module):
@@ -111,13 +131,12 @@ def memory_of_a_rank(stage: int, precision: str, key: int) -> Held:
             "stage3_param_persistence_threshold": 0,
         },
     }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    config |= SECTIONS[precision]
     engine, _, _, _ = hadal.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
     counted = [now(already)]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = next(model.parameters()).dtype
     inputs = torch.linspace(-1, 1, ROWS * TIME * WIDTH).reshape(ROWS, TIME, WIDTH).to(dtype)
     for _ in range(3):
         engine.backward(engine(inputs).float().square().mean())
@@ -158,7 +177,7 @@ class Promise:
 
 def promise_of(stage: int, precision: str, numel: int, world_size: int) -> Promise:
     """The table in the module's docstring."""
-    weight, optimizer = (4, 8) if precision == "fp32" else (2, 12)
+    weight, optimizer = NBYTES[precision]
     cuts = [world_size if stage >= first else 1 for first in (3, 2, 1)]
     return Promise(weight * numel / cuts[0], weight * numel / cuts[1], optimizer * numel / cuts[2])
 
@@ -176,7 +195,27 @@ def test_a_rank_holds_what_its_stage_promises(
     stage: int, world_size: int, precision: str, key: int, ranks: RankPools
 ) -> None:
     """At rest, when the gradients of an update are complete, and in a block's own turn."""
-    nbytes = 4 if precision == "fp32" else 2
+    check_promise(stage, world_size, precision, key, ranks)
+
+
+@pytest.mark.claims(
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads",
+)
+@pytest.mark.parametrize(
+    "precision", ["bf16 without masters", "bf16 moments", "fp16 without masters"]
+)
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 2), (3, 2), (3, 1)])
+def test_weights_that_are_their_own_masters_cost_no_more(
+    stage: int, world_size: int, precision: str, ranks: RankPools
+) -> None:
+    """Without masters, and with moments of 16 bit, in the same moments."""
+    check_promise(stage, world_size, precision, KEYS[0], ranks)
+
+
+def check_promise(stage: int, world_size: int, precision: str, key: int, ranks: RankPools) -> None:
+    nbytes, _ = NBYTES[precision]
     for held in ranks(world_size).run(memory_of_a_rank, stage, precision, key):
         assert held.numel > 200_000
         weights, gradients, optimizer = promise_of(stage, precision, held.numel, world_size)

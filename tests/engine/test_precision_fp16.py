@@ -120,6 +120,7 @@ def follow(stage: int, name: str) -> None:
             engine.step()
             scales.append(engine.loss_scale)
         assert engine.overflow == (letter == "O")
+        assert (engine.get_global_grad_norm() == INF) == (letter == "O")
     assert scales == expected
     assert engine.skipped_steps == letters.count("O")
     engine.destroy()

@@ -99,6 +99,20 @@ def test_a_static_scale_never_changes(letters, scale):
 
 
 @patient
+@given(st.text("O.", max_size=60), st.integers(1, 4))
+def test_without_zero_nothing_ends_training(letters, window):
+    rule = dynamic(256, window, 1, 16, ends_at_floor=False, maximum=1024)
+    state = first_scale(rule)
+    for letter in letters:
+        before = state
+        state = next_scale(state, letter == "O", rule)
+        expected = max(16, before.scale / 2) if letter == "O" else None
+        assert state.scale == expected or letter == "."
+        assert state.scale in (before.scale, expected, min(1024, before.scale * 2))
+        assert (state.scale <= before.scale) or letter == "."
+
+
+@patient
 @given(
     st.text("O.", max_size=60),
     st.integers(1, 4),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hadal.zero.grouping import BucketPlan, LeafModules, Unit, find_units, is_foreign, plan_buckets
-from hadal.zero.policy import STAGES, Limits, Partition
+from hadal.zero.policy import STAGES, Limits, Partition, Precision
 
 patient = settings(deadline=None)  # the machine may be busy
 
@@ -337,6 +337,17 @@ def test_dtype_and_trainability_part_buckets():
         ("1", True),
         ("2", False),
     ]
+
+
+def test_precision_parts_buckets():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4))
+    units = find_units(model, dict.fromkeys(model.parameters(), 0), NO_LEAVES)
+    low, own = Precision(reduce=torch.bfloat16), Precision()
+    limits, apart = Limits(bucket_numel=1000), set(model[2].parameters())
+    plans = plan_buckets(units, STAGES[0], limits, lambda _: low)
+    assert [[unit.name for unit in plan.units] for plan in plans] == [["0"], ["1", "2"]]
+    plans = plan_buckets(units, STAGES[0], limits, lambda p: own if p in apart else low)
+    assert [[unit.name for unit in plan.units] for plan in plans] == [["0"], ["1"], ["2"]]
 
 
 def persistent(model: nn.Module, limits: Limits) -> set[str]:
