@@ -159,7 +159,7 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before backward (fp16; 1.0 otherwise)."""
+        """What the loss is multiplied with before backward (1.0 where nothing is fp16)."""
         return self._scale.scale
 
     def get_lr(self) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,39 @@ def train_without_masters(stage: int, mode: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_weights_are_what_adamw_rounds_to(stage: int, mode: str, ranks: RankPools) -> None:
     ranks(2).run(train_without_masters, stage, mode)
+
+
+def go_on(mode: str, folder: str) -> None:
+    """Saved after three updates and loaded into a fresh engine, training goes on bit for bit."""
+    master, _, sections = MODES[mode]
+
+    def made() -> Any:
+        return engine_of(2, Leaves(SHAPES), optimizer=ADAMW, **sections)
+
+    def train(engine: Any, steps: range) -> None:
+        for step in steps:
+            gradients = given_gradients(SHAPES, step, torch.distributed.get_rank())
+            engine.backward(engine([one.to(master) for one in gradients]))
+            engine.step()
+
+    whole, again = made(), made()
+    train(whole, range(3))
+    whole.save_checkpoint(folder)
+    train(whole, range(3, STEPS))
+    again.load_checkpoint(folder)
+    train(again, range(3, STEPS))
+    expected = whole.state_dict()
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    whole.destroy()
+    again.destroy()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_without_masters_resumes_bit_for_bit(
+    mode: str, tmp_path: Path, ranks: RankPools
+) -> None:
+    ranks(2).run(go_on, mode, str(tmp_path))
 
 
 def step_small(stage: int, mode: str) -> float:
