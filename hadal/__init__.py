@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hadal import comm, zero
-    from hadal.engine.arguments import add_config_arguments
+    from hadal.engine.arguments import (
+        add_config_arguments,
+        add_tuning_arguments,
+        schedule_from_args,
+    )
     from hadal.engine.assemble import initialize
     from hadal.engine.engine import Engine
+    from hadal.engine.loader import RepeatingLoader
     from hadal.errors import (
         CheckpointError,
         CommunicationError,
@@ -38,7 +43,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "hadal.engine.engine",
+    "RepeatingLoader": "hadal.engine.loader",
     "add_config_arguments": "hadal.engine.arguments",
+    "add_tuning_arguments": "hadal.engine.arguments",
+    "schedule_from_args": "hadal.engine.arguments",
     "init_distributed": "hadal.comm",
     "initialize": "hadal.engine.assemble",
 }
@@ -56,14 +64,17 @@ __all__ = [
     "ModelError",
     "NotBuiltYetError",
     "OptimizerError",
+    "RepeatingLoader",
     "ShardedAccessError",
     "UnbuiltConfigError",
     "UsageError",
     "__version__",
     "add_config_arguments",
+    "add_tuning_arguments",
     "comm",
     "init_distributed",
     "initialize",
+    "schedule_from_args",
     "zero",
 ]
 

@@ -78,11 +78,14 @@ def test_the_face_is_exactly_this() -> None:
     assert all(issubclass(getattr(errors, name), errors.HadalError) for name in own_errors)
     assert set(hadal.__all__) == own_errors | {
         "Engine",
+        "RepeatingLoader",
         "__version__",
         "add_config_arguments",
+        "add_tuning_arguments",
         "comm",
         "init_distributed",
         "initialize",
+        "schedule_from_args",
         "zero",
     }
     assert len(hadal.__all__) == len(set(hadal.__all__))

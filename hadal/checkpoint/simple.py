@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hadal.checkpoint.plain import decoded, encoded
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import told_to_all
 from hadal.errors import CheckpointError
 from hadal.zero.runtime import ZeroRuntime
 
+_log = logging.getLogger(__name__)
+
 LATEST = "latest"
 _INDEX = "index.json"
+_LOADER = "loader"
 _FORMAT = 1
 
 
@@ -39,6 +44,8 @@ class Saved:
     optimizer: Optimizer | None
     schedule: Any
     scalars: dict[str, Any]
+    loader: Any = None
+    """The training loader; each rank's place in the data is its own."""
 
 
 def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
@@ -98,13 +105,24 @@ def _try_to_write(folder: Path, state: Saved) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = _shard_path(folder, rank)
-        save_file(dict(_tensors(state)), path.with_suffix(".part"))
+        save_file(dict(_tensors(state)), path.with_suffix(".part"), _place(state))
         os.replace(path.with_suffix(".part"), path)
         if rank == 0:
             _write_text(folder / _INDEX, json.dumps(_index(state), indent=1))
     except (OSError, TypeError, ValueError, SafetensorError) as error:
         return f"rank {rank}: {error}"
     return None
+
+
+def _place(state: Saved) -> dict[str, str]:
+    """Where this rank stands in the data: in its own file, as it may differ from rank to rank."""
+    if state.loader is None:
+        return {}
+    try:
+        place = state.loader.state_dict()
+    except Exception as error:  # the data set's own code
+        raise CheckpointError(f"the training loader cannot tell its place: {error!r}") from error
+    return {_LOADER: json.dumps(encoded(place, "the state of the training loader"))}
 
 
 def load(folder: Path, state: Saved) -> dict[str, Any]:
@@ -119,9 +137,10 @@ def load(folder: Path, state: Saved) -> dict[str, Any]:
     runtime.reshard_all()
     with told_to_all(runtime.ranks, "load_checkpoint", CheckpointError):
         index, tensors = _read(folder, state)
+        place = _read_place(folder, state)
     if state.optimizer is not None:
         for group, saved in zip(state.optimizer.param_groups, index["param_groups"], strict=True):
-            group.update({key: _from_json(value) for key, value in saved.items()})
+            _restore_group(group, saved)
         state.optimizer.state.clear()
         for parameter, key, value in _found_state(state.optimizer, index, tensors, folder):
             state.optimizer.state[parameter][key] = value
@@ -129,7 +148,9 @@ def load(folder: Path, state: Saved) -> dict[str, Any]:
         target.copy_(tensors[name])
     runtime.after_load()
     if state.schedule is not None and index["schedule"] is not None:
-        state.schedule.load_state_dict(index["schedule"])
+        state.schedule.load_state_dict(decoded(index["schedule"]))
+    if place is not None:
+        state.loader.load_state_dict(place)
     scalars: dict[str, Any] = index["scalars"]
     return scalars
 
@@ -164,6 +185,28 @@ def _read(folder: Path, state: Saved) -> tuple[dict[str, Any], dict[str, Tensor]
     return index, tensors
 
 
+def _read_place(folder: Path, state: Saved) -> Any:
+    """This rank's place in the data; None where the checkpoint or the engine has no loader."""
+    path = _shard_path(folder, state.runtime.ranks.rank)
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(_LOADER)
+        place = None if text is None else decoded(json.loads(text))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if (place is None) == (state.loader is None):
+        return place
+    holder, lacks = ("engine", "checkpoint") if place is None else ("checkpoint", "engine")
+    _log.warning(
+        "%s: the %s has a training loader and the %s has none; the place in the data is not"
+        " restored (make the loader before load_checkpoint)",
+        folder,
+        holder,
+        lacks,
+    )
+    return None
+
+
 def _check_fit(folder: Path, index: dict[str, Any], state: Saved) -> None:
     expected = {"format": _FORMAT, "world_size": state.runtime.ranks.size, "layout": _layout(state)}
     for key, value in expected.items():
@@ -175,29 +218,52 @@ def _check_fit(folder: Path, index: dict[str, Any], state: Saved) -> None:
 
 
 def _index(state: Saved) -> dict[str, Any]:
-    optimizer, schedule = state.optimizer, state.schedule
+    optimizer = state.optimizer
     return {
         "format": _FORMAT,
         "world_size": state.runtime.ranks.size,
         "layout": _layout(state),
         "scalars": state.scalars,
-        "schedule": None if schedule is None else _plain(schedule.state_dict()),
+        "schedule": _schedule_state(state.schedule),
         "param_groups": [] if optimizer is None else [_plain(g) for g in optimizer.param_groups],
         "optimizer_state": {} if optimizer is None else _optimizer_scalars(optimizer),
     }
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """What of a state dict is plain data; tensors and objects of a running program are left out."""
+def _schedule_state(schedule: Any) -> Any:
+    """What JSON can hold of a schedule's state; what it cannot is left out, and told."""
+    if not hasattr(schedule, "state_dict"):
+        return None
     kept = {}
+    for key, value in schedule.state_dict().items():
+        try:
+            encoded(value, key)
+        except CheckpointError as error:
+            _log.warning("%s is saved without %s", type(schedule).__name__, error)
+        else:
+            kept[key] = value
+    return encoded(kept, type(schedule).__name__)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """What of a param group is plain data; objects of a running program are left out."""
+    kept: dict[str, Any] = {}
     for key, value in values.items():
-        if key != "params" and isinstance(value, (bool, int, float, str, list, tuple, type(None))):
-            kept[key] = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, Tensor) and value.numel() == 1:
+            kept[key] = value.item()
+        elif isinstance(value, tuple):
+            kept[key] = list(value)
+        elif key != "params" and isinstance(value, (bool, int, float, str, list, type(None))):
+            kept[key] = value
     return kept
 
 
-def _from_json(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _layout(state: Saved) -> str:

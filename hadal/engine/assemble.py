@@ -20,7 +20,7 @@ from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import told_to_all
 from hadal.config import Config, load_config
 from hadal.device import current_device
-from hadal.engine.arguments import choose_config
+from hadal.engine.arguments import choose_config, with_schedule
 from hadal.engine.checks import check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
 from hadal.engine.loader import ShardedLoader
@@ -40,6 +40,7 @@ from hadal.engine.wishes import (
     ScheduleMaker,
     Wishes,
     make_loader,
+    make_loading,
     make_optimizer,
     make_schedule,
 )
@@ -73,7 +74,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """Make an engine that trains `model` as the configuration says. All ranks must call it.
 
     Args:
-        args: a namespace whose `deepspeed_config` may name the configuration.
+        args: a namespace whose `deepspeed_config` may name the configuration, and whose
+            `lr_schedule` a schedule where nothing else does (see `add_tuning_arguments`).
         model: the module to train; its weights and buffers on rank 0 are given to all ranks.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from
             `model_parameters`; it takes the place of the `optimizer` section.
@@ -108,6 +110,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             if value is not None:
                 raise NotBuiltYetError(f"initialize({name}=...) is not built yet; leave it out")
         source = choose_config(args, config, config_params)
+        source = with_schedule(args, source, lr_scheduler is not None)
         admitted = _admit(model, wishes, source, ranks)
     engine = _assemble(admitted, wishes, ranks)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -171,7 +174,8 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
     runtime = _build_runtime(admitted, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
-    loader = make_loader(wishes, config, ranks)
+    loading = make_loading(wishes, config, ranks.size, ranks.rank)
+    loader = make_loader(wishes, loading)
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
@@ -199,6 +203,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             accumulation=config.gradient_accumulation_steps,
             steps_per_print=config.steps_per_print,
             loader=loader,
+            loading=loading,
             device=device,
             tag_validation=config.checkpoint.tag_validation,
             config=config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from hadal.checkpoint import simple as checkpoint
 from hadal.comm.collectives import gather_objects
 from hadal.config import Config
-from hadal.engine.loader import ShardedLoader
+from hadal.engine.fetch import Collate
+from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
 from hadal.errors import CheckpointError, HadalError, LossError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
@@ -39,6 +41,7 @@ class Engine(nn.Module):
         self.module = parts.model
         self._parts = parts
         self._training = parts.training
+        self._loader = parts.loader
         self._accumulation = parts.accumulation
         self._scale: ScaleState = first_scale(parts.scale_rule)
         self._counters = Counters()
@@ -67,8 +70,52 @@ class Engine(nn.Module):
 
     @property
     def training_dataloader(self) -> ShardedLoader | None:
-        """The loader over `training_data`, if it was given."""
-        return self._parts.loader
+        """The loader over `training_data`, or else the first that `deepspeed_io` made to train."""
+        return self._loader
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Iterable[Any] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ShardedLoader:
+        """Make a loader over a data set, sharded over the ranks.
+
+        Where the engine has no training loader yet, the first one of route "train" becomes it:
+        checkpoints hold its place in the data.
+
+        Args:
+            dataset: a data set with length and items, or an `IterableDataset`.
+            batch_size: samples of one batch on one rank; by default those of a micro-step.
+            route: "train" shuffles, each epoch anew; "eval" and "predict" keep the order.
+            pin_memory: pin batches in host memory where there is an accelerator.
+            data_sampler: the order of this rank's samples, in place of the sharded one.
+            collate_fn: makes a batch of samples; by default the one given to `initialize`.
+            num_local_io_workers: processes of this rank that read ahead; None: none, it reads
+                itself. (DeepSpeed takes two for each device where None is given.)
+
+        Raises:
+            UsageError: no such route, or what is given does not make a loader.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise UsageError(
+                f'deepspeed_io(route={route!r}): expected "train", "eval" or "predict"'
+            )
+        reading = Reading(
+            collate_fn=collate_fn,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+            shuffle=route == "train",
+            sampler=data_sampler,
+        )
+        loader = self._parts.loading.loader(dataset, batch_size, reading)
+        if route == "train" and self._loader is None:
+            self._loader = loader
+        return loader
 
     @property
     def config(self) -> Config:
@@ -384,6 +431,8 @@ class Engine(nn.Module):
     ) -> bool:
         """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
 
+        The place in the training loader is among it: how much of its epoch was handed out.
+
         Args:
             save_dir: the folder; it is made where it does not exist.
             tag: the checkpoint's name; `global_step<N>` by default.
@@ -449,6 +498,7 @@ class Engine(nn.Module):
                 "scale": list(self._scale),
                 "client_state": dict(client_state),
             },
+            loader=self._loader,
         )
 
     @torch.no_grad()

@@ -1,49 +1,427 @@
-"""The data loader that `initialize(training_data=...)` returns."""
+"""The loaders: `initialize(training_data=...)` and `engine.deepspeed_io` return a `ShardedLoader`.
+
+A loader knows how many samples it has handed to the program. That, and not what its workers have
+read ahead, is what it saves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from hadal.comm import Ranks
+from hadal.engine.fetch import (
+    Batches,
+    Collate,
+    Piece,
+    Stream,
+    StreamPlan,
+    Trail,
+    Work,
+    drawing_from,
+    keeps_state,
+    mixed,
+    state_of,
+)
+from hadal.engine.sampler import Sharding, batches_of, count_batches, order_of
+from hadal.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a loader reads samples."""
+
+    collate_fn: Collate | None = None
+    """Makes a batch of a list of samples; None: torch's `default_collate`."""
+    workers: int = 0
+    """Processes that read ahead; 0: the program reads itself."""
+    pin_memory: bool = False
+    """Whether batches lie in pinned host memory, from where copies to a device overlap."""
+    shuffle: bool = True
+    sampler: Iterable[Any] | None = None
+    """The caller's order of this replica's samples, in place of the shuffled and sharded one."""
+    seed: int = 0
 
 
 class ShardedLoader:
-    """Gives each rank its own part of a data set, in a new order each epoch.
+    """Gives each replica its own part of a data set, in a new order each epoch.
 
-    Iterating it once is one epoch. An `IterableDataset` is read as it comes: it must shard itself.
+    Iterating it is one epoch; iterating it again begins the next one. All replicas get the same
+    number of batches. Inside a `for` loop, and after it was left early, `state_dict` tells how much
+    of the epoch was handed out; the first iteration after `load_state_dict` gives the rest of that
+    epoch (nothing, if that was its end), and an iteration under way goes on there.
+
+    A sampler given by the caller, and an `IterableDataset`, must shard themselves. An
+    `IterableDataset` goes on by its own `state_dict` and `load_state_dict`; where it has none, its
+    first samples are read again and thrown away.
+
+    The order, and whatever the data set and `collate_fn` draw at random, follow from `seed`: the
+    same with any number of workers, with and without a break. It may be set before the first epoch.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        ranks: Ranks,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        drop_last: bool,
+        self, dataset: Dataset[Any], sharding: Sharding, reading: Reading | None = None
     ) -> None:
+        reading = Reading() if reading is None else reading
         self.dataset = dataset
-        self._sampler: DistributedSampler[Any] | None = None
-        if not isinstance(dataset, IterableDataset):
-            self._sampler = DistributedSampler(dataset, ranks.size, ranks.rank, drop_last=drop_last)
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size,
-            sampler=self._sampler,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-        )
+        self.sharding = sharding
+        self.seed = reading.seed
+        self._reading = reading
+        self._collate: Collate = reading.collate_fn or default_collate
+        self._is_stream = isinstance(dataset, IterableDataset)
+        self._check()
         self._epoch = 0
+        self._handed = 0
+        # Whether the next iteration goes on inside the epoch, and how often a state was loaded.
+        self._resumes = False
+        self._loads = 0
+        self._sampler_state: Any = None
+        self._trails = self._fresh_trails()
+        self._in_turn = True
+        if not self._is_stream and len(self) == 0:
+            _log.warning(
+                "a loader gives no batch: %d samples on %d replicas, %d to a batch, drop_last %s",
+                self._count(),
+                sharding.replicas,
+                sharding.batch_size,
+                sharding.drop_last,
+            )
+
+    def _check(self) -> None:
+        if self._is_stream:
+            if self._reading.sampler is not None:
+                raise UsageError(
+                    "an IterableDataset gives its samples in its own order; leave data_sampler out"
+                )
+            return
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(self.dataset, method):
+                raise UsageError(
+                    f"a loader takes a data set, with a length and items or an IterableDataset; got"
+                    f" {type(self.dataset).__name__}, which has no {method}"
+                )
+        if not hasattr(self._reading.sampler or (), "__len__"):
+            raise UsageError("data_sampler has no length; give a sampler of one epoch's indices")
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one batch on this rank."""
+        return self.sharding.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch under way, or of the next one; the first is 0."""
+        return self._epoch
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that read ahead."""
+        return self._reading.workers
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches lie in pinned host memory."""
+        return self._reading.pin_memory
 
     def __len__(self) -> int:
-        """Micro-batches of one epoch on this rank."""
-        return len(self._loader)
+        """Micro-batches of one whole epoch on this rank.
+
+        Raises:
+            TypeError: an `IterableDataset` that does not say how long it is.
+        """
+        if self._reading.sampler is not None or self._is_stream:
+            return count_batches(self._count(), replace(self.sharding, replicas=1, replica=0))
+        return count_batches(self._count(), self.sharding)
+
+    def _count(self) -> int:
+        counted: Any = self.dataset if self._reading.sampler is None else self._reading.sampler
+        return len(counted)
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch's micro-batches."""
-        if self._sampler is not None:
-            self._sampler.set_epoch(self._epoch)
+        """One epoch's micro-batches, or after `load_state_dict` the rest of one."""
+        if not self._resumes and self._handed:
+            self._next_epoch()
+        while True:
+            loads, self._resumes = self._loads, False
+            for batch in self._stream() if self._is_stream else self._batches():
+                self._handed += self.sharding.stride
+                yield batch
+                if self._loads != loads:
+                    break
+            if self._loads == loads:
+                break
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
         self._epoch += 1
-        return iter(self._loader)
+        self._handed = 0
+        self._sampler_state = None
+        self._trails, self._in_turn = self._fresh_trails(), True
+
+    def _fresh_trails(self) -> tuple[Trail, ...]:
+        return (Trail(),) * max(1, self._reading.workers)
+
+    # ---- data sets with indices ------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[Any]:
+        self._tell_epoch(self.dataset)
+        work = self._own_order() if self._reading.sampler is None else self._given_order()
+        yield from self._loader(Batches(self.dataset, self._collate), work)
+
+    def _own_order(self) -> Iterator[Work]:
+        order = order_of(self._count(), self.seed, self._epoch, self._reading.shuffle)
+        yield from self._works(batches_of(order, self.sharding, self._handed))
+
+    def _given_order(self) -> Iterator[Work]:
+        """The caller's sampler from its beginning; what was handed out is skipped, not read."""
+        sampler, size = self._reading.sampler, self.sharding.batch_size
+        assert sampler is not None  # whoever calls this has looked
+        self._tell_epoch(sampler)
+        if keeps_state(sampler):
+            if self._sampler_state is not None:
+                sampler.load_state_dict(self._sampler_state)  # type: ignore[attr-defined]
+            else:
+                self._sampler_state = state_of(sampler)
+        done = self._handed // self.sharding.replicas
+        yield from self._works(_chunks(self._drawn(sampler), size, done, self.sharding.drop_last))
+
+    def _drawn(self, sampler: Iterable[Any]) -> Iterator[Any]:
+        """Its indices; torch's samplers draw what they shuffle by before the first one."""
+        with drawing_from(mixed(self.seed, self._epoch)):
+            indices = iter(sampler)
+            first = next(indices, None)
+        if first is not None:
+            yield first
+            yield from indices
+
+    def _works(self, batches: Iterator[list[Any]]) -> Iterator[Work]:
+        place = self._handed + self.sharding.replica
+        for indices in batches:
+            yield Work(mixed(self.seed, self._epoch, place), indices)
+            place += self.sharding.stride
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    def _stream(self) -> Iterator[Any]:
+        self._tell_epoch(self.dataset)
+        trails, turn, skipped = self._start_of_stream()
+        plan = StreamPlan(
+            batch_size=self.sharding.batch_size,
+            drop_last=self.sharding.drop_last,
+            seeds=(self.seed, self._epoch, self.sharding.replica),
+            trails=trails,
+            turn=turn,
+        )
+        self._trails, self._in_turn = trails, True
+        number = sum(trail.batches for trail in trails)
+        for piece in self._loader(Stream(self.dataset, self._collate, plan)):
+            if piece is None:
+                continue
+            self._follow(piece, number)
+            number += 1
+            if number > skipped:
+                yield piece.batch
+
+    def _start_of_stream(self) -> tuple[tuple[Trail, ...], int, int]:
+        """Where the workers begin, whose turn it is, and batches to be thrown away."""
+        done = self._handed // self.sharding.stride
+        known = all(trail.state is not None or not trail.batches for trail in self._trails)
+        if known and self._in_turn and sum(trail.batches for trail in self._trails) == done:
+            return self._trails, done % len(self._trails), 0
+        _log.warning(
+            "%s tells no state to go on from: its first %d batches are read again and thrown away",
+            type(self.dataset).__name__,
+            done,
+        )
+        return self._fresh_trails(), 0, done
+
+    def _follow(self, piece: Piece, number: int) -> None:
+        """Note how far a worker has come, and whether they still take turns."""
+        self._in_turn &= piece.worker == number % len(self._trails)
+        trails = list(self._trails)
+        batches = trails[piece.worker].batches + 1
+        trails[piece.worker] = Trail(batches, piece.state, piece.is_last)
+        self._trails = tuple(trails)
+
+    # ---- both ------------------------------------------------------------------------------------
+
+    def _loader(self, dataset: Any, work: Iterator[Work] | None = None) -> Iterable[Any]:
+        """A loader whose items are whole batches, and which draws nothing from the program."""
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=work,
+            num_workers=self._reading.workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._reading.pin_memory,
+            generator=torch.Generator().manual_seed(mixed(self.seed, self._epoch)),
+        )
+
+    def _tell_epoch(self, listener: Any) -> None:
+        """Data sets and samplers that shuffle by themselves want to know the epoch."""
+        if hasattr(listener, "set_epoch"):
+            listener.set_epoch(self._epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which part of which epoch was handed out: plain values, equal on all ranks.
+
+        What an `IterableDataset` or a sampler says of itself may differ between ranks.
+        """
+        state: dict[str, Any] = {
+            "epoch": self._epoch,
+            "samples": self._handed,
+            "seed": self.seed,
+            "dataset_samples": None if self._is_stream else self._count(),
+        }
+        if self._sampler_state is not None:
+            state["sampler"] = self._sampler_state
+        if self._is_stream:
+            state["stream"] = self._stream_state()
+        return state
+
+    def _stream_state(self) -> dict[str, Any]:
+        trails = self._trails
+        if not self._reading.workers and not self._resumes:
+            trails = (replace(trails[0], state=state_of(self.dataset)),)
+        rows = [[trail.batches, trail.state, trail.ended] for trail in trails]
+        return {"workers": self._reading.workers, "in_turn": self._in_turn, "trails": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved, also with another batch size or number of replicas.
+
+        Where the data set has another length today, the epoch is begun anew, and that is told.
+
+        Raises:
+            UsageError: `state` is not what `state_dict` returned.
+        """
+        try:
+            epoch, samples, seed = (int(state[key]) for key in ("epoch", "samples", "seed"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"this is no state of a loader ({error!r}): {state!r}") from error
+        count = None if self._is_stream else self._count()
+        if state.get("dataset_samples") != count:
+            _log.warning(
+                "the data set had %s samples when the loader was saved, and has %s now: epoch %d is"
+                " begun anew",
+                state.get("dataset_samples"),
+                count,
+                epoch,
+            )
+            samples = 0
+        self._epoch, self._handed, self.seed = epoch, samples, seed
+        self._sampler_state = state.get("sampler")
+        self._trails, self._in_turn = self._fresh_trails(), True
+        stream = state.get("stream") or {}
+        if stream.get("workers") == self._reading.workers:
+            self._trails = tuple(Trail(*row) for row in stream["trails"])
+            self._in_turn = bool(stream["in_turn"])
+        self._resumes = True
+        self._loads += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What the loaders of one engine share."""
+
+    sharding: Sharding
+    collate_fn: Collate | None
+    can_pin: bool
+    """Whether there is a device to which pinned memory is copied faster."""
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        reading: Reading | None = None,
+    ) -> ShardedLoader:
+        """A loader over `dataset`; what is not said is as in the configuration."""
+        reading = Reading(pin_memory=True) if reading is None else reading
+        sharding = self.sharding
+        return ShardedLoader(
+            dataset,
+            sharding if batch_size is None else replace(sharding, batch_size=batch_size),
+            replace(
+                reading,
+                collate_fn=reading.collate_fn or self.collate_fn,
+                pin_memory=reading.pin_memory and self.can_pin,
+            ),
+        )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _chunks(indices: Iterator[Any], size: int, done: int, drop_last: bool) -> Iterator[list[Any]]:
+    """Lists of `size` indices, after the first `done` ones."""
+    chunk: list[Any] = []
+    for number, index in enumerate(indices):
+        if number < done:
+            continue
+        chunk.append(index)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk and not drop_last:
+        yield chunk
+
+
+class RepeatingLoader:
+    """Iterates a loader for ever: at its end it begins anew.
+
+    `len`, `state_dict` and `load_state_dict` are the loader's. A sampler of the loader that has
+    `set_epoch` is told the number of each epoch (torch's `DistributedSampler` would give every
+    epoch the same order).
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            UsageError: the loader gives no batch at all.
+        """
+        # One epoch may be empty: the rest of one whose end was saved.
+        for _ in range(3):
+            if self._iterator is None:
+                self._iterator = self._begin()
+            for batch in self._iterator:
+                return batch
+            self._iterator = None
+        raise UsageError(
+            f"RepeatingLoader: {type(self.loader).__name__} gives no batch; is the data set empty,"
+            " or smaller than one batch on all ranks with dataloader_drop_last?"
+        )
+
+    def _begin(self) -> Iterator[Any]:
+        self._epoch += 1
+        told = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if told is not None:
+            told(self._epoch)
+        return iter(self.loader)
+
+    def state_dict(self) -> Any:
+        """The loader's state."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the loader go on from a saved state."""
+        self._iterator = None
+        self.loader.load_state_dict(state)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.engine.casting import Casting
-from hadal.engine.loader import ShardedLoader
+from hadal.engine.loader import Loading, ShardedLoader
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.step import Stepper
 from hadal.zero.hooks import Hooks
@@ -47,6 +47,7 @@ class Parts:
     accumulation: int
     steps_per_print: int | None
     loader: ShardedLoader | None
+    loading: Loading
     device: torch.device
     tag_validation: str
     config: Config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from hadal.comm import Ranks
 from hadal.config import Config
-from hadal.engine.loader import ShardedLoader
+from hadal.device import current_device
+from hadal.engine.loader import Loading, ShardedLoader
+from hadal.engine.sampler import Sharding
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
 from hadal.optim.schedules import build_schedule, refuse_metric_schedule
@@ -92,7 +94,9 @@ def make_schedule(
         return build_schedule(config.scheduler.type, config.scheduler.params, optimizer)
     if is_chosen:
         return None
-    steps = len(loader) if loader is not None else _DEFAULT_SCHEDULE_STEPS
+    steps = _DEFAULT_SCHEDULE_STEPS
+    with suppress(TypeError):  # a stream without a length
+        steps = len(loader) if loader is not None else steps
     _log.warning(
         "no optimizer was given: %s with its defaults trains, under %s over %d steps; name both in"
         " the configuration to choose",
@@ -112,17 +116,25 @@ def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any
             " it belongs to; give both, or a callable that makes the schedule from the optimizer"
         )
     refuse_metric_schedule(type(brought))
+    if not callable(getattr(brought, "step", None)):
+        raise OptimizerError(
+            f"initialize(lr_scheduler=...) came to {type(brought).__name__}, which has no step();"
+            " give a schedule, or a callable that returns one for the optimizer"
+        )
     return brought
 
 
-def make_loader(wishes: Wishes, config: Config, ranks: Ranks) -> ShardedLoader | None:
-    """The loader over the caller's data set, if there is one."""
-    if wishes.training_data is None:
-        return None
-    return ShardedLoader(
-        wishes.training_data,
-        config.train_micro_batch_size_per_gpu,
-        ranks,
+def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int) -> Loading:
+    """What the engine's loaders share; `replica` of `replicas` reads samples of its own."""
+    return Loading(
+        Sharding(
+            config.train_micro_batch_size_per_gpu, replicas, replica, config.dataloader_drop_last
+        ),
         wishes.collate_fn,
-        config.dataloader_drop_last,
+        can_pin=current_device().type != "cpu",
     )
+
+
+def make_loader(wishes: Wishes, loading: Loading) -> ShardedLoader | None:
+    """The loader over the caller's data set, if there is one."""
+    return None if wishes.training_data is None else loading.loader(wishes.training_data)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import RankPools
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 import hadal
 from engine.toys import ROWS, config_of, engine_of, model_of
+from hadal.engine.loader import Reading, RepeatingLoader, ShardedLoader
+from hadal.engine.sampler import Sharding
+from hadal.errors import UsageError
 
 
 def numbers(count: int) -> TensorDataset:
@@ -40,6 +55,7 @@ def test_ranks_share_an_epoch_and_shuffle_anew(ranks: RankPools) -> None:
     assert orders[0] != orders[1]
 
 
+@pytest.mark.claims("dataloader_drop_last")
 @pytest.mark.parametrize(("drop", "lengths"), [(False, [3, 3, 1]), (True, [3, 3])])
 def test_the_last_batch_may_be_dropped(drop: bool, lengths: list[int], ranks: RankPools) -> None:
     for epochs in ranks(2).run(two_epochs, 13, {"dataloader_drop_last": drop}):
@@ -59,3 +75,319 @@ def stream_and_collate() -> list[int]:
 
 def test_a_stream_is_read_as_it_comes_and_batches_are_the_callers(ranks: RankPools) -> None:
     assert ranks(2).run(stream_and_collate) == [[3, 12, 6]] * 2
+
+
+# ---- one loader, without an engine ------------------------------------------------------------
+
+
+class Drawing(Dataset):
+    """Samples with noise of every generator that there is; counts what is read."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        self.read.append(index)
+        return index, float(torch.rand(())), random.random(), float(np.random.random())
+
+
+def drawing_collate(samples: list[Any]) -> tuple[Any, ...]:
+    return (*samples, float(torch.rand(())))
+
+
+class Counting(IterableDataset):
+    """Numbers dealt out to the workers; remembers the next one."""
+
+    def __init__(self, count: int = 17) -> None:
+        self.count = count
+        self.next: int | None = None
+        self.reads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.next is None:
+            self.next = first
+        while self.next < self.count:
+            self.next += step
+            self.reads += 1
+            yield self.next - step, random.random()
+        self.next = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Stateless(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return ((number, random.random()) for number in range(first, 17, step))
+
+
+def loader_of(kind: Callable[[], Any], workers: int = 0, **reading: Any) -> ShardedLoader:
+    return ShardedLoader(
+        kind(),
+        Sharding(2, replicas=1),
+        Reading(collate_fn=drawing_collate, workers=workers, **reading),
+    )
+
+
+def items() -> Drawing:
+    return Drawing(15)
+
+
+def global_generators() -> tuple[Any, ...]:
+    return torch.rand(()).item(), random.random(), np.random.random()
+
+
+@pytest.mark.parametrize("kind", [items, Counting, Stateless], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 4, 7, 8, 9])
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(
+    kind: Callable[[], Any], workers: int, taken: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Same samples, same order, same random numbers, whatever was read ahead."""
+    unbroken = loader_of(kind, workers)
+    batches = [list(unbroken) for _ in range(3)]
+    assert batches[0] != batches[1]
+    assert len(batches[0]) == (8 if kind is items else 9)
+
+    broken = loader_of(kind, workers)
+    list(broken)
+    iterator = iter(broken)
+    first = list(itertools.islice(iterator, taken))
+    state = broken.state_dict()
+    assert state["epoch"] == 1 + (taken > len(batches[1]))
+
+    again = loader_of(kind, workers)
+    again.load_state_dict(state)
+    assert again.state_dict() == state  # before the first batch, too
+    rest = list(again)
+    if state["epoch"] == 1:
+        assert first + rest == batches[1]
+        assert list(again) == batches[2]
+    else:
+        assert first == batches[1]
+        assert rest == batches[2]
+    told = kind is Stateless and taken in range(1, 10) and state["epoch"] == 1
+    assert ("read again" in caplog.text) == told
+
+
+def test_nothing_is_read_that_was_handed_out() -> None:
+    first = loader_of(items)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    again = loader_of(items)
+    again.load_state_dict(first.state_dict())
+    list(again)
+    assert len(again.dataset.read) == 15 - 4
+    stream = loader_of(Counting)
+    iterator = iter(stream)
+    next(iterator), next(iterator)
+    again = loader_of(Counting)
+    again.load_state_dict(stream.state_dict())
+    list(again)
+    assert again.dataset.reads == 17 - 4
+
+
+def test_workers_and_the_programs_generators_change_nothing() -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = global_generators()
+    found = []
+    for workers in (0, 1, 2):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        found.append(list(loader_of(items, workers)))
+        assert global_generators() == expected
+    assert found[0] == found[1] == found[2]
+
+
+def test_another_seed_is_another_order() -> None:
+    one, other = loader_of(items), loader_of(items, seed=1)
+    first, second = list(one), list(other)
+    assert first != second
+    one = loader_of(items)
+    one.seed = 1
+    assert list(one) == second
+    again = loader_of(items)
+    iterator = iter(other)
+    next(iterator)
+    again.load_state_dict(other.state_dict())  # the seed goes along
+    assert list(again) == list(iterator)
+
+
+def test_leaving_early_begins_the_next_epoch() -> None:
+    loader, whole = loader_of(items), loader_of(items)
+    epochs = [list(whole) for _ in range(2)]
+    for batch in loader:
+        assert batch == epochs[0][0]
+        break
+    assert loader.state_dict()["samples"] == 2  # a checkpoint would go on in that epoch
+    assert list(loader) == epochs[1]
+
+
+def test_an_iteration_under_way_goes_back_with_its_loader() -> None:
+    loader = loader_of(items)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(2)]
+    state = loader.state_dict()
+    more = [next(iterator) for _ in range(3)]
+    loader.load_state_dict(state)
+    assert [next(iterator) for _ in range(3)] == more
+    assert len(first + more + list(iterator)) == len(loader)
+
+
+def test_the_rest_of_an_epoch_is_dealt_to_other_replicas() -> None:
+    def loader(replicas: int, replica: int, rows: int) -> ShardedLoader:
+        return ShardedLoader(numbers(40), Sharding(rows, replicas, replica))
+
+    seen = []
+    for replica in range(2):
+        one = loader(2, replica, 3)
+        seen += [n for batch in itertools.islice(one, 4) for n in batch[0].tolist()]
+        state = one.state_dict()
+    for replica in range(4):
+        one = loader(4, replica, 2)
+        one.load_state_dict(state)
+        seen += [n for batch in one for n in batch[0].tolist()]
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_changed_data_set_begins_its_epoch_anew(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = loader_of(items), loader_of(lambda: Drawing(9))
+    list(itertools.islice(one, 3))
+    with caplog.at_level(logging.WARNING, "hadal"):
+        other.load_state_dict(one.state_dict())
+    assert "had 15 samples" in caplog.text
+    assert list(other) == list(loader_of(lambda: Drawing(9)))
+
+
+def test_a_stream_of_other_workers_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    one = loader_of(Counting)
+    iterator = iter(one)
+    list(itertools.islice(iterator, 3))
+    other = loader_of(Counting, workers=1)
+    other.load_state_dict(one.state_dict())
+    assert [batch[:2] for batch in other] == [batch[:2] for batch in iterator]
+    assert "read again" in caplog.text
+
+
+# ---- samplers, and what is no data set --------------------------------------------------------
+
+
+class Shuffled:
+    """A sampler with a generator of its own, and a state."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return 15
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(15, generator=self.generator).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+SAMPLERS = [
+    Shuffled,
+    lambda: RandomSampler(range(15)),
+    lambda: DistributedSampler(range(15), 1, 0),
+    lambda: list(range(14, -1, -1)),
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=["stateful", "random", "epochs", "list"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_callers_sampler_goes_on(sampler: Callable[[], Any], workers: int) -> None:
+    unbroken = loader_of(items, workers, sampler=sampler())
+    assert len(unbroken) == 8
+    batches = [list(unbroken) for _ in range(3)]
+    if not isinstance(sampler(), list):
+        assert [sample[0] for sample in batches[0]] != [sample[0] for sample in batches[1]]
+    broken = loader_of(items, workers, sampler=sampler())
+    list(broken)
+    first = list(itertools.islice(broken, 3))
+    again = loader_of(items, workers, sampler=sampler())
+    again.load_state_dict(broken.state_dict())
+    assert first + list(again) == batches[1]
+    assert len(again.dataset.read) == (0 if workers else 15 - 6)
+    assert list(again) == batches[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "reading", "told"),
+    [
+        (lambda: DataLoader(numbers(3)), {}, "DataLoader, which has no __getitem__"),
+        (lambda: (n for n in range(3)), {}, "no __len__"),
+        (Counting, {"sampler": [0]}, "its own order"),
+        (items, {"sampler": iter([0])}, "no length"),
+    ],
+)
+def test_what_gives_no_samples_is_refused(given, reading, told) -> None:
+    with pytest.raises(UsageError, match=told):
+        loader_of(given, **reading)
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": None, "samples": 1, "seed": 0}])
+def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="no state of a loader"):
+        loader_of(items).load_state_dict(state)
+
+
+# ---- for ever ---------------------------------------------------------------------------------
+
+
+def test_repeating_begins_anew() -> None:
+    epochs = loader_of(items)
+    expected = [batch for _ in range(3) for batch in epochs]
+    loader = RepeatingLoader(loader_of(items))
+    assert len(loader) == 8
+    assert [next(loader) for _ in range(11)] == expected[:11]
+    state = loader.state_dict()
+    again = hadal.RepeatingLoader(loader_of(items))
+    again.load_state_dict(state)
+    assert [next(again) for _ in range(13)] == expected[11:24]
+    again.load_state_dict(state)
+    assert next(iter(again)) == expected[11]
+    # A checkpoint that an engine loads reaches the loader inside.
+    loader.loader.load_state_dict(epochs.state_dict())
+    assert next(loader) == next(iter(epochs))
+
+
+def test_repeating_at_the_end_of_an_epoch() -> None:
+    epochs = loader_of(items)
+    expected = [batch for _ in range(2) for batch in epochs]
+    loader = RepeatingLoader(loader_of(items))
+    for _ in range(8):
+        next(loader)
+    again = RepeatingLoader(loader_of(items))
+    again.load_state_dict(loader.state_dict())
+    assert next(again) == expected[8]
+
+
+def test_repeating_tells_torchs_sampler_the_epoch() -> None:
+    data = range(12)
+    sampler = DistributedSampler(data, 1, 0)
+    loader = RepeatingLoader(DataLoader(data, 4, sampler=sampler))
+    batches = [next(loader).tolist() for _ in range(6)]
+    assert batches[:3] != batches[3:]
+
+
+def test_repeating_nothing_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    loader = ShardedLoader(numbers(3), Sharding(2, 2, 0, drop_last=True))
+    assert "gives no batch" in caplog.text
+    with pytest.raises(UsageError, match="gives no batch"):
+        next(RepeatingLoader(loader))
