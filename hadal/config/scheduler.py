@@ -1,16 +1,18 @@
 """`scheduler`: the learning-rate schedule, stepped once for each applied update."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import BeforeValidator
 
 from hadal.config.optimizer import OpenParams
 from hadal.config.section import AUTO_IS_A_WORD, Child, Section, key
-from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text
+from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text, counted
 
-Curve: TypeAlias = Literal["log", "linear"]
-_CURVE = "Curve of the warm-up."
+Count: TypeAlias = Annotated[int, BeforeValidator(counted)]
+_CURVE = 'Curve of the warm-up: "log" or "linear"; any other word warns and means "log".'
 _TOTAL = "Updates of the whole training. Must be said."
-_WARMUP = "Updates of the warm-up; 1 counts as 2."
+_WARMUP = "Updates of the warm-up, 10.0 is none; 1 counts as 2."
 
 
 class _Params(Section):
@@ -23,13 +25,13 @@ class LRRangeTestParams(_Params):
     """LRRangeTest: raise the rate to see where training breaks."""
 
     lr_range_test_min_lr: NumberOrNumbers = key(1e-3, "Rate at the start, or one per group.")
-    lr_range_test_step_size: Integer = key(2000, "Updates of one interval.", gt=0)
+    lr_range_test_step_size: Count = key(2000, "Updates of one interval; 10.0 is none.", gt=0)
     lr_range_test_step_rate: Number = key(1.0, "Added to the multiplier at each interval.")
     lr_range_test_staircase: Boolean = key(False, "Move at each interval, not at each update.")
 
 
 class OneCycleParams(_Params):
-    """OneCycle: up, down, then decay; the momentum moves the other way."""
+    """OneCycle: up, down, then decay; the momentum (the first beta) moves the other way."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
 
@@ -41,7 +43,11 @@ class OneCycleParams(_Params):
     cycle_first_stair_count: Integer = key(0, "Stairs of the rise; 0 is continuous.", ge=0)
     cycle_second_stair_count: Integer | None = key(None, "Stairs of the fall; null: as many.", ge=0)
     decay_step_size: Integer = key(0, "Updates of one decay step; 0 does not decay.", ge=0)
-    cycle_momentum: Boolean = key(True, "Move the momentum against the rate.")
+    cycle_momentum: Boolean = key(
+        True,
+        "Move each group's first beta against the rate and hold its second at 0.99. Off, with a "
+        "warning, where the optimizer has no betas (SGD's momentum stays).",
+    )
     cycle_min_mom: NumberOrNumbers = key(0.8, "Momentum at the peak of the rate.")
     cycle_max_mom: NumberOrNumbers = key(0.9, "Momentum at both ends.")
     decay_mom_rate: Number = key(0.0, "Growth of the momentum after the cycle, per decay step.")
@@ -54,8 +60,8 @@ class WarmupLRParams(_Params):
     warmup_max_lr: NumberOrNumbers | None = key(
         None, "Rate after the warm-up; null is the optimizer's own rate."
     )
-    warmup_num_steps: Integer = key(1000, _WARMUP, gt=0)
-    warmup_type: Curve = key("log", _CURVE)
+    warmup_num_steps: Count = key(1000, _WARMUP, gt=0)
+    warmup_type: Text = key("log", _CURVE)
 
 
 class WarmupDecayLRParams(WarmupLRParams):
@@ -74,9 +80,9 @@ class WarmupCosineLRParams(_Params):
 
     total_num_steps: Integer | None = key(None, _TOTAL, gt=0)
     warmup_min_ratio: Number = key(0.0, "Share of the rate at the start.", ge=0, le=1)
-    warmup_num_steps: Integer = key(1000, _WARMUP, gt=0)
+    warmup_num_steps: Count = key(1000, _WARMUP, gt=0)
     cos_min_ratio: Number = key(1e-4, "Share of the rate at the end.", ge=0, le=1)
-    warmup_type: Curve = key("log", _CURVE)
+    warmup_type: Text = key("log", _CURVE)
 
 
 PARAMS: Mapping[str, type[_Params]] = {
@@ -89,7 +95,10 @@ PARAMS: Mapping[str, type[_Params]] = {
 
 
 class Scheduler(Section):
-    """The schedule, by name. Not used where the program hands over its own."""
+    """The schedule, by name. Not used where the program hands over its own.
+
+    It is stepped once for each applied update: not where fp16 overflows and the update is skipped.
+    """
 
     required: ClassVar[tuple[str, ...]] = ("type",)
 

@@ -26,6 +26,13 @@ def whole(value: Any) -> Any:
     return int(number)
 
 
+def counted(value: Any) -> Any:
+    """Take 10 and "10" as an integer, and 10.0 as none: what counts steps is written as a count."""
+    if isinstance(_number(value), float):
+        raise ValueError("not an integer")
+    return whole(value)
+
+
 def real(value: Any) -> Any:
     """Take 0.001 and "1e-3" as the same number; refuse booleans, NaN and infinity."""
     number = _number(value)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,12 +22,15 @@ from hadal.errors import OptimizerError
 _log = logging.getLogger(__name__)
 
 Rates = float | Sequence[float]
+# What OneCycle holds the second beta at while it moves the first.
+_SECOND_BETA = 0.99
 
 
 class Schedule(ABC):
     """Sets each param group's learning rate after each update.
 
-    Owns the number of steps so far; the curve itself is `rate`.
+    Owns the number of steps so far; the curve itself is `rate`. `last_batch_iteration` is the
+    number of the last step, -1 before the first: a schedule made with a larger one goes on there.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
@@ -47,7 +51,12 @@ class Schedule(ABC):
 
     def _write(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = self.rate(self.last_batch_iteration + 1, index)
+            rate = self.rate(self.last_batch_iteration + 1, index)
+            # A rate that the caller holds in a tensor stays one: captured steps read it there.
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def get_lr(self) -> list[float]:
         """The present rate of each param group."""
@@ -84,12 +93,17 @@ def warm_up(t: int, length: int, kind: str) -> float:
     return math.log(t + 1) / math.log(length) if kind == "log" else t / length
 
 
-def _warm_up_length(steps: int) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
+def _count(value: Any, key: str, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptimizerError(
-            f"scheduler.params.warmup_num_steps must be a whole number above 0, found {steps!r}"
+            f"scheduler.params.{key} must be an integer >= {least}, found {value!r}"
         )
-    return max(2, steps)
+    return value
+
+
+def _warm_up_length(steps: int) -> int:
+    # The logarithm's warm-up divides by ln(length): one step counts as two.
+    return max(2, _count(steps, "warmup_num_steps"))
 
 
 def _warm_up_kind(kind: str) -> str:
@@ -214,14 +228,9 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
-            raise OptimizerError(
-                "scheduler.params.lr_range_test_step_size must be a whole number above 0, found"
-                f" {lr_range_test_step_size!r}"
-            )
         self.optimizer = optimizer
         self._low = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._size = lr_range_test_step_size
+        self._size = _count(lr_range_test_step_size, "lr_range_test_step_size")
         self._growth = lr_range_test_step_rate
         self._stairs = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
@@ -253,14 +262,10 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        if cycle_first_step_size <= 0 or second < 0:
-            raise OptimizerError(
-                "scheduler.params: cycle_first_step_size must be above 0 and cycle_second_step_size"
-                f" at least 0, found {cycle_first_step_size} and {second}"
-            )
+        first = _count(cycle_first_step_size, "cycle_first_step_size")
+        second = first if cycle_second_step_size is None else cycle_second_step_size
+        self._sizes = (first, _count(second, "cycle_second_step_size", least=0))
         stairs = cycle_second_stair_count
-        self._sizes = (cycle_first_step_size, second)
         self._stairs = (
             cycle_first_stair_count,
             cycle_first_stair_count if stairs is None else stairs,
@@ -271,9 +276,11 @@ class OneCycle(Schedule):
         self._high_momentum = self._per_group(cycle_max_mom, "cycle_max_mom")
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
         self._cycles_momentum = cycle_momentum
-        if cycle_momentum and "betas" not in optimizer.defaults:
+        if cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             _log.warning(
-                "scheduler.params.cycle_momentum is off: %s has no betas", type(optimizer).__name__
+                "scheduler.params.cycle_momentum is off: %s has no betas; say false to say so"
+                " yourself",
+                type(optimizer).__name__,
             )
             self._cycles_momentum = False
         super().__init__(optimizer, last_batch_iteration)
@@ -313,7 +320,7 @@ class OneCycle(Schedule):
         if self._cycles_momentum:
             n = self.last_batch_iteration + 1
             for index, group in enumerate(self.optimizer.param_groups):
-                group["betas"] = (self.momentum(n, index), 0.99)
+                group["betas"] = (self.momentum(n, index), _SECOND_BETA, *group["betas"][2:])
 
 
 _NATIVE: dict[str, type[Schedule]] = {

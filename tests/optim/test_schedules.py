@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -70,7 +71,6 @@ def played(kind: str, params: dict[str, Any], rate: float = 2e-3) -> list[tuple[
     return values
 
 
-# As many digits as were recorded.
 RATES = [
     ("LRRangeTest", RANGE, {0: 1e-4, 100: 3.5e-4, 200: 6.0e-4, 201: 6.025e-4}),
     (
@@ -110,9 +110,13 @@ RATES = [
     ),
     ("WarmupCosineLR", COSINE, {0: 0.0, 10: 1e-3, 550: 1.0001e-3, 1000: 2e-7}),
 ]
-# Recorded rounded, to the digits given.
+# Recorded rounded: (as it was written, the same by hand).
 ROUNDED = [
-    ("OneCycle", ONE_CYCLE, {201: 9.900990e-5, 301: 4.975124e-5}, 1e-7),
+    (
+        "OneCycle",
+        ONE_CYCLE,
+        {201: ("9.900990e-5", 1e-4 / 1.01), 301: ("4.975124e-5", 1e-4 / (1 + 0.5 * 101 / 50))},
+    ),
     (
         "OneCycle",
         {
@@ -121,40 +125,63 @@ ROUNDED = [
             "cycle_first_step_size": 30,
             "cycle_second_step_size": 60,
         },
-        {10: 0.33333, 50: 0.66667, 90: 0.0},
-        1.5e-5,
+        {10: ("0.33333", 1 / 3), 50: ("0.66667", 2 / 3), 90: ("0", 0.0)},
     ),
     (
         "WarmupLR",
         WARMUP,
-        {2: 1.0034333e-4, 10: 3.3333333e-4, 100: 6.6666667e-4, 500: 8.9965667e-4},
-        1e-7,
+        {
+            2: ("1.0034333e-4", 1e-3 * math.log(2) / math.log(1000)),
+            10: ("3.3333333e-4", 1e-3 / 3),
+            100: ("6.6666667e-4", 2e-3 / 3),
+            500: ("8.9965667e-4", 1e-3 * math.log(500) / math.log(1000)),
+        },
     ),
-    ("WarmupDecayLR", DECAY, {550: 5.0111111e-4, 1000: 1.1111111e-6}, 1e-7),
-    ("WarmupCosineLR", COSINE, {50: 1.69897e-3}, 1e-6),
+    (
+        "WarmupDecayLR",
+        DECAY,
+        {550: ("5.0111111e-4", 1e-3 * 451 / 900), 1000: ("1.1111111e-6", 1e-3 / 900)},
+    ),
+    (
+        "WarmupCosineLR",
+        COSINE,
+        {50: ("1.69897e-3", 2e-3 * math.log(50) / math.log(100))},
+    ),
     (
         "WarmupCosineLR",
         {**COSINE, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.01, "warmup_type": "linear"},
-        {101: 1.99999397e-3},
-        1e-8,
+        {
+            101: (
+                "1.99999397e-3",
+                2e-3 * (0.01 + 0.99 * (1 + math.cos(math.pi / 900)) / 2),
+            )
+        },
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "params", "points", "digits"), [*((*row, 1e-9) for row in RATES), *ROUNDED]
-)
-def test_rates(kind, params, points, digits):
+@pytest.mark.parametrize(("kind", "params", "points"), RATES)
+def test_rates(kind, params, points):
     values = played(kind, params)
     found = {n: values[n][0] for n in points}
-    assert found == pytest.approx(points, rel=digits, abs=1e-15)
+    assert found == pytest.approx(points, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(("kind", "params", "points"), ROUNDED)
+def test_rates_that_are_no_short_numbers(kind, params, points):
+    values = played(kind, params)
+    for n, (written, by_hand) in points.items():
+        found = values[n][0]
+        assert found == pytest.approx(by_hand, rel=1e-9, abs=1e-15)
+        digits = len(written.split("e")[0].replace(".", "").lstrip("0"))
+        assert float(f"{found:.{max(1, digits)}g}") == float(written)
 
 
 def test_one_cycle_moves_the_first_beta_the_other_way():
     betas = {n: beta for n, (_, beta) in enumerate(played("OneCycle", ONE_CYCLE))}
     points = {1: 0.9886, 50: 0.92, 100: 0.85, 150: 0.92, 200: 0.99, 201: 0.99198, 301: 1.18998}
     assert betas[0] == 0.85
-    assert {n: betas[n] for n in points} == pytest.approx(points, rel=1e-7)
+    assert {n: betas[n] for n in points} == pytest.approx(points, rel=1e-9)
 
 
 def test_one_cycle_sets_the_second_beta():
@@ -163,13 +190,40 @@ def test_one_cycle_sets_the_second_beta():
     assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
 
 
+def test_one_cycle_moves_the_betas_of_every_group():
+    optimizer = optimizer_of(1e-3, 2e-3)
+    optimizer.param_groups[1]["betas"] = (0.5, 0.6, 0.7)  # some optimizers have three
+    momenta = {"cycle_min_mom": [0.8, 0.5], "cycle_max_mom": [0.9, 0.7]}
+    schedule = build_schedule("OneCycle", {**ONE_CYCLE, **momenta}, optimizer)
+    for _ in range(50):
+        schedule.step()
+    betas = [group["betas"] for group in optimizer.param_groups]
+    assert betas[0] == pytest.approx((0.85, 0.99))
+    assert betas[1] == pytest.approx((0.6, 0.99, 0.7))
+
+
+def test_a_rate_in_a_tensor_stays_there():
+    optimizer = optimizer_of()
+    held = optimizer.param_groups[0]["lr"] = torch.tensor(2e-3, dtype=torch.float64)
+    schedule = build_schedule("WarmupLR", LINEAR, optimizer)
+    for _ in range(500):
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] is held
+    assert held.item() == schedule.get_last_lr()[0] == pytest.approx(5.491e-4, rel=1e-9)
+
+
 def test_one_cycle_leaves_an_optimizer_without_betas_alone(caplog):
     optimizer = optimizer_of(kind=torch.optim.SGD)
     with caplog.at_level(logging.WARNING, "hadal"):
         schedule = build_schedule("OneCycle", ONE_CYCLE, optimizer)
+    before = optimizer.param_groups[0]["momentum"]
     schedule.step()
     assert "betas" not in optimizer.param_groups[0]
-    assert "no betas" in caplog.text
+    assert optimizer.param_groups[0]["momentum"] == before
+    assert "cycle_momentum is off: SGD has no betas" in caplog.text
+    caplog.clear()
+    build_schedule("OneCycle", {**ONE_CYCLE, "cycle_momentum": False}, optimizer)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""Schedules in training: once for each applied update, the momentum too, and across a break."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torchs
+
+import hadal
+from engine.toys import (
+    alone,
+    assert_close,
+    batch_of,
+    engine_of,
+    loss_of,
+    model_of,
+    train,
+)
+from hadal import comm
+from hadal.errors import OptimizerError
+from hadal.optim.schedules import OneCycle
+
+CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}
+DECAYS = {**CYCLE, "decay_step_size": 1, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01}
+WARMUP = {"warmup_num_steps": 6, "warmup_max_lr": 0.02}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 3},
+    "OneCycle": DECAYS,
+    "WarmupLR": WARMUP,
+    "WarmupDecayLR": {**WARMUP, "total_num_steps": 9},
+    "WarmupCosineLR": {"warmup_num_steps": 4, "total_num_steps": 9},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [2, 5, 6]},
+    "ConstantLR": {"total_iters": 6},
+    "LinearLR": {"total_iters": 7},
+    "ExponentialLR": {"gamma": 0.5},
+    "PolynomialLR": {"total_iters": 9},
+    "CosineAnnealingLR": {"T_max": 7},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "CyclicLR": {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 3},
+    "OneCycleLR": {"max_lr": 0.02, "total_steps": 20},
+}
+
+
+def halved_twice(optimizer: Optimizer) -> Any:
+    return torchs.SequentialLR(
+        optimizer,
+        [torchs.MultiStepLR(optimizer, [2, 3, 7], 0.5), torchs.ExponentialLR(optimizer, 0.9)],
+        [6],
+    )
+
+
+MAKERS = {
+    "LambdaLR": lambda its: torchs.LambdaLR(its, lambda n: 0.9**n),
+    "MultiplicativeLR": lambda its: torchs.MultiplicativeLR(its, lambda n: 1 - 0.1 * (n % 3)),
+    "SequentialLR": halved_twice,
+    "ChainedScheduler": lambda its: torchs.ChainedScheduler(
+        [torchs.StepLR(its, 3), torchs.LinearLR(its, total_iters=6)], optimizer=its
+    ),
+}
+
+
+def made(name: str) -> Any:
+    if name in MAKERS:
+        return engine_of(1, wishes={"lr_scheduler": MAKERS[name]})
+    return engine_of(1, scheduler={"type": name, "params": SECTIONS[name]})
+
+
+def seen(engine: Any, steps: range) -> list[Any]:
+    """The loss that each step began with, and the rate and betas that it left."""
+    found = []
+    for step in steps:
+        (loss,) = train(engine, range(step, step + 1))
+        group = engine.optimizer.param_groups[0]
+        found.append((loss.item(), group["lr"], group["betas"]))
+    return found
+
+
+def broken_and_whole(folder: str) -> None:
+    for name in [*SECTIONS, *MAKERS]:
+        whole = made(name)
+        seen(whole, range(4))
+        whole.save_checkpoint(folder, tag=name)
+        expected = seen(whole, range(4, 10))
+        again = made(name)
+        again.load_checkpoint(folder, tag=name)
+        assert seen(again, range(4, 10)) == expected, name
+        again.load_checkpoint(folder, tag=name)  # back again, on a schedule that has gone on
+        assert seen(again, range(4, 10)) == expected, name
+        assert len({rate for _, rate, _ in expected}) > 1, name
+        whole.destroy(), again.destroy()
+
+
+def test_every_schedule_goes_on_after_a_break(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(1).run(broken_and_whole, str(tmp_path))
+
+
+def momentum_acts(stage: int) -> None:
+    """The betas that OneCycle writes are those that Adam steps with."""
+    engine = engine_of(stage, scheduler={"type": "OneCycle", "params": DECAYS})
+    train(engine, range(6))
+    plain = model_of()
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.01, weight_decay=0.0)
+    schedule = OneCycle(optimizer, **DECAYS)
+    fixed = alone(model_of(), [[step] for step in range(6)], lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in range(comm.get_world_size()):
+            inputs, targets = batch_of(step, rank)
+            (loss_of(plain(inputs), targets) / comm.get_world_size()).backward()
+        optimizer.step()
+        schedule.step()
+    assert_close(engine.state_dict(), dict(plain.state_dict()))
+    assert not torch.allclose(engine.state_dict()["0.weight"], fixed["0.weight"], rtol=1e-3)
+    assert engine.optimizer.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_momentum_reaches_the_step(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(momentum_acts, stage)
+
+
+def overflows() -> None:
+    """A skipped update does not move the schedule; micro-steps do not either."""
+    engine = engine_of(
+        2,
+        fp16={"enabled": True, "initial_scale_power": 4},
+        gradient_accumulation_steps=2,
+        scheduler={"type": "LRRangeTest", "params": SECTIONS["LRRangeTest"]},
+    )
+    rates = []
+    for step in range(8):
+        inputs, targets = batch_of(step)
+        loss = loss_of(engine(inputs.half()), targets)
+        engine.backward(loss * float("inf") if step in (2, 5) else loss)
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    assert (engine.global_steps, engine.skipped_steps) == (4, 2)
+    assert engine.lr_scheduler.last_batch_iteration == 1
+    assert rates == pytest.approx([1e-3 * (1 + n / 3) for n in (0, 1, 1, 1, 1, 1, 1, 2)])
+
+
+def test_a_skipped_update_leaves_the_schedule(ranks: RankPools) -> None:
+    ranks(2).run(overflows)
+
+
+class Silent:
+    """Not a schedule at all."""
+
+
+def what_is_brought() -> None:
+    for maker, told in [
+        (lambda its: Silent(), "which has no step"),
+        (lambda its: torchs.ReduceLROnPlateau(its), "needs a metric"),
+        (torchs.StepLR(torch.optim.SGD(model_of().parameters(), 0.1), 1), "without the optimizer"),
+    ]:
+        with pytest.raises(OptimizerError, match=told):
+            engine_of(1, wishes={"lr_scheduler": maker})
+    # The caller's takes the place of the section's.
+    section = {"type": "WarmupLR", "params": WARMUP}
+    engine = engine_of(1, wishes={"lr_scheduler": MAKERS["LambdaLR"]}, scheduler=section)
+    assert type(engine.lr_scheduler) is torchs.LambdaLR
+
+
+def test_what_a_caller_may_bring(ranks: RankPools) -> None:
+    ranks(1).run(what_is_brought)
+
+
+def from_the_command_line() -> list[list[float]]:
+    parser = hadal.add_tuning_arguments(hadal.add_config_arguments(argparse.ArgumentParser()))
+    line = "--lr_schedule WarmupDecayLR --warmup_max_lr 0.5 --warmup_num_steps 2"
+    args = parser.parse_args([*line.split(), "--total_num_steps", "4", "--warmup_type", "linear"])
+    engine = engine_of(1, wishes={"args": args})
+    rates = [engine.get_lr()]
+    for step in range(5):
+        train(engine, range(step, step + 1))
+        rates.append(engine.get_lr())
+    return rates
+
+
+def test_a_schedule_from_the_command_line_trains(ranks: RankPools) -> None:
+    for rates in ranks(2).run(from_the_command_line):
+        assert rates == [[0.0], [0.0], [0.25], [0.5], [0.25], [0.0]]
