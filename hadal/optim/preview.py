@@ -1,0 +1,89 @@
+"""What a schedule will do over a number of updates, without a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hadal.errors import OptimizerError
+from hadal.optim.build import build_optimizer
+from hadal.optim.schedules import build_schedule
+
+_DEFAULT_RATE = 1e-3
+# What torch's schedulers take one value of for each param group; other lists of theirs are not.
+_PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum", "lr_lambda")
+
+
+@dataclass(slots=True)
+class Course:
+    """One param group's course; item n is what holds after n updates."""
+
+    rates: list[float] = field(default_factory=list)
+    momenta: list[float] = field(default_factory=list)
+    """SGD's momentum, or the first of Adam's betas; empty where the optimizer has neither."""
+
+
+def preview(
+    schedule: tuple[str, Mapping[str, Any]],
+    optimizer: tuple[str, Mapping[str, Any]] | None,
+    steps: int,
+) -> list[Course]:
+    """Play a schedule for `steps` updates of an optimizer that updates nothing.
+
+    Args:
+        schedule: type and params of the `scheduler` section.
+        optimizer: type and params of the `optimizer` section, for its rate and momentum; None:
+            AdamW with its defaults.
+        steps: how many updates.
+
+    Returns:
+        A course for each param group, of `steps` + 1 values; there are as many groups as the lists
+        in the schedule's params have values.
+
+    Raises:
+        OptimizerError: no such schedule, or arguments that it does not take.
+    """
+    kind, params = schedule
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(1))]} for _ in range(_count_groups(kind, params))
+    ]
+    made = _optimizer(optimizer, groups)
+    playing = build_schedule(kind, params, made)
+    courses = [Course() for _ in made.param_groups]
+    with warnings.catch_warnings():
+        # Torch's schedulers expect a step of the optimizer before each of theirs.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        for step in range(steps + 1):
+            if step:
+                playing.step()
+            for course, group in zip(courses, made.param_groups, strict=True):
+                course.rates.append(float(group["lr"]))
+                momentum = group["betas"][0] if "betas" in group else group.get("momentum")
+                if momentum is not None:
+                    course.momenta.append(float(momentum))
+    return courses
+
+
+def _count_groups(kind: str, params: Mapping[str, Any]) -> int:
+    native = not hasattr(torch.optim.lr_scheduler, kind)
+    lists = [
+        len(value)
+        for name, value in params.items()
+        if isinstance(value, (list, tuple)) and (native or name in _PER_GROUP)
+    ]
+    return max(lists, default=1)
+
+
+def _optimizer(section: tuple[str, Mapping[str, Any]] | None, groups: list[Any]) -> Optimizer:
+    """The section's optimizer; AdamW with its rate where this version does not make it."""
+    kind, params = section or ("AdamW", {})
+    try:
+        return build_optimizer(kind, {"lr": _DEFAULT_RATE, **params}, groups)
+    except OptimizerError:
+        return build_optimizer("AdamW", {"lr": params.get("lr", _DEFAULT_RATE)}, groups)

@@ -1,0 +1,118 @@
+"""`hadal plot-schedule`: what is drawn, and what is told where nothing can be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from hadal.cli import plot_schedule
+from hadal.cli.main import main
+from hadal.config import load_config
+
+ADAM = {"type": "AdamW", "params": {"lr": 3e-4}}
+COSINE = {"total_num_steps": 80, "warmup_num_steps": 20, "warmup_type": "linear"}
+CYCLE = {"cycle_min_lr": [0.1, 0.2, 0.1], "cycle_max_lr": 1.0, "cycle_first_step_size": 30}
+
+
+def config_of(kind: str, **params: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 8,
+        "optimizer": ADAM,
+        "scheduler": {"type": kind, "params": params},
+    }
+
+
+def drawn(source: dict[str, Any], steps: int) -> Any:
+    config = load_config(source)
+    return plot_schedule.figure_of(config, plot_schedule._courses(config, steps))
+
+
+def curves(axis: Any) -> list[Any]:
+    return [line for line in axis.lines if len(line.get_xdata()) > 2]
+
+
+def marked(axis: Any) -> list[int]:
+    return [line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 2]
+
+
+def test_the_rate_is_drawn_over_the_updates():
+    figure = drawn(config_of("WarmupCosineLR", **COSINE), 100)
+    (axis,) = figure.axes
+    (curve,) = curves(axis)
+    assert list(curve.get_xdata()) == list(range(101))
+    rates = list(curve.get_ydata())
+    assert rates[0] == 0.0
+    assert rates[11] == pytest.approx(1.5e-4)
+    assert max(rates) == pytest.approx(3e-4, rel=1e-3)
+    assert marked(axis) == [20, 80]
+    assert [text.get_text() for text in axis.texts] == ["end of warm-up: 20", "end of training: 80"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("update", "learning rate")
+    assert figure.get_suptitle() == "WarmupCosineLR"
+    assert "total_num_steps 80" in axis.get_title().replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_each_group_that_differs_and_the_momentum_are_drawn():
+    rates, momenta = drawn(config_of("OneCycle", **CYCLE), 70).axes
+    assert [line.get_label() for line in curves(rates)] == ["param groups 0, 2", "param group 1"]
+    assert [text.get_text() for text in rates.get_legend().get_texts()] == [
+        "param groups 0, 2",
+        "param group 1",
+    ]
+    (curve,) = curves(momenta)  # alike in all groups
+    assert list(curve.get_ydata())[30] == pytest.approx(0.8)
+    assert momenta.get_ylabel() == "momentum"
+    assert (rates.get_xlabel(), momenta.get_xlabel()) == ("", "update")
+    assert marked(rates) == marked(momenta) == [30, 60]
+
+
+def test_a_scheduler_of_torch_is_drawn_and_what_is_beyond_is_not_marked():
+    (axis,) = drawn(config_of("StepLR", step_size=2), 5).axes
+    (curve,) = curves(axis)
+    assert list(curve.get_ydata()) == pytest.approx([3e-4, 3e-4, 3e-5, 3e-5, 3e-6, 3e-6])
+    (axis,) = drawn(config_of("WarmupLR", warmup_num_steps=50), 20).axes
+    assert marked(axis) == []
+
+
+def test_the_command_writes_a_png(tmp_path: Path, capsys):
+    path, picture = tmp_path / "ds.json", tmp_path / "rates.png"
+    path.write_text(json.dumps(config_of("WarmupLR", warmup_num_steps=5)))
+    assert main(["plot-schedule", str(path), "--steps", "20", "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+    assert capsys.readouterr().out == f"{picture}\n"
+
+
+def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys, monkeypatch):
+    def told(source: dict[str, Any], *more: str) -> tuple[int, str]:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(source))
+        code = main(["plot-schedule", str(path), "--steps", "9", *more])
+        return code, capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    code, error = told({"train_batch_size": 1})
+    assert (code, "no `scheduler` section" in error) == (2, True)
+    code, error = told(config_of("WarmupLR", warmup_num_steps=0))
+    assert (code, "scheduler.params.warmup_num_steps" in error) == (2, True)
+    code, error = told(config_of("ReduceLROnPlateau"))
+    assert (code, "needs a metric" in error) == (2, True)
+    code, error = told(config_of("WarmupLR"), "--output", str(tmp_path / "no" / "such.png"))
+    assert (code, "cannot be written" in error) == (1, True)
+    assert not (tmp_path / "schedule.png").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, error = told(config_of("WarmupLR"))
+    assert (code, "pip install 'hadal[demo]'" in error) == (1, True)
+
+
+@pytest.mark.parametrize("steps", ["0", "many"])
+def test_it_wants_updates(steps: str, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["plot-schedule", "ds.json", "--steps", steps])
+    assert caught.value.code == 2
+    assert "--steps" in capsys.readouterr().err
