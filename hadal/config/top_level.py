@@ -83,7 +83,11 @@ class General(Batch, Communication):
         ]
         | None
     ) = key(None, "Level of the log; null leaves it.")
-    dataloader_drop_last: Boolean = key(False, "Drop a last batch that is not full.")
+    dataloader_drop_last: Boolean = key(
+        False,
+        "Drop a last batch that is not full, on all ranks. Else it is given, and the data set's "
+        "first samples of that order fill up so that every rank gets as many.",
+    )
     vocabulary_size: Integer | None = key(
         None, "Vocabulary of the model; warns where it is no multiple of 8.", gt=0
     )
