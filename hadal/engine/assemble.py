@@ -39,6 +39,7 @@ from hadal.engine.wishes import (
     OptimizerMaker,
     ScheduleMaker,
     Wishes,
+    count_samples,
     make_loader,
     make_loading,
     make_optimizer,
@@ -220,6 +221,7 @@ def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
         **{f"param group {number}": group for number, group in enumerate(options)},
         "the schedule given": type(wishes.schedule).__name__,
         "training_data": type(wishes.training_data).__name__,
+        "the samples of training_data": count_samples(wishes.training_data),
     }
 
 

@@ -57,8 +57,9 @@ class ShardedLoader:
     of the epoch was handed out; the first iteration after `load_state_dict` gives the rest of that
     epoch (nothing, if that was its end), and an iteration under way goes on there.
 
-    A sampler given by the caller, and an `IterableDataset`, must shard themselves. An
-    `IterableDataset` goes on by its own `state_dict` and `load_state_dict`; where it has none, its
+    A sampler given by the caller, and an `IterableDataset`, must shard themselves, and give every
+    rank as many batches: a rank whose data ends first lets the others wait. An `IterableDataset`
+    goes on by its own `state_dict` and `load_state_dict`; where it has none, its
     first samples are read again and thrown away.
 
     The order, and whatever the data set and `collate_fn` draw at random, follow from `seed`: the

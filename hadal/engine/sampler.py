@@ -60,13 +60,13 @@ def batches_of(order: Tensor, sharding: Sharding, done: int = 0) -> Iterator[lis
     one where `drop_last` is set.
     """
     rest = order[done:]
-    odd = rest.numel() % sharding.replicas
-    if odd and sharding.drop_last:
-        rest = rest[: rest.numel() - odd]
-    elif odd:
-        lacking = sharding.replicas - odd
-        rest = torch.cat([rest, order.repeat(-(-lacking // order.numel()))[:lacking]])
+    even, odd = divmod(rest.numel(), sharding.replicas)
     mine = rest[sharding.replica :: sharding.replicas]
+    if sharding.drop_last:
+        mine = mine[:even]
+    elif odd and sharding.replica >= odd:
+        first = order[(sharding.replica - odd) % order.numel()]
+        mine = torch.cat([mine, first.view(1)])
     for batch in mine.split(sharding.batch_size):
         if batch.numel() == sharding.batch_size or (batch.numel() and not sharding.drop_last):
             yield batch.tolist()

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from hadal.config import Config
 from hadal.device import current_device
@@ -122,6 +122,13 @@ def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any
             " give a schedule, or a callable that returns one for the optimizer"
         )
     return brought
+
+
+def count_samples(dataset: Any) -> int | None:
+    """How many samples a data set has; None where it does not say, or where ranks may differ."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return None
+    return len(dataset)
 
 
 def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int) -> Loading:

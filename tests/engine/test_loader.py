@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 import hadal
 from engine.toys import ROWS, config_of, engine_of, model_of
-from hadal.engine.loader import Reading, RepeatingLoader, ShardedLoader
+from hadal.engine.loader import Loading, Reading, RepeatingLoader, ShardedLoader
 from hadal.engine.sampler import Sharding
 from hadal.errors import UsageError
 
@@ -130,6 +130,11 @@ class Stateless(IterableDataset):
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         return ((number, random.random()) for number in range(first, 17, step))
+
+
+class Tensors(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.ones(1),)] * 6)
 
 
 def loader_of(kind: Callable[[], Any], workers: int = 0, **reading: Any) -> ShardedLoader:
@@ -277,6 +282,23 @@ def test_a_stream_of_other_workers_is_read_again(caplog: pytest.LogCaptureFixtur
     other.load_state_dict(one.state_dict())
     assert [batch[:2] for batch in other] == [batch[:2] for batch in iterator]
     assert "read again" in caplog.text
+
+
+@pytest.mark.parametrize("can_pin", [False, True])
+def test_batches_are_pinned_where_there_is_a_device(can_pin: bool) -> None:
+    loading = Loading(Sharding(2), None, can_pin)
+    assert loading.loader(numbers(4)).pin_memory is can_pin
+    assert loading.loader(numbers(4), reading=Reading(pin_memory=False)).pin_memory is False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("kind", [lambda: numbers(6), Tensors], ids=["items", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_batches_lie_in_pinned_memory(kind: Callable[[], Any], workers: int) -> None:
+    reading = Reading(workers=workers, pin_memory=True)
+    for batch in ShardedLoader(kind(), Sharding(2), reading):
+        assert batch[0].is_pinned()
 
 
 # ---- samplers, and what is no data set --------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 import hadal
 from engine.toys import ROWS, engine_of, loss_of, model_of
 from hadal import comm
-from hadal.errors import CheckpointError, UsageError
+from hadal.errors import CheckpointError, MismatchError, UsageError
 
 SAMPLES = 20
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
@@ -194,6 +194,17 @@ def test_a_place_that_cannot_be_saved_is_told_everywhere(kind, told, ranks, tmp_
         assert isinstance(error, CheckpointError), repr(error)
         with pytest.raises(CheckpointError, match=told):
             raise error
+
+
+def unlike_data() -> None:
+    engine_of(1, wishes={"training_data": range(10 + comm.get_rank())})
+
+
+def test_ranks_must_have_the_same_samples(ranks: RankPools) -> None:
+    """Else one would have a batch more, and wait for the others."""
+    for error in ranks(2).raises(unlike_data):
+        assert isinstance(error, MismatchError), repr(error)
+        assert "samples of training_data" in str(error)
 
 
 # ---- engine.deepspeed_io ----------------------------------------------------------------------
