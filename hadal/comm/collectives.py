@@ -2,8 +2,9 @@
 
 On a CPU, tensors travel in pairs: each rank sends every other one just the slice it needs and does
 the arithmetic itself, in float32 whatever the wire carries. On an accelerator the backend's own
-collectives do the same work. Both give a *mean* over the ranks, divided before it is rounded to a
-16-bit dtype, so that averaging cannot overflow where the values themselves do not.
+collectives do the same work. What is asked for is mostly the *mean* over the ranks, divided before
+it is rounded to a 16-bit dtype, so that averaging cannot overflow where the values themselves do
+not; `Factors` say what else it may be.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,25 @@ _REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE = 11, 12, 13, 14, 15
 _BLOCK_NUMEL = 1 << 16
 
 
-class _Work(Protocol):
-    def wait(self) -> Any: ...
+class Work(Protocol):
+    """One call under way."""
+
+    def wait(self) -> Any:
+        """Wait for its end."""
+
+
+class Factors(NamedTuple):
+    """What values are multiplied with on their way to a sum over the ranks."""
+
+    before: float
+    """On each rank, before they are rounded to the dtype in which they travel."""
+    after: float
+    """The sum, before it is rounded to the dtype in which it is kept."""
+
+    @classmethod
+    def of_mean(cls, world_size: int) -> Factors:
+        """The plain mean: nothing before, everything after."""
+        return cls(1.0, 1.0 / world_size)
 
 
 def _nothing() -> None:
@@ -45,7 +63,7 @@ class Pending:
     """A started collective, in one phase or several."""
 
     label: str
-    works: Sequence[_Work] = ()
+    works: Sequence[Work] = ()
     then: Callable[[], Pending | None] = _nothing
     done: bool = field(default=False, init=False)
     _watch: _Watch | None = field(default=None, init=False)
@@ -87,7 +105,7 @@ class Pending:
 class _Watch:
     """A thread that waits for works: gloo's cannot be asked, and can be waited for only once."""
 
-    def __init__(self, works: Sequence[_Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self.ended = threading.Event()
         self._works = works
         self._error: RuntimeError | None = None
@@ -107,7 +125,7 @@ class _Watch:
             raise self._error
 
 
-def _wait_for(works: Sequence[_Work]) -> None:
+def _wait_for(works: Sequence[Work]) -> None:
     for work in works:
         work.wait()
 
@@ -125,63 +143,229 @@ def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = _GATHER)
     mine = slice_of(full, ranks.rank, ranks)
     if not ranks.exchanges_in_pairs(full.device):
         return Pending(label, [_all_gather(full, mine, group=ranks.group, async_op=True)])
-    works: list[_Work] = []
+    works: list[Work] = []
     for other in ranks.others:
-        works.append(_send(mine, other, ranks, tag, label))
-        works.append(_receive(slice_of(full, other, ranks), other, ranks, tag, label))
+        works.append(send(mine, other, ranks, tag, label))
+        works.append(receive(slice_of(full, other, ranks), other, ranks, tag, label))
+    return Pending(label, works)
+
+
+def start_gather_in_pieces(full: Tensor, ranks: Ranks, label: str, numel: int) -> Pending:
+    """As `start_all_gather`, at most `numel` elements of `full` at a time, one after the other."""
+    piece = max(1, numel // ranks.size)
+    if ranks.size == 1 or piece * ranks.size >= full.numel():
+        return start_all_gather(full, ranks, label)
+    slices = [slice_of(full, rank, ranks) for rank in range(ranks.size)]
+    return _start_piece(slices, 0, piece, ranks, label)
+
+
+def _start_piece(
+    slices: Sequence[Tensor], start: int, piece: int, ranks: Ranks, label: str
+) -> Pending:
+    pending = _start_exchange([one[start : start + piece] for one in slices], ranks, label)
+    following = start + piece
+    if following >= slices[0].numel():
+        return pending
+    return followed_by(pending, lambda: _start_piece(slices, following, piece, ranks, label))
+
+
+def _start_exchange(cuts: Sequence[Tensor], ranks: Ranks, label: str) -> Pending:
+    """Fill equally long 1-D tensors from their ranks, wherever they lie."""
+    mine = cuts[ranks.rank]
+    if not ranks.exchanges_in_pairs(mine.device):
+        joined = torch.empty(mine.numel() * ranks.size, dtype=mine.dtype, device=mine.device)
+        slice_of(joined, ranks.rank, ranks).copy_(mine)
+        pending = start_all_gather(joined, ranks, label)
+        return at_end(
+            pending, lambda: torch._foreach_copy_(list(cuts), list(joined.split(mine.numel())))
+        )
+    works: list[Work] = []
+    for other in ranks.others:
+        works.append(send(mine, other, ranks, _GATHER, label))
+        works.append(receive(cuts[other], other, ranks, _GATHER, label))
+    return Pending(label, works)
+
+
+def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:
+    """As `start_all_gather`, by one broadcast from each rank of its slice."""
+    if ranks.size == 1:
+        return _finished(label)
+    works: list[Work] = []
+    for source in range(ranks.size):
+        cut = slice_of(full, source, ranks)
+        group = ranks.group_for(cut)
+        works.append(dist.broadcast(cut, group=group, group_src=source, async_op=True))
     return Pending(label, works)
 
 
 def start_reduce_scatter(
-    full: Tensor, out: Tensor, ranks: Ranks, wire: torch.dtype, accumulate: bool, label: str
+    full: Tensor,
+    out: Tensor,
+    ranks: Ranks,
+    wire: torch.dtype,
+    accumulate: bool,
+    label: str,
+    factors: Factors | None = None,
 ) -> Pending:
     """Put the mean over all ranks of my slice of 1-D `full` into `out` (or add it to `out`).
 
     `out` may be my slice of `full` itself. `full` must not be touched until the wait is over. The
-    values travel in dtype `wire`.
+    values travel in dtype `wire`. `factors` make something else than the mean of the sum.
     """
+    before, after = factors or Factors.of_mean(ranks.size)
     if ranks.size == 1:
-        return Pending(label, then=lambda: mean_into(out, [full], accumulate))
-    sent = full if full.dtype == wire else full.to(wire)
+        return Pending(label, then=lambda: sum_into(out, [full], before * after, accumulate))
+    sent = for_the_wire(full, before, wire)
     if not ranks.exchanges_in_pairs(full.device):
-        mean = torch.empty(out.numel(), dtype=wire, device=out.device)
-        work = _reduce_scatter(mean, sent, op=dist.ReduceOp.AVG, group=ranks.group, async_op=True)
-        return Pending(label, [work], lambda: mean_into(out, [mean], accumulate))
-    works: list[_Work] = []
+        operation, after = _backend_operation(before, after, ranks)
+        total = torch.empty(out.numel(), dtype=wire, device=out.device)
+        work = _reduce_scatter(total, sent, op=operation, group=ranks.group, async_op=True)
+        return Pending(label, [work], lambda: sum_into(out, [total], after, accumulate))
+    works: list[Work] = []
     pieces = [slice_of(sent, ranks.rank, ranks)]
     for other in ranks.others:
-        works.append(_send(slice_of(sent, other, ranks), other, ranks, _REDUCE, label))
+        works.append(send(slice_of(sent, other, ranks), other, ranks, _REDUCE, label))
         pieces.append(torch.empty_like(pieces[0]))
-        works.append(_receive(pieces[-1], other, ranks, _REDUCE, label))
-    return Pending(label, works, lambda: mean_into(out, pieces, accumulate))
+        works.append(receive(pieces[-1], other, ranks, _REDUCE, label))
+    return Pending(label, works, lambda: sum_into(out, pieces, after, accumulate))
 
 
-def start_all_reduce(full: Tensor, ranks: Ranks, wire: torch.dtype, label: str) -> Pending:
-    """Replace 1-D `full` by its mean over all ranks, the same bits on each."""
-    mine = slice_of(full, ranks.rank, ranks)
+def for_the_wire(values: Tensor, before: float, wire: torch.dtype) -> Tensor:
+    """`values` times `before`, rounded once to dtype `wire`; `values` themselves where they fit."""
+    if before == 1.0:
+        return values if values.dtype == wire else values.to(wire)
+    if values.dtype == wire:
+        return values * before
+    exact = torch.promote_types(values.dtype, torch.float32)
+    return values.to(exact, copy=True).mul_(before).to(wire)
+
+
+def _backend_operation(
+    before: float, after: float, ranks: Ranks
+) -> tuple[dist.ReduceOp.RedOpType, float]:
+    """What an accelerator's backend does itself, and what is left to multiply with afterwards."""
+    if (before, after) == Factors.of_mean(ranks.size):
+        return dist.ReduceOp.AVG, 1.0
+    return dist.ReduceOp.SUM, after
+
+
+def start_owner_reduces(
+    full: Tensor,
+    out: Tensor,
+    ranks: Ranks,
+    wire: torch.dtype,
+    accumulate: bool,
+    label: str,
+    factors: Factors | None = None,
+) -> Pending:
+    """As `start_reduce_scatter`, by one reduction to each rank of that rank's slice.
+
+    In pairs that is what a reduce-scatter does anyway.
+    """
+    if ranks.size == 1 or ranks.exchanges_in_pairs(full.device):
+        return start_reduce_scatter(full, out, ranks, wire, accumulate, label, factors)
+    before, after = factors or Factors.of_mean(ranks.size)
+    operation, after = _backend_operation(before, after, ranks)
+    sent = for_the_wire(full, before, wire)
+    # The backend leaves sums in the owner's slice, and may use the others' as it likes.
+    sent = sent.clone() if sent.data_ptr() == full.data_ptr() else sent
+    works: list[Work] = []
+    for owner in range(ranks.size):
+        cut = slice_of(sent, owner, ranks)
+        works.append(
+            dist.reduce(cut, group_dst=owner, op=operation, group=ranks.group, async_op=True)
+        )
+    mine = slice_of(sent, ranks.rank, ranks)
+    return Pending(label, works, lambda: sum_into(out, [mine], after, accumulate))
+
+
+def start_all_reduce(
+    full: Tensor,
+    ranks: Ranks,
+    wire: torch.dtype,
+    label: str,
+    factors: Factors | None = None,
+) -> Pending:
+    """Replace 1-D `full` by its mean over all ranks (or what `factors` say), the same bits on each.
+
+    It travels in dtype `wire` to the rank that adds it up, and from there in `wire` too, but no
+    wider than `full` is.
+    """
     if ranks.size == 1:
         return _finished(label)
-    pending = start_reduce_scatter(full, mine, ranks, wire, accumulate=False, label=label)
-    mean = pending.then
+    before, after = factors or Factors.of_mean(ranks.size)
+    is_narrow = wire.itemsize < full.dtype.itemsize
+    # What shrinks the sum shrinks it before a narrow dtype carries it on, what enlarges it after.
+    at_owner, on_arrival = (1.0, after) if is_narrow and after > 1.0 else (after, 1.0)
+    carried = torch.empty_like(full, dtype=wire) if is_narrow else full
+    mine = slice_of(carried, ranks.rank, ranks)
+    scaled = Factors(before, at_owner)
+    pending = start_reduce_scatter(full, mine, ranks, wire, False, label, scaled)
 
     def spread() -> Pending:
-        mean()
-        return start_all_gather(full, ranks, label, _SPREAD)
+        gather = start_all_gather(carried, ranks, label, _SPREAD)
+        if not is_narrow:
+            return gather
+        return at_end(gather, lambda: sum_into(full, [carried], on_arrival, False))
 
-    pending.then = spread
+    return followed_by(pending, spread)
+
+
+def start_all_reduce_cut(
+    full: Tensor,
+    out: Tensor,
+    ranks: Ranks,
+    wire: torch.dtype,
+    accumulate: bool,
+    label: str,
+    factors: Factors | None = None,
+) -> Pending:
+    """As `start_reduce_scatter`, by an all-reduce of which each rank keeps its slice."""
+    if ranks.size == 1:
+        return start_reduce_scatter(full, out, ranks, wire, accumulate, label, factors)
+    whole = full.to(wire) if wire.itemsize > full.dtype.itemsize else full
+    mine = slice_of(whole, ranks.rank, ranks)
+    pending = start_all_reduce(whole, ranks, wire, label, factors)
+    return at_end(pending, lambda: sum_into(out, [mine], 1.0, accumulate))
+
+
+def at_end(pending: Pending, act: Callable[[], object]) -> Pending:
+    """Let `act` follow the last phase of a collective that is under way."""
+    following = pending.then
+
+    def then() -> Pending | None:
+        rest = following()
+        if rest is not None:
+            return at_end(rest, act)
+        act()
+        return None
+
+    pending.then = then
     return pending
 
 
-def mean_into(out: Tensor, pieces: Sequence[Tensor], accumulate: bool) -> None:
-    """Put the mean of the 1-D `pieces` into `out`, or add it to what `out` holds.
+def followed_by(pending: Pending, start: Callable[[], Pending]) -> Pending:
+    """Let another collective follow the last phase of one that is under way."""
+    following = pending.then
 
-    Summed in float32 (float64 for float64) and rounded once. `out` may be one of the pieces.
+    def then() -> Pending:
+        rest = following()
+        return start() if rest is None else followed_by(rest, start)
+
+    pending.then = then
+    return pending
+
+
+def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bool) -> None:
+    """Put the sum of the 1-D `pieces`, times `after`, into `out`, or add it to what `out` holds.
+
+    Computed in float32 (float64 for float64) and rounded once. `out` may be one of the pieces.
     """
-    if len(pieces) == 1 and not accumulate:
+    if len(pieces) == 1 and after == 1.0 and not accumulate:
         if out.data_ptr() != pieces[0].data_ptr():
             out.copy_(pieces[0])
         return
-    if _is_pair(out, pieces) and not accumulate:
+    if _is_pair(out, pieces) and after == 0.5 and not accumulate:
         # One pass where it is most often asked for: torch computes 16-bit lerp in float32.
         torch.lerp(pieces[0], pieces[1], 0.5, out=out)
         return
@@ -194,8 +378,8 @@ def mean_into(out: Tensor, pieces: Sequence[Tensor], accumulate: bool) -> None:
         part.copy_(pieces[0][start : start + block])
         for piece in pieces[1:]:
             part.add_(piece[start : start + block])
-        if len(pieces) > 1:
-            part.mul_(1.0 / len(pieces))
+        if after != 1.0:
+            part.mul_(after)
         if accumulate:
             part.add_(target)
         target.copy_(part)
@@ -221,12 +405,12 @@ def start_exchange(
     if not ranks.exchanges_in_pairs(outgoing[0].device):
         return _start_all_to_all(outgoing, incoming, ranks, label)
     incoming[ranks.rank].copy_(outgoing[ranks.rank])
-    works: list[_Work] = []
+    works: list[Work] = []
     for other in ranks.others:
         if outgoing[other].numel():
-            works.append(_send(outgoing[other], other, ranks, _EXCHANGE, label))
+            works.append(send(outgoing[other], other, ranks, _EXCHANGE, label))
         if incoming[other].numel():
-            works.append(_receive(incoming[other], other, ranks, _EXCHANGE, label))
+            works.append(receive(incoming[other], other, ranks, _EXCHANGE, label))
     return Pending(label, works)
 
 
@@ -256,14 +440,14 @@ def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
         broadcast_(packed, source, ranks, label)
         tensor.copy_(packed)
         return
-    works: list[_Work] = []
+    works: list[Work] = []
     if not ranks.exchanges_in_pairs(tensor.device) or ranks.size > 2:
         group = ranks.group_for(tensor)
         works.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
     elif ranks.rank == source:
-        works.append(_send(tensor, 1 - source, ranks, _SPREAD, label))
+        works.append(send(tensor, 1 - source, ranks, _SPREAD, label))
     else:
-        works.append(_receive(tensor, source, ranks, _SPREAD, label))
+        works.append(receive(tensor, source, ranks, _SPREAD, label))
     Pending(label, works).wait()
 
 
@@ -299,10 +483,10 @@ def gather_codes(code: int, ranks: Ranks) -> list[int]:
         max_(bounds, ranks, label)
         if int(bounds[0]) == -int(bounds[1]):
             return [code] * ranks.size
-    works: list[_Work] = []
+    works: list[Work] = []
     for other in ranks.others:
-        works.append(_send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE, label))
-        works.append(_receive(codes[other : other + 1], other, ranks, _CODE, label))
+        works.append(send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE, label))
+        works.append(receive(codes[other : other + 1], other, ranks, _CODE, label))
     Pending(label, works).wait()
     return [int(found) for found in codes]
 
@@ -319,7 +503,8 @@ def _finished(label: str) -> Pending:
     return pending
 
 
-def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Work:
+def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
+    """Begin to give another rank a contiguous tensor; what has one tag arrives in its order."""
     try:
         work = dist.isend(_as_bytes(tensor), group=ranks.host_group, group_dst=other, tag=tag)
     except RuntimeError as error:
@@ -328,7 +513,8 @@ def _send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Wo
     return work
 
 
-def _receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> _Work:
+def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
+    """Begin to fill a contiguous tensor with what another rank sends."""
     try:
         work = dist.irecv(_as_bytes(tensor), group=ranks.host_group, group_src=other, tag=tag)
     except RuntimeError as error:

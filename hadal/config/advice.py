@@ -23,3 +23,8 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
                     "has no effect at zero_optimization.stage 0, where every overflow halves the"
                     " loss scale",
                 )
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        report.note(
+            "gradient_predivide_factor",
+            "has no effect: prescale_gradients does all of the division before adding up",
+        )

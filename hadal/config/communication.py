@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import NO_EFFECT, UNBUILT, UNBUILT_WHERE_USED, Section, key
+from hadal.config.section import NO_EFFECT, Section, key
 from hadal.config.values import Boolean, Dtype, Number, lowered
 
 
@@ -12,19 +12,32 @@ class Communication(Section):
     """The gradients' way to their average."""
 
     communication_data_type: Dtype | None = key(
-        None, "Dtype of gradients on the wire: fp16, bf16 or fp32; null follows the model."
+        None,
+        "Dtype of gradients on the wire: fp16, bf16 or fp32; null: the one they are accumulated "
+        "in, which follows the model.",
     )
     seq_parallel_communication_data_type: Dtype | None = key(
-        "fp32", "The same, where sequences are shared between ranks.", mark=UNBUILT_WHERE_USED
+        "fp32", "The same, in its place, where sequence_parallel_size is more than 1."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lowered)] = key(
-        "mean", "Average the ranks' gradients, or add them.", mark=UNBUILT
+        "mean", "Average the ranks' gradients, or add them up undivided (stages 0 to 2)."
     )
-    prescale_gradients: Boolean = key(False, "Divide before adding up, not after.", mark=UNBUILT)
+    prescale_gradients: Boolean = key(
+        False,
+        "Divide gradients by the ranks before they are rounded for the wire and added up, not "
+        "after. Stages 2 and 3: with reduce_scatter false.",
+    )
     gradient_predivide_factor: Number = key(
-        1.0, "Part of the division that is done before adding up.", gt=0, mark=UNBUILT
+        1.0,
+        "Divide gradients by this before they are rounded for the wire, and by the rest of the "
+        "ranks after they are added up. Stages 2 and 3: with reduce_scatter false.",
+        gt=0,
     )
     sparse_gradients: Boolean = key(
-        False, "Send embeddings' gradients as the rows that are not zero.", mark=UNBUILT
+        False,
+        "Send the gradients of nn.Embedding and nn.EmbeddingBag as the rows that are not zero, "
+        "wherever that takes fewer bytes.",
     )
-    disable_allgather: Boolean = key(False, "An old switch.", mark=NO_EFFECT)
+    disable_allgather: Boolean = key(
+        False, "An old switch, which DeepSpeed does not read either.", mark=NO_EFFECT
+    )

@@ -53,7 +53,6 @@ class ZeroOptimization(Section):
         "cpu_offload_param": "zero_optimization.offload_param",
     }
     leftovers: ClassVar[Mapping[str, str]] = {
-        "grad_hooks": "ignored: gradients are always reduced by hooks during the backward pass",
         "cpu_offload_use_pin_memory": "ignored: use offload_param.pin_memory or "
         "offload_optimizer.pin_memory",
     }
@@ -64,34 +63,55 @@ class ZeroOptimization(Section):
         mark=TUNABLE,
     )
     contiguous_gradients: Boolean = key(
-        True, "Lay gradients end to end as they are produced. They always are.", mark=NO_EFFECT
+        True,
+        "Lay gradients end to end as they are produced. They always are: false changes nothing.",
+        mark=NO_EFFECT,
     )
     reduce_scatter: Boolean = key(
         True,
-        "Send each rank its shard of the average only. Always, where gradients are sharded.",
-        mark=NO_EFFECT,
+        "Stages 1 to 3: send each rank its shard of the average only. false sends all of it to "
+        "every rank, which keeps its shard: the same numbers, more bytes.",
     )
     reduce_bucket_size: Integer = key(
-        500_000_000, "Elements reduced at a time.", gt=0, mark=TUNABLE
+        500_000_000,
+        "Elements reduced at a time: parameters share a gradient buffer up to this size, and at "
+        "most two such buffers are under way; a larger parameter stands alone.",
+        gt=0,
+        mark=TUNABLE,
     )
     use_multi_rank_bucket_allreduce: Boolean = key(
-        True, "Without `reduce_scatter`, reduce the shards of several ranks at once.", mark=UNBUILT
+        True,
+        "Stages 1 and 2 without `reduce_scatter`: reduce the shards of all ranks at once; false "
+        "makes one reduction to each rank, which takes fewer bytes and more calls.",
     )
     allgather_partitions: Boolean = key(
-        True, "Gather updated weights, rather than broadcast them.", mark=NO_EFFECT
+        True,
+        "Stages 1 and 2: gather updated weights in one collective; false has each rank broadcast "
+        "its shard.",
     )
     allgather_bucket_size: Integer = key(
         500_000_000,
-        "Elements of weights gathered at a time; an even number. A bucket is no larger than this "
-        "and `reduce_bucket_size`, unless one parameter is; 0 leaves it to the latter.",
+        "Stages 1 and 2: elements of updated weights gathered at a time, an even number; 0 sets no "
+        "limit. Stage 3: a bucket, which is gathered whole, is no larger than this or "
+        "`reduce_bucket_size`, unless one parameter is.",
         ge=0,
         mark=TUNABLE,
     )
     overlap_comm: Boolean | None = key(
-        None, "Reduce while the backward pass goes on; null means at stage 3 only."
+        None,
+        "Let reductions go on while the backward pass does; false waits for each where it starts. "
+        "null is shown as DeepSpeed reads it (true at stage 3, else false), yet overlaps at every "
+        "stage: the numbers are the same.",
+    )
+    grad_hooks: Boolean = key(
+        True,
+        "Stages 0 and 1: reduce inside the backward pass of the last micro-step; false: behind it. "
+        "Higher stages always reduce inside it, as they hold no whole gradient.",
     )
     compute_grad_norm: Boolean = key(
-        True, "Compute the gradients' norm; false needs gradient_clipping 0.", mark=UNBUILT
+        True,
+        "Compute the gradients' norm. false (stages 1 and 2, with gradient_clipping 0) computes "
+        "none: `get_global_grad_norm()` is None; fp16 still looks for overflow.",
     )
     load_from_fp32_weights: Boolean = key(
         True, "Take masters from a checkpoint's fp32 copies, not its 16-bit ones.", mark=UNBUILT
@@ -140,16 +160,20 @@ class ZeroOptimization(Section):
         False, "Gather parameters one at a time.", mark=UNBUILT_AT_STAGE_3
     )
     ignore_unused_parameters: Boolean = key(
-        True, "Let parameters without a gradient pass; false is an error at them.", mark=UNBUILT
+        True,
+        "Let parameters without a gradient pass: it counts as zero. false: an error at the end of "
+        "an update's last backward pass names those that got none on some rank.",
     )
     legacy_stage1: Literal[False] = key(False, "The first form of stage 1, which is gone.")
     round_robin_gradients: Boolean = key(
         False,
-        "Spread gradients over ranks in turns, to copy them in parallel. Even shards do so always.",
+        "Spread gradients over ranks in turns, so that all copy to the host in parallel. Every "
+        "bucket is cut evenly over all ranks, so they always do.",
         mark=NO_EFFECT,
     )
     parameter_alignment: Boolean = key(
-        False, "Start each parameter on a 16-byte border in checkpoints.", mark=UNBUILT
+        False,
+        "Start each parameter on a 16-byte border. They always do: it asks for what is there.",
     )
     zero_hpz_partition_size: Integer = key(
         1,
@@ -183,7 +207,10 @@ class ZeroOptimization(Section):
         False, "Load rank after rank, to save host memory.", mark=UNBUILT_AT_STAGE_3
     )
     override_module_apply: Boolean = key(
-        True, "Gather around functions given to `Module.apply`.", mark=UNBUILT_AT_STAGE_3
+        True,
+        "Inside zero.Init, gather around functions given to `Module.apply`. Whatever touches a "
+        "parameter there always sees its values: false changes nothing.",
+        mark=NO_EFFECT,
     )
     log_trace_cache_warnings: Boolean = key(
         False, "Tell when the recorded order of modules no longer holds.", mark=UNBUILT_AT_STAGE_3

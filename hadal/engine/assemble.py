@@ -25,7 +25,7 @@ from hadal.engine.checks import check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
 from hadal.engine.loader import ShardedLoader
 from hadal.engine.parts import Parts, Training
-from hadal.engine.policies import limits_of
+from hadal.engine.policies import limits_of, reduction_of, refresh_of
 from hadal.engine.precision import (
     buffer_rule_of,
     casting_of,
@@ -49,7 +49,14 @@ from hadal.errors import NotBuiltYetError, UsageError
 from hadal.optim.steppers import build_stepper
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
-from hadal.zero.grouping import LeafModules, Unit, find_units, is_foreign, plan_buckets
+from hadal.zero.grouping import (
+    LeafModules,
+    Unit,
+    find_tables,
+    find_units,
+    is_foreign,
+    plan_buckets,
+)
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import STAGES, Partition, Precision
 from hadal.zero.runtime import ZeroRuntime
@@ -200,6 +207,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             scale_rule=scale_rule_of(config, device),
             skip_overflow=skips_overflow(config, device),
             gradient_clipping=config.gradient_clipping,
+            computes_norm=config.zero_optimization.compute_grad_norm,
             micro_batch_size=config.train_micro_batch_size_per_gpu,
             accumulation=config.gradient_accumulation_steps,
             steps_per_print=config.steps_per_print,
@@ -254,11 +262,14 @@ def _build_runtime(admitted: _Admitted, ranks: Ranks, device: torch.device) -> Z
     leaf = config.zero_optimization.leaf_module
     leaves = LeafModules(tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes))
     units: list[Unit] = find_units(model, group_of, leaves)
+    tables = find_tables(model) if config.sparse_gradients else frozenset()
     buckets = []
-    for plan in plan_buckets(units, partition, limits, admitted.precisions):
+    for plan in plan_buckets(units, partition, limits, admitted.precisions, tables):
         precision = admitted.precisions(plan.members[0].parameter)
         with init.taking_over([member.parameter for member in plan.members]):
-            bucket = Bucket(plan, precision, ranks, device)
+            bucket = Bucket(plan, precision, ranks, device, refresh_of(config))
         bucket.reshard()
         buckets.append(bucket)
-    return ZeroRuntime(units, buckets, ranks, limits)
+    return ZeroRuntime(
+        units, buckets, ranks, limits, reduction_of(config, config.sequence_parallel_size)
+    )

@@ -24,7 +24,7 @@ from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
 from hadal.errors import CheckpointError, HadalError, LossError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
 from hadal.optim.norm import clip_coefficient, global_norm
-from hadal.optim.overflow import first_overflow
+from hadal.optim.overflow import first_overflow, has_overflow
 from hadal.zero import access
 
 _log = logging.getLogger(__name__)
@@ -188,9 +188,10 @@ class Engine(nn.Module):
     # ---- what the last update found --------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """The L2 norm of the last update's gradients before clipping; None before the first.
+        """The L2 norm of the last update's gradients before clipping.
 
-        Infinity where the update was skipped because they overflowed.
+        None before the first update, and where `compute_grad_norm` is false; infinity where the
+        update was skipped because they overflowed.
         """
         return self._cycle.last.norm
 
@@ -318,11 +319,12 @@ class Engine(nn.Module):
         runtime = parts.runtime
         runtime.reduce_all()
         runtime.reshard_all()
-        norm = global_norm(runtime.gradients, parts.ranks) / self._scale.scale
-        overflow = parts.skip_overflow and not math.isfinite(norm)
-        if overflow:
+        norm, overflow = self._measure()
+        if overflow and norm is not None:
             norm = math.inf  # a NaN beside infinities says no more, and callers look for inf
-        clip = 1.0 if overflow else clip_coefficient(norm, parts.gradient_clipping)
+        clip = 1.0
+        if norm is not None and not overflow:
+            clip = clip_coefficient(norm, parts.gradient_clipping)
         self._cycle.last = LastUpdate(norm, clip, overflow)
         counters = self._counters
         culprit: str | None = None
@@ -339,6 +341,14 @@ class Engine(nn.Module):
         counters.global_samples += self.train_batch_size()
         self._move_scale(overflow, culprit)
         self._report()
+
+    def _measure(self) -> tuple[float | None, bool]:
+        """The gradients' norm, if it is wanted, and whether this update must be skipped."""
+        parts, gradients = self._parts, self._parts.runtime.gradients
+        if not parts.computes_norm:
+            return None, parts.skip_overflow and has_overflow(gradients, parts.ranks)
+        norm = global_norm(gradients, parts.ranks) / self._scale.scale
+        return norm, parts.skip_overflow and not math.isfinite(norm)
 
     def _move_scale(self, overflow: bool, culprit: str | None) -> None:
         """Bring the loss scale up to date, and tell of an overflow, at the floor too."""
@@ -358,14 +368,14 @@ class Engine(nn.Module):
                 )
 
     def _report(self) -> None:
-        every = self._parts.steps_per_print
+        every, norm = self._parts.steps_per_print, self._cycle.last.norm
         if every and self._counters.global_steps % every == 0 and self._parts.ranks.rank == 0:
             _log.info(
-                "step %d, skipped %d, lr %s, gradient norm %.4g",
+                "step %d, skipped %d, lr %s, gradient norm %s",
                 self._counters.global_steps,
                 self._counters.skipped_steps,
                 self.get_lr(),
-                self._cycle.last.norm,
+                "not computed" if norm is None else f"{norm:.4g}",
             )
 
     @contextmanager

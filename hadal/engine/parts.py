@@ -43,6 +43,7 @@ class Parts:
     scale_rule: ScaleRule
     skip_overflow: bool
     gradient_clipping: float
+    computes_norm: bool
     micro_batch_size: int
     accumulation: int
     steps_per_print: int | None

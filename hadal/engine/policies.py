@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import torch
+
 from hadal.config import Config
-from hadal.zero.policy import Limits
+from hadal.zero.policy import Limits, Reduction, Refresh, Route
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
+    """The dtype of gradients on the wire; None follows the one that they are accumulated in."""
+    chosen = config.communication_data_type
+    if sequence_parallel_size > 1:
+        chosen = config.seq_parallel_communication_data_type
+    return _DTYPES[chosen] if chosen else None
+
+
+def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
+    """How the gradients of all ranks become one."""
+    zero = config.zero_optimization
+    route = Route.SCATTER
+    if not zero.reduce_scatter:
+        together = zero.use_multi_rank_bucket_allreduce or zero.stage == 3
+        route = Route.ALL_REDUCE if together else Route.OWNERS
+    return Reduction(
+        adds_up=config.gradient_allreduce_op == "sum",
+        prescales=config.prescale_gradients,
+        predivides_by=config.gradient_predivide_factor,
+        sequence_parallel_size=sequence_parallel_size,
+        route=route,
+        inside_backward=zero.grad_hooks,
+        refuses_unused=not zero.ignore_unused_parameters,
+    )
+
+
+def refresh_of(config: Config) -> Refresh:
+    """How weights that were stepped in shards are gathered after a step."""
+    zero = config.zero_optimization
+    return Refresh(
+        numel=zero.allgather_bucket_size or Refresh().numel,
+        broadcasts=not zero.allgather_partitions,
+    )
 
 
 def limits_of(config: Config) -> Limits:
     """How buckets are cut, what stays gathered, and what may be under way."""
     zero = config.zero_optimization
+    largest = zero.reduce_bucket_size
+    if zero.stage == 3:
+        # There a bucket is gathered whole, for each use.
+        largest = min(largest, zero.allgather_bucket_size or largest)
     return Limits(
-        bucket_numel=min(
-            zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size
-        ),
+        bucket_numel=largest,
         persistence_numel=zero.stage3_param_persistence_threshold,
         persistent_total_numel=zero.stage3_model_persistence_threshold,
         live_numel=zero.stage3_max_live_parameters,

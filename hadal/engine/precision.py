@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.casting import Casting
+from hadal.engine.policies import wire_dtype
 from hadal.errors import ConfigError, Fault
 from hadal.optim.loss_scale import ScaleRule
 from hadal.zero.policy import Precision
@@ -174,7 +175,7 @@ def _precision(
         compute=compute,
         master=master,
         accumulate=accumulate,
-        reduce=_named(config.communication_data_type) or _narrower(wire, accumulate),
+        reduce=wire_dtype(config, config.sequence_parallel_size) or _narrower(wire, accumulate),
         state=state,
     )
 

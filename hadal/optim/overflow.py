@@ -1,4 +1,4 @@
-"""Which parameter's gradient is not finite: looked for only after an overflow was found."""
+"""Whether gradients overflowed, and whose: what the norm does not tell."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import torch
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
 from hadal.zero.gradients import Gradients
+
+
+def has_overflow(gradients: Sequence[Gradients], ranks: Ranks) -> bool:
+    """Whether any mean gradient on any rank is not finite, for those who want no norm."""
+    return any(gather_codes(int(not all(map(_is_finite, gradients))), ranks))
+
+
+def _is_finite(one: Gradients) -> bool:
+    # The extremes tell it without a mask as long as the gradient; a NaN is both.
+    extremes = torch.stack(torch.aminmax(one.mean)) if one.mean.numel() else one.mean
+    return bool(extremes.isfinite().all())
 
 
 def first_overflow(

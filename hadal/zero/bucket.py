@@ -9,14 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import Pending, broadcast_, start_all_gather
+from hadal.comm.collectives import (
+    Pending,
+    broadcast_,
+    start_all_gather,
+    start_broadcasts,
+    start_gather_in_pieces,
+)
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
-from hadal.zero.policy import Partition, Precision
+from hadal.zero.policy import Partition, Precision, Refresh
 
 # Elements compared at a time on a CPU: what is cast for it stays in the cache.
 _CPU_BLOCK_NUMEL = 1 << 16
+
+_REFRESH = Refresh()
 
 
 class Weights(Enum):
@@ -40,20 +48,30 @@ class Bucket:
     """
 
     def __init__(
-        self, plan: BucketPlan, precision: Precision, ranks: Ranks, device: torch.device
+        self,
+        plan: BucketPlan,
+        precision: Precision,
+        ranks: Ranks,
+        device: torch.device,
+        refresh: Refresh = _REFRESH,
     ) -> None:
         self.name = plan.name
         self.partition: Partition = plan.partition
         self.precision = precision
         self.ranks = ranks
         self.trainable = plan.trainable
+        self.row_numel = plan.row_numel
+        self._refresh = refresh
         self.device = device
         self.parameters: Sequence[nn.Parameter]
         members = sorted(plan.members, key=lambda member: member.group)
         self.parameters = tuple(member.parameter for member in members)
         itemsize = min(precision.compute.itemsize, precision.master.itemsize)
         self.layout: Layout = lay_out(
-            [(m.name, tuple(m.parameter.shape), m.group) for m in members], ranks.size, itemsize
+            [(m.name, tuple(m.parameter.shape), m.group) for m in members],
+            ranks.size,
+            itemsize,
+            plan.row_numel or 1,
         )
         cut = plan.partition.optimizer or plan.partition.weights
         self.span = self.layout.span(ranks.rank) if cut else (0, self.layout.numel)
@@ -173,9 +191,12 @@ class Bucket:
 
     def start_refresh(self) -> Pending | None:
         """Gather the weights where they are whole, but were stepped or loaded in shards."""
-        if self.partition.optimizer and not self.partition.weights:
-            return start_all_gather(self.full, self.ranks, f"the refresh of {self.name}")
-        return None
+        if not self.partition.optimizer or self.partition.weights:
+            return None
+        label = f"the refresh of {self.name}"
+        if self._refresh.broadcasts:
+            return start_broadcasts(self.full, self.ranks, label)
+        return start_gather_in_pieces(self.full, self.ranks, label, self._refresh.numel)
 
     def absorb_edits(self) -> None:
         """Put weights that the user changed since the last look into shard and master.

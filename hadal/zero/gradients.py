@@ -7,8 +7,24 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from hadal.comm.collectives import Pending, slice_of, start_all_reduce, start_reduce_scatter
+from hadal.comm.collectives import (
+    Pending,
+    slice_of,
+    start_all_reduce,
+    start_all_reduce_cut,
+    start_owner_reduces,
+    start_reduce_scatter,
+)
+from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.zero.bucket import Bucket
+from hadal.zero.policy import Reduction, Route
+
+_STARTS = {
+    Route.SCATTER: start_reduce_scatter,
+    Route.ALL_REDUCE: start_all_reduce_cut,
+    Route.OWNERS: start_owner_reduces,
+}
+_PLAIN = Reduction()
 
 
 class Arrival(Enum):
@@ -21,7 +37,7 @@ class Arrival(Enum):
     REDUCING = auto()
     """A reduction is under way: the full buffer must not be touched."""
     MEAN = auto()
-    """The mean over all ranks is in `mean`."""
+    """The mean over all ranks (or their sum, where that is asked for) is in `mean`."""
 
 
 class Gradients:
@@ -33,8 +49,10 @@ class Gradients:
     mean in place.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
         self.bucket = bucket
+        self._route = reduction.route
+        self._factors = reduction.factors(bucket.ranks.size)
         self.partitioned = bucket.partition.gradients
         self.state = Arrival.EMPTY
         self.full: Tensor | None = None
@@ -133,30 +151,49 @@ class Gradients:
         self.state = Arrival.REDUCING
 
     def _start(self, full: Tensor, label: str) -> Pending:
-        bucket, ranks = self.bucket, self.bucket.ranks
-        wire = bucket.precision.reduce
+        bucket = self.bucket
         if not bucket.partition.optimizer:
             self._mean = full
-            return start_all_reduce(full, ranks, wire, label)
+            return self._start_whole(full, label)
         if not self.partitioned:
-            self._mean = slice_of(full, ranks.rank, ranks)
-            return start_reduce_scatter(full, self._mean, ranks, wire, False, label)
+            self._mean = slice_of(full, bucket.ranks.rank, bucket.ranks)
+            return self._start_cut(full, self._mean, False, label)
         if self._mean is None:
             numel, dtype = bucket.layout.shard_numel, bucket.precision.accumulate
             self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
-        return start_reduce_scatter(full, self._mean, ranks, wire, self._mean_holds, label)
+        return self._start_cut(full, self._mean, self._mean_holds, label)
 
-    def advance(self, patience: float | None = None) -> None:
-        """Bring the reduction that is under way one phase further.
+    def _start_whole(self, full: Tensor, label: str) -> Pending:
+        """Every rank needs the whole result."""
+        bucket, wire = self.bucket, self.bucket.precision.reduce
+        if bucket.row_numel:
+            rows = RowWire(wire, self._factors, bucket.row_numel)
+            return start_rows_all_reduce(full, bucket.ranks, rows, label)
+        return start_all_reduce(full, bucket.ranks, wire, label, self._factors)
 
-        With `patience`, only if its values arrive within so many seconds.
+    def _start_cut(self, full: Tensor, out: Tensor, accumulate: bool, label: str) -> Pending:
+        """This rank needs its shard of the result. Rows go straight to their owners."""
+        bucket, wire = self.bucket, self.bucket.precision.reduce
+        if bucket.row_numel:
+            rows = RowWire(wire, self._factors, bucket.row_numel)
+            return start_rows_reduce_scatter(full, out, bucket.ranks, rows, accumulate, label)
+        start = _STARTS[self._route]
+        return start(full, out, bucket.ranks, wire, accumulate, label, self._factors)
+
+    def advance(self, patience: float | None = None, *, through: bool = False) -> bool:
+        """Bring the reduction that is under way one phase further, or `through` all of them.
+
+        With `patience`, only if its values arrive within so many seconds; False: they did not.
         """
-        if self._pending is None:
-            return
-        if patience is None or self._pending.arrives_within(patience):
+        while self._pending is not None:
+            if patience is not None and not self._pending.arrives_within(patience):
+                return False
             self._pending.advance()
             if self._pending.done:
                 self.finish_reduce()
+            if not through:
+                break
+        return True
 
     def finish_reduce(self) -> None:
         """Wait for the reduction that is under way: REDUCING to MEAN."""

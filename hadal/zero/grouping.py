@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +62,8 @@ class BucketPlan:
     partition: Partition
     members: list[Member]
     units: list[Unit]
+    row_numel: int = 0
+    """Elements of a row, where gradients travel as the rows that are not zero; 0: they do not."""
 
     @property
     def trainable(self) -> bool:
@@ -172,6 +174,15 @@ class _Kind(NamedTuple):
     precision: Precision
     trainable: bool
     policy: Partition
+    row_numel: int
+
+
+def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
+    """The weights of embeddings: of their gradients, a batch mostly touches few rows."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = (module.weight for module in model.modules() if isinstance(module, kinds))
+    # A parametrized weight is computed anew each time: its parameter is somewhere else.
+    return frozenset(weight for weight in found if isinstance(weight, nn.Parameter))
 
 
 def plan_buckets(
@@ -179,15 +190,16 @@ def plan_buckets(
     partition: Partition,
     limits: Limits,
     precision_of: Callable[[nn.Parameter], Precision] = lambda _: Precision(),
+    tables: Set[nn.Parameter] = frozenset(),
 ) -> list[BucketPlan]:
     """Divide the units' parameters into buckets.
 
     Parameters of one bucket share the dtype they are given in, precision (`precision_of` says each
-    one's), trainability and policy. Neighbouring units share a bucket while it does not grow beyond
-    the largest unit or the bucket target: fewer collectives, and no more memory in flight than
-    there would be anyway. Where weights are sharded a bucket never spans units, or a use of one
-    would gather the other. A unit above the target is split between parameters; a larger parameter
-    stands alone.
+    one's), trainability and policy; each of `tables`, whose gradients travel in rows, stands alone.
+    Neighbouring units share a bucket while it does not grow beyond the largest unit or the bucket
+    target: fewer collectives, and no more memory in flight than there would be anyway. Where
+    weights are sharded a bucket never spans units, or a use of one would gather the other. A unit
+    above the target is split between parameters; a larger parameter stands alone.
     """
     persistent = _persistent_parameters(units, partition, limits)
     largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
@@ -199,14 +211,10 @@ def plan_buckets(
             policy = partition
             if partition.weights and member.parameter in persistent:
                 policy = Partition(partition.optimizer, partition.gradients, weights=False)
-            precision = precision_of(member.parameter)
-            kind = _Kind(member.parameter.dtype, precision, member.group >= 0, policy)
-            parts[kind].append(member)
+            parts[_kind(member, policy, precision_of, tables)].append(member)
         for kind, members in parts.items():
-            target = (
-                limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
-            )
-            for piece in _pieces(members, limits.bucket_numel):
+            target = _target(kind, largest, limits)
+            for piece in _pieces(members, min(target, limits.bucket_numel)):
                 open_plan = open_plans.get(kind)
                 room = target - (open_plan.numel if open_plan else 0)
                 fits = sum(member.parameter.numel() for member in piece) <= room
@@ -215,10 +223,28 @@ def plan_buckets(
                     if open_plan.units[-1] is not unit:
                         open_plan.units.append(unit)
                     continue
-                plan = BucketPlan(_bucket_name(unit, piece), kind.policy, list(piece), [unit])
+                name = _bucket_name(unit, piece)
+                plan = BucketPlan(name, kind.policy, list(piece), [unit], kind.row_numel)
                 plans.append(plan)
                 open_plans[kind] = plan
     return plans
+
+
+def _kind(
+    member: Member,
+    policy: Partition,
+    precision_of: Callable[[nn.Parameter], Precision],
+    tables: Set[nn.Parameter],
+) -> _Kind:
+    parameter, trains = member.parameter, member.group >= 0
+    row_numel = parameter.shape[-1] if trains and parameter in tables else 0
+    return _Kind(parameter.dtype, precision_of(parameter), trains, policy, row_numel)
+
+
+def _target(kind: _Kind, largest: int, limits: Limits) -> int:
+    if kind.row_numel:
+        return 0  # each table alone
+    return limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
 
 
 def _bucket_name(unit: Unit, piece: Sequence[Member]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 
 ALIGNMENT_NBYTES = 16
 
@@ -110,12 +110,16 @@ def align(numel: int, unit: int) -> int:
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, tuple[int, ...], int]], world_size: int, itemsize: int
+    parameters: Iterable[tuple[str, tuple[int, ...], int]],
+    world_size: int,
+    itemsize: int,
+    row_numel: int = 1,
 ) -> Layout:
     """Place (name, shape, param group) triples end to end, groups together, on aligned offsets.
 
     `itemsize` is the bytes of one element of the smallest dtype the buffer is kept in, so that
-    every offset and every shard starts on a 16-byte border in every dtype.
+    every offset and every shard starts on a 16-byte border in every dtype. A shard holds whole rows
+    of `row_numel` elements.
     """
     unit = max(1, ALIGNMENT_NBYTES // itemsize)
     slots: list[Slot] = []
@@ -124,7 +128,7 @@ def lay_out(
         slot = Slot(name, tuple(shape), group, align(end, unit) if prod(shape) else end)
         slots.append(slot)
         end = slot.stop
-    return Layout(tuple(slots), align(end, unit * world_size), world_size)
+    return Layout(tuple(slots), align(end, lcm(unit, row_numel) * world_size), world_size)
 
 
 @dataclass(frozen=True, slots=True)

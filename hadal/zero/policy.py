@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
+
+from hadal.comm.collectives import Factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,53 @@ class Precision:
     def keeps_master(self) -> bool:
         """Whether there is a master beside the weights."""
         return self.master != self.compute
+
+
+class Route(Enum):
+    """Which way gradients take where a rank needs only its shard of the result."""
+
+    SCATTER = auto()
+    """To each rank its shard."""
+    ALL_REDUCE = auto()
+    """All of it to every rank, which keeps its shard."""
+    OWNERS = auto()
+    """As SCATTER, by one reduction for each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the gradients of all ranks become one."""
+
+    adds_up: bool = False
+    """Whether they are added, and not averaged."""
+    prescales: bool = False
+    """Whether all of the division comes before they are rounded to the dtype on the wire."""
+    predivides_by: float = 1.0
+    """Otherwise: what they are divided by before; the rest of the division comes after."""
+    sequence_parallel_size: int = 1
+    """Ranks that share a sample: the mean is over samples, so over 1/size of the ranks."""
+    route: Route = Route.SCATTER
+    inside_backward: bool = True
+    """Whether gradients that are not sharded are reduced while backward goes on, or behind it."""
+    refuses_unused: bool = False
+    """Whether a parameter that got no gradient in an update is an error."""
+
+    def factors(self, world_size: int) -> Factors:
+        """What gradients are multiplied with before they travel, and their sum afterwards."""
+        divisor = 1.0 if self.adds_up else world_size / self.sequence_parallel_size
+        if self.prescales:
+            return Factors(1.0 / divisor, 1.0)
+        return Factors(1.0 / self.predivides_by, self.predivides_by / divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """How weights that are whole on every rank are gathered after they were stepped in shards."""
+
+    numel: int = 2**63 - 1
+    """Elements gathered at a time."""
+    broadcasts: bool = False
+    """Whether each rank broadcasts its shard, in place of one gather."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,14 @@ from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.planner import kept_until_backward
-from hadal.zero.policy import Limits
+from hadal.zero.policy import Limits, Reduction
+from hadal.zero.unused import UnusedCheck
 
 # How long a rank in backward waits for the others' part of an earlier reduction. Ranks that do the
 # same come within milliseconds.
 _PATIENCE_S = 0.05
+
+_PLAIN = Reduction()
 
 
 class Phase(Enum):
@@ -49,13 +52,18 @@ class ZeroRuntime:
     """
 
     def __init__(
-        self, units: Sequence[Unit], buckets: Sequence[Bucket], ranks: Ranks, limits: Limits
+        self,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        ranks: Ranks,
+        limits: Limits,
+        reduction: Reduction = _PLAIN,
     ) -> None:
         self.buckets = list(buckets)
         self.ranks = ranks
         self.phase = Phase.IDLE
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self.gradients = [Gradients(bucket) for bucket in buckets if bucket.trainable]
+        self.gradients = [Gradients(bucket, reduction) for bucket in buckets if bucket.trainable]
         self._gradients_of = {g.bucket: g for g in self.gradients}
         self._number = {bucket: number for number, bucket in enumerate(self.buckets)}
         self._uses: dict[Unit, list[Bucket]] = {}
@@ -74,6 +82,11 @@ class ZeroRuntime:
         self._started = 0
         self._in_flight: list[Gradients] = []
         self._overlaps = limits.overlap
+        # Gradients that are cut over the ranks are not held whole until the end of backward.
+        self._reduces_inside = reduction.inside_backward or any(
+            gradients.partitioned for gradients in self.gradients
+        )
+        self._unused = UnusedCheck(self.gradients, ranks) if reduction.refuses_unused else None
         self._reduces = False
         self._keeps = False
         self._moves = False
@@ -250,7 +263,11 @@ class ZeroRuntime:
 
     @contextmanager
     def backward(self, *, boundary: bool) -> Iterator[None]:
-        """Around one backward. Reduces where gradients are cut, and everywhere at a boundary."""
+        """Around one backward. Reduces where gradients are cut, and everywhere at a boundary.
+
+        Raises:
+            ModelError: a parameter got no gradient in the update, and that is to be told.
+        """
         self._reduces = boundary or any(g.partitioned for g in self.gradients)
         self._keeps = not boundary
         self._started = 0
@@ -272,6 +289,11 @@ class ZeroRuntime:
         for bucket in self.buckets:
             if not (self._keeps and bucket in self._kept):
                 self._drop(bucket)
+        if boundary and self._unused is not None:
+            fault = self._unused.fault()
+            if fault is not None:
+                self.clear_gradients()
+                raise fault
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
         """Autograd has put a gradient on parameter number `index` of a bucket.
@@ -289,6 +311,8 @@ class ZeroRuntime:
             )
         gradients = self._gradients_of[bucket]
         gradients.take(index)
+        if self._unused is not None:
+            self._unused.came(gradients, index)
         counts = self._arrived[gradients]
         counts[index] += 1
         if counts[index] > self._expected[gradients][index]:
@@ -298,7 +322,7 @@ class ZeroRuntime:
             return
         if not (self._keeps and bucket in self._kept):
             self._drop(bucket)
-        if self._reduces:
+        if self._reduces and self._reduces_inside:
             self._start_ready()
 
     def _start_ready(self) -> None:
@@ -319,18 +343,18 @@ class ZeroRuntime:
         gradients.start_reduce()
         self._in_flight.append(gradients)
         if not self._overlaps:
-            # An all-reduce has two phases, any other reduction one.
-            self._advance_in_flight()
-            self._advance_in_flight()
+            self._advance_in_flight(through=True)
 
-    def _advance_in_flight(self) -> None:
+    def _advance_in_flight(self, *, through: bool = False) -> None:
         for earlier in self._in_flight:
-            earlier.advance(_PATIENCE_S if self._uses else None)
+            # In one order: a later phase's messages are told apart by their order only.
+            if not earlier.advance(_PATIENCE_S if self._uses else None, through=through):
+                break
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
 
     def _reduce_rest(self) -> None:
         """At the end of a backward: reduce what was not complete, and once more what came late."""
-        on_time = self._started == len(self._order)
+        on_time = not any(self._missing[gradients] for gradients in self._order)
         while self._started < len(self._order):
             self._start_next()
         # Late: it came behind its bucket's reduction, or into a bucket that none was expected for.
@@ -382,6 +406,8 @@ class ZeroRuntime:
         """After a step: the next gradients start from nothing."""
         for gradients in self.gradients:
             gradients.clear()
+        if self._unused is not None:
+            self._unused.clear()
 
     # ---- the end, and after a load ---------------------------------------------------------------
 

@@ -16,13 +16,13 @@ from hadal.comm.collectives import (
     gather_codes,
     gather_objects,
     max_,
-    mean_into,
     slice_of,
     start_all_gather,
     start_all_reduce,
     start_exchange,
     start_reduce_scatter,
     sum_,
+    sum_into,
 )
 from hadal.errors import CommunicationError
 
@@ -87,8 +87,10 @@ def reduce_everywhere() -> None:
         pending = start_all_reduce(full, ranks, wire, "a mean for all")
         pending.advance()
         pending.wait()
-        expected = mean_of(ranks, total, dtype, wire).to(dtype)
-        assert torch.equal(full, expected), (numel, dtype, wire)
+        expected = mean_of(ranks, total, dtype, wire)
+        if wire.itemsize < dtype.itemsize:
+            expected = expected.to(wire)  # the mean travels as its summands did
+        assert torch.equal(full, expected.to(dtype)), (numel, dtype, wire)
     random = torch.randn(3000 * ranks.size)
     start_all_reduce(random, ranks, torch.bfloat16, "the same bits").wait()
     everybody = gather_objects(random.numpy().tobytes(), ranks)
@@ -217,5 +219,5 @@ def test_a_mean_is_rounded_once(accumulate: bool) -> None:
     """Added up in bfloat16, a thousand would swallow each of the small summands."""
     pieces = [torch.full((5,), value, dtype=torch.bfloat16) for value in (1024.0, 1.0, 1.0, 1.0)]
     out = torch.full((5,), 0.25)
-    mean_into(out, pieces, accumulate)
+    sum_into(out, pieces, 0.25, accumulate)
     assert out.tolist() == [1027 / 4 + 0.25 * accumulate] * 5

@@ -62,7 +62,7 @@ def test_ranges_choices_and_auto(schema):
     ]
     assert zero["reduce_bucket_size"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "integer"}
     assert zero["reduce_bucket_size"]["default"] == 500_000_000
-    assert zero["grad_hooks"]["deprecated"]
+    assert zero["cpu_offload_use_pin_memory"]["deprecated"]
     assert "default" not in schema["properties"]["train_batch_size"]
     assert {"const": "auto"} not in zero["leaf_module"].get("anyOf", [])
     assert zero["zero_quantized_weights"]["x-hadal-status"] == "not built yet"

@@ -112,7 +112,7 @@ def test_what_is_built_loads_in_silence(keys):
         {"stage3_gather_16bit_weights_on_model_save": True},
         {"round_robin_gradients": True},
         {"contiguous_gradients": False},
-        {"reduce_scatter": False},
+        {"override_module_apply": False},
     ],
 )
 def test_what_changes_nothing_says_so(keys):
@@ -123,10 +123,10 @@ def test_what_changes_nothing_says_so(keys):
 
 def test_keys_without_effect_are_told():
     config = load_config(
-        {**BASE, "disable_allgather": True, **with_zero(allgather_partitions=False)}
+        {**BASE, "disable_allgather": True, **with_zero(memory_efficient_linear=False)}
     )
     assert "disable_allgather: true has no effect" in config.notes
-    assert "zero_optimization.allgather_partitions: false has no effect" in config.notes
+    assert "zero_optimization.memory_efficient_linear: false has no effect" in config.notes
 
 
 def test_origins_cover_the_effective_configuration():

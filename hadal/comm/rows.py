@@ -1,0 +1,282 @@
+"""Sums over ranks of tensors that are zero but for a few rows: embeddings' gradients.
+
+A slice travels as its rows that are not zero, with their numbers, where that is shorter than the
+slice itself. What is added up is what the dense way adds, less its zeros, and between pairs of
+ranks in the same order: the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hadal.comm.collectives import (
+    Factors,
+    Pending,
+    Work,
+    followed_by,
+    for_the_wire,
+    receive,
+    send,
+    slice_of,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_into,
+)
+from hadal.comm.ranks import Ranks
+
+# Tags of counts, row numbers and values: on the way to the owner of a slice, and from it.
+_TO_OWNERS, _FROM_OWNERS = (21, 22, 23), (24, 25, 26)
+_WHOLE = -1
+
+
+class _Rows(NamedTuple):
+    """A slice as it travels."""
+
+    values: Tensor
+    """(rows, row_numel)."""
+    numbers: Tensor | None
+    """(rows,) int32: which rows of the slice they are, in rising order; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowWire:
+    """How a tensor of rows travels: as `start_reduce_scatter` takes it, and how long a row is."""
+
+    dtype: torch.dtype
+    factors: Factors
+    row_numel: int
+
+
+def start_rows_reduce_scatter(
+    full: Tensor, out: Tensor, ranks: Ranks, wire: RowWire, accumulate: bool, label: str
+) -> Pending:
+    """As `start_reduce_scatter`, of a 1-D `full` whose slices are whole rows."""
+
+    def dense() -> Pending:
+        return start_reduce_scatter(full, out, ranks, wire.dtype, accumulate, label, wire.factors)
+
+    if ranks.size == 1:
+        return dense()
+    before, after = wire.factors
+    mine = slice_of(full, ranks.rank, ranks).view(-1, wire.row_numel)
+    if not ranks.exchanges_in_pairs(full.device):
+        first = ranks.rank * mine.shape[0]
+
+        def cut(pieces: Sequence[_Rows]) -> None:
+            own = [_between(piece, first, first + mine.shape[0]) for piece in pieces]
+            _add_up(out, own, after, accumulate, wire.row_numel)
+
+        return _start_by_collectives(full, ranks, wire, label, cut, dense)
+    sent = {
+        other: _packed(slice_of(full, other, ranks), before, wire.dtype, wire.row_numel)
+        for other in ranks.others
+    }
+    touched = _touched(mine)
+
+    def add(pieces: Sequence[_Rows]) -> None:
+        own = _Rows(for_the_wire(mine[touched], before, wire.dtype), touched)
+        _add_up(out, [own, *pieces], after, accumulate, wire.row_numel)
+
+    return _start_pairs(sent, mine.shape, ranks, wire.dtype, (label, *_TO_OWNERS), add)
+
+
+def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
+    """As `start_all_reduce`, of a 1-D `full` whose slices are whole rows."""
+
+    def dense() -> Pending:
+        return start_all_reduce(full, ranks, wire.dtype, label, wire.factors)
+
+    if ranks.size == 1:
+        return dense()
+    if not ranks.exchanges_in_pairs(full.device):
+
+        def add(pieces: Sequence[_Rows]) -> None:
+            full.zero_()
+            _add_up(full, pieces, wire.factors.after, False, wire.row_numel)
+
+        return _start_by_collectives(full, ranks, wire, label, add, dense)
+    mine = slice_of(full, ranks.rank, ranks)
+    before, after = wire.factors
+    is_narrow = wire.dtype.itemsize < full.dtype.itemsize
+    # As in `start_all_reduce`: a narrow dtype never carries on what is to be enlarged afterwards.
+    at_owner, on_arrival = (1.0, after) if is_narrow and after > 1.0 else (after, 1.0)
+    scaled = RowWire(wire.dtype, Factors(before, at_owner), wire.row_numel)
+    back = RowWire(
+        wire.dtype if is_narrow else full.dtype, Factors(1.0, on_arrival), wire.row_numel
+    )
+    pending = start_rows_reduce_scatter(full, mine, ranks, scaled, False, label)
+    return followed_by(pending, lambda: _start_spread(full, ranks, back, label))
+
+
+def _start_spread(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
+    """Give every rank the owners' slices, in rows where they are few."""
+    mine = slice_of(full, ranks.rank, ranks)
+    packed = _packed(mine, 1.0, wire.dtype, wire.row_numel)
+
+    def fill(pieces: Sequence[_Rows]) -> None:
+        owners = [ranks.rank, *ranks.others]
+        # My own too: what was rounded for the wire has the same bits on every rank.
+        for owner, piece in zip(owners, [packed, *pieces], strict=True):
+            _add_up(
+                slice_of(full, owner, ranks), [piece], wire.factors.after, False, wire.row_numel
+            )
+
+    sent = dict.fromkeys(ranks.others, packed)
+    shape = mine.view(-1, wire.row_numel).shape
+    return _start_pairs(sent, shape, ranks, wire.dtype, (label, *_FROM_OWNERS), fill)
+
+
+def _touched(rows: Tensor) -> Tensor:
+    """The numbers (int32) of the rows that are not zero; a NaN is not zero either."""
+    return (rows != 0).any(dim=1).nonzero().flatten().to(torch.int32)
+
+
+def _packed(cut: Tensor, before: float, dtype: torch.dtype, row_numel: int) -> _Rows:
+    """A 1-D slice in the shorter of its two forms."""
+    rows = cut.view(-1, row_numel)
+    touched = _touched(rows)
+    if _is_short(touched.numel(), rows.shape[0], row_numel, dtype):
+        return _Rows(for_the_wire(rows[touched], before, dtype), touched)
+    return _Rows(for_the_wire(rows, before, dtype), None)
+
+
+def _is_short(count: int, rows: int, row_numel: int, dtype: torch.dtype) -> bool:
+    """Whether so many rows with their numbers take fewer bytes than all of them without."""
+    row_nbytes = row_numel * dtype.itemsize
+    return count * (row_nbytes + torch.int32.itemsize) < rows * row_nbytes
+
+
+def _start_pairs(
+    sent: Mapping[int, _Rows],
+    shape: Sequence[int],
+    ranks: Ranks,
+    dtype: torch.dtype,
+    way: tuple[str, int, int, int],
+    act: Callable[[Sequence[_Rows]], None],
+) -> Pending:
+    """Exchange slices of `shape` with every other rank: first how many rows, then the rows.
+
+    `act` gets what arrived, in the order of `ranks.others`.
+    """
+    label, count_tag, number_tag, value_tag = way
+    counting: list[Work] = []
+    moving: list[Work] = []
+    counts = torch.empty(ranks.size, dtype=torch.int64)
+    for other, rows in sent.items():
+        count = torch.tensor([_WHOLE if rows.numbers is None else rows.numbers.numel()])
+        counting.append(send(count, other, ranks, count_tag, label))
+        counting.append(receive(counts[other : other + 1], other, ranks, count_tag, label))
+        if rows.numbers is not None and rows.numbers.numel():
+            moving.append(send(rows.numbers, other, ranks, number_tag, label))
+        if rows.values.numel():
+            moving.append(send(rows.values, other, ranks, value_tag, label))
+
+    def fetch() -> Pending:
+        pieces = []
+        for other in ranks.others:
+            count = int(counts[other])
+            is_whole = count == _WHOLE
+            numbers = None if is_whole else torch.empty(count, dtype=torch.int32)
+            values = torch.empty(shape[0] if is_whole else count, shape[1], dtype=dtype)
+            if numbers is not None and count:
+                moving.append(receive(numbers, other, ranks, number_tag, label))
+            if values.numel():
+                moving.append(receive(values, other, ranks, value_tag, label))
+            pieces.append(_Rows(values, numbers))
+        return Pending(label, moving, lambda: act(pieces))
+
+    # What moves is waited for only once everybody knows how much to expect.
+    return Pending(label, counting, fetch)
+
+
+def _start_by_collectives(
+    full: Tensor,
+    ranks: Ranks,
+    wire: RowWire,
+    label: str,
+    act: Callable[[Sequence[_Rows]], None],
+    dense: Callable[[], Pending],
+) -> Pending:
+    """Gather every rank's rows on every rank; the dense way where one rank brings too many."""
+    rows = full.view(-1, wire.row_numel)
+    touched = _touched(rows)
+    counts = torch.zeros(ranks.size, dtype=torch.int64, device=full.device)
+    counts[ranks.rank] = touched.numel()
+
+    def fetch() -> Pending:
+        found = counts.tolist()
+        most = max(found)
+        if not _is_short(most * ranks.size, rows.shape[0], wire.row_numel, wire.dtype):
+            return dense()
+        if not most:
+            return Pending(label, then=lambda: act([_Rows(rows[:0], touched[:0])]))
+        numbers = touched.new_zeros(most * ranks.size)
+        values = full.new_zeros(most * ranks.size * wire.row_numel, dtype=wire.dtype)
+        packed = for_the_wire(rows[touched], wire.factors.before, wire.dtype).flatten()
+        slice_of(numbers, ranks.rank, ranks)[: touched.numel()] = touched
+        slice_of(values, ranks.rank, ranks)[: packed.numel()] = packed
+
+        def unpack() -> None:
+            act(
+                [
+                    _Rows(
+                        slice_of(values, rank, ranks).view(-1, wire.row_numel)[:count],
+                        slice_of(numbers, rank, ranks)[:count],
+                    )
+                    for rank, count in enumerate(found)
+                ]
+            )
+
+        works = [*start_all_gather(numbers, ranks, label).works]
+        works += start_all_gather(values, ranks, label).works
+        return Pending(label, works, unpack)
+
+    gather = start_all_gather(counts, ranks, label)
+    gather.then = fetch
+    return gather
+
+
+def _between(piece: _Rows, first: int, stop: int) -> _Rows:
+    """The rows numbered [first, stop), counted from `first`."""
+    assert piece.numbers is not None  # collectives carry rows only
+    inside = (piece.numbers >= first) & (piece.numbers < stop)
+    return _Rows(piece.values[inside], piece.numbers[inside] - first)
+
+
+def _add_up(
+    out: Tensor, pieces: Sequence[_Rows], after: float, accumulate: bool, row_numel: int
+) -> None:
+    """`sum_into`, of slices in either form; a slice that `out` itself holds comes first."""
+    if any(piece.numbers is None for piece in pieces):
+        whole = [_whole(piece, out.numel()) for piece in pieces]
+        sum_into(out, whole, after, accumulate)
+        return
+    rows = out.view(-1, row_numel)
+    numbers = [piece.numbers for piece in pieces if piece.numbers is not None]
+    union = torch.cat(numbers).unique()
+    exact = torch.promote_types(torch.float32, out.dtype)
+    total = torch.zeros(union.numel(), row_numel, dtype=exact, device=out.device)
+    for piece, mine in zip(pieces, numbers, strict=True):
+        total[torch.searchsorted(union, mine)] += piece.values.to(exact)
+    if after != 1.0:
+        total.mul_(after)
+    if accumulate:
+        rows[union] = total.add_(rows[union]).to(out.dtype)
+    else:
+        rows.zero_()
+        rows[union] = total.to(out.dtype)
+
+
+def _whole(piece: _Rows, numel: int) -> Tensor:
+    """A slice in its 1-D dense form."""
+    if piece.numbers is None:
+        return piece.values.flatten()
+    full = piece.values.new_zeros(numel // piece.values.shape[1], piece.values.shape[1])
+    full[piece.numbers] = piece.values
+    return full.flatten()

@@ -1,0 +1,191 @@
+"""Sums with factors, by every way they may travel, against the formula written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from ranks import RankPools
+
+from comm.traffic import by_collectives, counted
+from hadal.comm import Ranks
+from hadal.comm.collectives import (
+    Factors,
+    slice_of,
+    start_all_gather,
+    start_all_reduce,
+    start_all_reduce_cut,
+    start_broadcasts,
+    start_gather_in_pieces,
+    start_owner_reduces,
+    start_reduce_scatter,
+)
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SHARD_NUMEL = 40
+CUTTING = (start_reduce_scatter, start_owner_reduces, start_all_reduce_cut)
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def factors_of(world: int) -> list[Factors]:
+    """Predivided by 3 and by 4, prescaled, and added up."""
+    return [
+        Factors(1 / 3, 3 / world),
+        Factors(1 / 4, 4 / world),
+        Factors(1 / world, 1.0),
+        Factors(1.0, 1.0),
+    ]
+
+
+def formula(ranks: Ranks, full_dtype: torch.dtype, wire: torch.dtype, factors: Factors):
+    """Each slice as its owner adds it up: its own part, then the ranks behind it, in float32."""
+    numel = SHARD_NUMEL * ranks.size
+    sent = [
+        (values_of(rank, numel, full_dtype).float() * factors.before).to(wire).float()
+        for rank in range(ranks.size)
+    ]
+    slices = []
+    for owner in range(ranks.size):
+        order = [(owner + step) % ranks.size for step in range(ranks.size)]
+        total = slice_of(sent[owner], owner, ranks).clone()
+        for rank in order[1:]:
+            total += slice_of(sent[rank], owner, ranks)
+        slices.append(total * factors.after)
+    return torch.cat(slices)
+
+
+def in_pairs() -> None:
+    """Bit for bit."""
+    ranks = Ranks.world()
+    for dtype, wire, factors in product((FP32, BF16), (FP32, BF16, FP16), factors_of(ranks.size)):
+        expected = formula(ranks, dtype, wire, factors)
+        given = values_of(ranks.rank, expected.numel(), dtype)
+        mine = slice_of(expected, ranks.rank, ranks)
+        for start in CUTTING[:2]:
+            out = torch.ones(SHARD_NUMEL)
+            start(given, out, ranks, wire, True, "a sum", factors).wait()
+            assert torch.equal(out, mine + 1), (dtype, wire, factors, start)
+        full = given.clone()
+        start_all_reduce(full, ranks, wire, "a sum for all", factors).wait()
+        if wire.itemsize < dtype.itemsize:
+            before, after = factors
+            if after > 1:  # carried on before it is enlarged
+                unscaled = formula(ranks, dtype, wire, Factors(before, 1.0))
+                expected = unscaled.to(wire).float() * after
+            expected = expected.to(wire) if after <= 1 else expected
+        assert torch.equal(full, expected.to(dtype)), (dtype, wire, factors)
+        out = torch.full((SHARD_NUMEL,), torch.nan, dtype=dtype)
+        start_all_reduce_cut(given.clone(), out, ranks, wire, False, "cut", factors).wait()
+        assert torch.equal(out, slice_of(full, ranks.rank, ranks)), (dtype, wire, factors)
+
+
+def by_the_backend() -> None:
+    """The backend adds up in an order, and dtype, of its own: to rounding."""
+    ranks = Ranks.world()
+    with by_collectives():
+        for dtype, factors in product((FP32, BF16), factors_of(ranks.size)):
+            expected = formula(ranks, dtype, dtype, factors)
+            given = values_of(ranks.rank, expected.numel(), dtype)
+            mine = slice_of(expected, ranks.rank, ranks)
+            for start in CUTTING:
+                full, out = given.clone(), torch.ones(SHARD_NUMEL)
+                start(full, out, ranks, dtype, True, "a sum", factors).wait()
+                room = {FP32: 1e-6, BF16: 3e-2}[dtype]
+                torch.testing.assert_close(out, mine + 1, rtol=room, atol=room)
+            start_all_reduce(given, ranks, dtype, "a sum for all", factors).wait()
+            torch.testing.assert_close(given.float(), expected, rtol=room, atol=room)
+
+
+def dividing_before_saves_a_narrow_sum() -> None:
+    """Gradients that fp16 cannot hold arrive whole where a part of the division comes first."""
+    ranks = Ranks.world()
+    for start in CUTTING:
+        for factors, is_finite in (
+            (Factors.of_mean(ranks.size), False),
+            (Factors(1 / 8, 8 / ranks.size), True),
+            (Factors(1 / 16, 16 / ranks.size), True),
+        ):
+            full = torch.full((SHARD_NUMEL * ranks.size,), 2.0**17)
+            out = torch.empty(SHARD_NUMEL)
+            start(full, out, ranks, FP16, False, "a large sum", factors).wait()
+            assert bool(out.isfinite().all()) == is_finite, (start, factors)
+            if is_finite:
+                torch.testing.assert_close(out, torch.full((SHARD_NUMEL,), 2.0**17))
+
+
+def dividing_before_loses_what_is_small() -> None:
+    """Prescaling comes before the rounding for the wire: half of fp16's smallest number is 0."""
+    ranks = Ranks.world()
+    for factors, expected in (
+        (Factors.of_mean(ranks.size), 2.0**-24),
+        (Factors(1 / ranks.size, 1.0), 0.0 if ranks.size == 2 else None),
+    ):
+        full = torch.full((SHARD_NUMEL * ranks.size,), 2.0**-24)
+        out = torch.empty(SHARD_NUMEL)
+        start_reduce_scatter(full, out, ranks, FP16, False, "a small sum", factors).wait()
+        if expected is not None:
+            assert torch.equal(out, torch.full_like(out, expected))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "check",
+    [
+        in_pairs,
+        by_the_backend,
+        dividing_before_saves_a_narrow_sum,
+        dividing_before_loses_what_is_small,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_factors(check: Callable[[], None], world: int, ranks: RankPools) -> None:
+    ranks(world).run(check)
+
+
+def bytes_of_each_way() -> None:
+    """Per rank: a shard for every other one, and for an all-reduce the way back too."""
+    ranks = Ranks.world()
+    for wire in (FP32, FP16):
+        for start, times in zip(CUTTING, (1, 1, 2), strict=True):
+            full = torch.zeros(SHARD_NUMEL * ranks.size)
+            out = torch.zeros(SHARD_NUMEL)
+            with counted() as traffic:
+                start(full, out, ranks, wire, False, "a sum").wait()
+            others = ranks.size - 1
+            assert traffic.calls == [("isend", SHARD_NUMEL * wire.itemsize)] * (others * times)
+
+
+def gather_otherwise() -> None:
+    """In pieces, or by broadcasts: the same values, in messages of the size asked for."""
+    ranks = Ranks.world()
+    numel = SHARD_NUMEL * ranks.size
+    for dtype, pairs in product((FP32, BF16), (True, False)):
+        expected = torch.cat([values_of(rank, SHARD_NUMEL, dtype) for rank in range(ranks.size)])
+        for at_a_time in (1, 20 * ranks.size, 22 * ranks.size + 1, numel - 1, numel, 2**62):
+            full = torch.full((numel,), torch.nan, dtype=dtype)
+            slice_of(full, ranks.rank, ranks).copy_(slice_of(expected, ranks.rank, ranks))
+            with nullcontext() if pairs else by_collectives(), counted() as traffic:
+                start_gather_in_pieces(full, ranks, "a gather", at_a_time).wait()
+            assert torch.equal(full, expected), (dtype, pairs, at_a_time)
+            piece = max(1, min(at_a_time, numel) // ranks.size)
+            assert max(traffic.calls, default=("", 0))[1] <= piece * dtype.itemsize
+        full = torch.full((numel,), torch.nan, dtype=dtype)
+        slice_of(full, ranks.rank, ranks).copy_(slice_of(expected, ranks.rank, ranks))
+        with counted() as traffic:
+            start_broadcasts(full, ranks, "broadcasts").wait()
+        assert torch.equal(full, expected)
+        assert traffic.calls == [("broadcast", SHARD_NUMEL * dtype.itemsize)] * ranks.size
+    start_all_gather(full, ranks, "still in step").wait()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("check", [bytes_of_each_way, gather_otherwise], ids=lambda c: c.__name__)
+def test_ways(check: Callable[[], None], world: int, ranks: RankPools) -> None:
+    ranks(world).run(check)
