@@ -30,7 +30,8 @@ from engine.toys import (
 )
 from hadal import comm
 from hadal.config import load_config
-from hadal.engine.policies import limits_of, precision_of, reduction_of, refresh_of, wire_dtype
+from hadal.engine.policies import limits_of, reduction_of, refresh_of, wire_dtype
+from hadal.engine.precision import precisions_of
 from hadal.errors import ModelError
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.policy import Refresh, Route
@@ -244,6 +245,12 @@ def configured(**keys: Any) -> Any:
     return load_config({"train_batch_size": 8, **keys})
 
 
+def wire_of(config: Any) -> torch.dtype:
+    """The dtype on the wire of a weight that is given in fp32."""
+    model = nn.Linear(2, 2)
+    return precisions_of(config, model, torch.device("cpu"))(model.weight).reduce
+
+
 @pytest.mark.claims("communication_data_type")
 @pytest.mark.parametrize(
     ("keys", "dtype"),
@@ -259,7 +266,7 @@ def configured(**keys: Any) -> Any:
     ],
 )
 def test_without_a_word_the_wire_follows_the_model(keys: Any, dtype: torch.dtype) -> None:
-    assert precision_of(configured(**keys), torch.float32).reduce is dtype
+    assert wire_of(configured(**keys)) is dtype
 
 
 @pytest.mark.claims("seq_parallel_communication_data_type")
@@ -268,11 +275,10 @@ def test_shared_sequences_have_a_wire_of_their_own() -> None:
     assert wire_dtype(config, 1) is torch.bfloat16
     assert wire_dtype(config, 2) is torch.float32
     config = configured(seq_parallel_communication_data_type="FP16", bf16={"enabled": True})
-    assert wire_dtype(config, 1) is None
-    assert wire_dtype(config, 4) is torch.float16
-    assert precision_of(config, torch.float32, 4).reduce is torch.float16
+    assert wire_of(config) is torch.bfloat16
+    assert wire_of(config.model_copy(update={"sequence_parallel_size": 4})) is torch.float16
     config = configured(seq_parallel_communication_data_type=None, bf16={"enabled": True})
-    assert precision_of(config, torch.float32, 4).reduce is torch.bfloat16
+    assert wire_of(config.model_copy(update={"sequence_parallel_size": 4})) is torch.bfloat16
     assert reduction_of(config, 4).factors(8) == (1.0, 1 / 2)
 
 
