@@ -320,8 +320,6 @@ class Engine(nn.Module):
         runtime.reduce_all()
         runtime.reshard_all()
         norm, overflow = self._measure()
-        if overflow and norm is not None:
-            norm = math.inf  # a NaN beside infinities says no more, and callers look for inf
         clip = 1.0
         if norm is not None and not overflow:
             clip = clip_coefficient(norm, parts.gradient_clipping)
@@ -348,7 +346,9 @@ class Engine(nn.Module):
         if not parts.computes_norm:
             return None, parts.skip_overflow and has_overflow(gradients, parts.ranks)
         norm = global_norm(gradients, parts.ranks) / self._scale.scale
-        return norm, parts.skip_overflow and not math.isfinite(norm)
+        if parts.skip_overflow and not math.isfinite(norm):
+            return math.inf, True  # a NaN says no more, and callers look for infinity
+        return norm, False
 
     def _move_scale(self, overflow: bool, culprit: str | None) -> None:
         """Bring the loss scale up to date, and tell of an overflow, at the floor too."""
