@@ -18,9 +18,6 @@ from .plain import PlainAdam, PlainLion
 
 SHAPES = ((5, 3), (), (7,), (2, 3, 4))
 UPDATES = 3
-ADAM = "optimizer.params{type=Adam|AdamW}."
-LION = "optimizer.params{type=Lion}."
-ADAGRAD = "optimizer.params{type=Adagrad}."
 BASE = {"train_micro_batch_size_per_gpu": 1}
 
 
@@ -72,19 +69,14 @@ def act(cases: list[Case], plain: Case) -> None:
     "optimizer",
     "optimizer.type",
     "optimizer.params",
-    *(
-        ADAM + name
-        for name in [
-            "lr",
-            "betas",
-            "eps",
-            "weight_decay",
-            "bias_correction",
-            "torch_adam",
-            "adam_w_mode",
-            "amsgrad",
-        ]
-    ),
+    "optimizer.params{type=Adam|AdamW}.lr",
+    "optimizer.params{type=Adam|AdamW}.betas",
+    "optimizer.params{type=Adam|AdamW}.eps",
+    "optimizer.params{type=Adam|AdamW}.weight_decay",
+    "optimizer.params{type=Adam|AdamW}.bias_correction",
+    "optimizer.params{type=Adam|AdamW}.torch_adam",
+    "optimizer.params{type=Adam|AdamW}.adam_w_mode",
+    "optimizer.params{type=Adam|AdamW}.amsgrad",
 )
 def test_keys_of_adam(ranks: RankPools) -> None:
     adam, adamw = torch.optim.Adam, torch.optim.AdamW
@@ -135,7 +127,7 @@ def trained_pair(
     return trained({"type": "AdamW", "params": one}), trained({"type": "AdamW", "params": other})
 
 
-@pytest.mark.claims(ADAM + "<torch keyword>")
+@pytest.mark.claims("optimizer.params{type=Adam|AdamW}.<torch keyword>")
 def test_torchs_keywords_of_adam(ranks: RankPools) -> None:
     w = {"lr": 1e-3}
     up = (
@@ -163,7 +155,7 @@ def count_own_steps(params: dict[str, Any]) -> int:
     return len(calls)
 
 
-@pytest.mark.claims(ADAM + "<torch keyword>")
+@pytest.mark.claims("optimizer.params{type=Adam|AdamW}.<torch keyword>")
 def test_the_implementation_that_torchs_keywords_name_is_used(ranks: RankPools) -> None:
     (pool,) = [ranks(1)]
     assert pool.run(count_own_steps, {"foreach": True}) == [UPDATES]
@@ -197,7 +189,11 @@ def test_what_an_engine_cannot_do_is_refused_with_the_remedy(ranks: RankPools) -
         assert "leave it out" in told
 
 
-@pytest.mark.claims(LION + "lr", LION + "betas", LION + "weight_decay")
+@pytest.mark.claims(
+    "optimizer.params{type=Lion}.lr",
+    "optimizer.params{type=Lion}.betas",
+    "optimizer.params{type=Lion}.weight_decay",
+)
 def test_keys_of_lion(ranks: RankPools) -> None:
     cases: list[Case] = [
         ("lion", {"lr": 0.02}, PlainLion, {"lr": 0.02}),
@@ -208,10 +204,11 @@ def test_keys_of_lion(ranks: RankPools) -> None:
 
 
 @pytest.mark.claims(
-    *(
-        ADAGRAD + name
-        for name in ["lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"]
-    )
+    "optimizer.params{type=Adagrad}.lr",
+    "optimizer.params{type=Adagrad}.eps",
+    "optimizer.params{type=Adagrad}.weight_decay",
+    "optimizer.params{type=Adagrad}.lr_decay",
+    "optimizer.params{type=Adagrad}.initial_accumulator_value",
 )
 def test_keys_of_adagrad(ranks: RankPools) -> None:
     given: list[dict[str, Any]] = [
@@ -264,7 +261,10 @@ def unmoved(cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) 
 
 
 @pytest.mark.claims(
-    ADAM + "set_grad_none", LION + "set_grad_none", ADAGRAD + "amsgrad", "optimizer.legacy_fusion"
+    "optimizer.params{type=Adam|AdamW}.set_grad_none",
+    "optimizer.params{type=Lion}.set_grad_none",
+    "optimizer.params{type=Adagrad}.amsgrad",
+    "optimizer.legacy_fusion",
 )
 def test_keys_without_effect_say_so_and_move_nothing(ranks: RankPools) -> None:
     cases = []
@@ -326,7 +326,9 @@ def dtypes_of_state(section: dict[str, Any], changes: dict[str, Any]) -> set[str
 
 
 @pytest.mark.claims(
-    *(one + "fp32_optimizer_states" for one in (ADAM, LION, ADAGRAD)),
+    "optimizer.params{type=Adam|AdamW}.fp32_optimizer_states",
+    "optimizer.params{type=Lion}.fp32_optimizer_states",
+    "optimizer.params{type=Adagrad}.fp32_optimizer_states",
 )
 def test_state_beside_16_bit_masters_is_fp32_unless_refused(ranks: RankPools) -> None:
     coarse = {"amp": {"enabled": True, "opt_level": "O3", "loss_scale": 1.0}}
