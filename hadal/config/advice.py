@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hadal.config.amp import Amp
 from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
 from hadal.config.top_level import Config
@@ -12,8 +13,24 @@ from hadal.config.top_level import Config
 
 def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
     """Tell what keys that were written do not do, given the keys beside them."""
-    given = prepared.get("fp16")
-    written = given if isinstance(given, Mapping) else {}
+    _tell_hysteresis(config, _written(prepared, "fp16"), report)
+    if config.amp is not None and config.amp.enabled:
+        _tell_amp(config.amp, _written(prepared, "amp"), report)
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        report.note(
+            "gradient_predivide_factor",
+            "has no effect: prescale_gradients does all of the division before adding up",
+        )
+
+
+def _written(prepared: Mapping[str, Any], name: str) -> set[str]:
+    """The keys of a section that stand in the JSON, and not as null."""
+    section = prepared.get(name)
+    keys = section.items() if isinstance(section, Mapping) else ()
+    return {key for key, value in keys if value is not None}
+
+
+def _tell_hysteresis(config: Config, written: set[str], report: Report) -> None:
     is_dynamic = scales_by_fp16(config) and config.fp16.loss_scale == 0
     if is_dynamic and config.zero_optimization.stage == 0:
         for name in ("hysteresis", "consecutive_hysteresis"):
@@ -23,8 +40,14 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
                     "has no effect at zero_optimization.stage 0, where every overflow halves the"
                     " loss scale",
                 )
-    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        report.note(
-            "gradient_predivide_factor",
-            "has no effect: prescale_gradients does all of the division before adding up",
-        )
+
+
+def _tell_amp(amp: Amp, written: set[str], report: Report) -> None:
+    cast = amp.cast_model_type or {"O2": "fp16", "O3": "fp16"}.get(amp.opt_level, "fp32")
+    scale = amp.loss_scale or {"O1": "dynamic", "O2": "dynamic"}.get(amp.opt_level, 1)
+    if cast == "fp32":
+        for name in sorted(written & {"keep_batchnorm_fp32", "master_weights"}):
+            report.note(f"amp.{name}", "has no effect where weights are fp32")
+    if scale != "dynamic":
+        for name in sorted(written & {"min_loss_scale", "max_loss_scale"}):
+            report.note(f"amp.{name}", "has no effect where the loss scale is not dynamic")

@@ -213,3 +213,23 @@ def test_keywords_that_mean_nothing_here_are_told() -> None:
         "amp.num_losses: 2 has no effect",
         "amp.verbosity: 0 has no effect",
     )
+
+
+@pytest.mark.claims("amp.<apex keyword>")
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"master_weights": True}, ["master_weights"]),
+        ({"opt_level": "O0", "keep_batchnorm_fp32": True}, ["keep_batchnorm_fp32"]),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": False, "master_weights": None}, []),
+        ({"opt_level": "O3", "min_loss_scale": 2}, ["min_loss_scale"]),
+        ({"loss_scale": 8, "max_loss_scale": 16}, ["max_loss_scale"]),
+        ({"max_loss_scale": 16}, []),
+    ],
+)
+def test_keywords_that_do_nothing_at_a_level_are_told(
+    keys: dict[str, Any], told: list[str]
+) -> None:
+    notes = load_config({"train_batch_size": 8, "amp": {"enabled": True, **keys}}).notes
+    assert [note.partition(": ")[0] for note in notes] == [f"amp.{name}" for name in told]
+    assert all("has no effect where" in note for note in notes)
