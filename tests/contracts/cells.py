@@ -6,6 +6,7 @@ A later factor (residence tier, codec, compiled) is one more entry.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "large": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
         "default": NOTHING,
     },
-    "optimizer": {"adamw": NOTHING, "sgd": NOTHING},
+    # Not Lion: its update is a sign, which any rounding of a small gradient can turn around.
+    "optimizer": {"adamw": NOTHING, "sgd": NOTHING, "adagrad": NOTHING, "uncorrected": NOTHING},
 }
 LEVELS: dict[str, list[str]] = {factor: list(levels) for factor, levels in FACTORS.items()}
 
@@ -83,10 +85,14 @@ def _is_sixteen_bit(cell: Cell) -> bool:
     return cell["precision"] != "fp32"
 
 
+def _is_adam(cell: Cell) -> bool:
+    return cell["optimizer"] in ("adamw", "uncorrected")
+
+
 # Everything in which a cell is treated unlike the others stands here, with its reason.
 DEPARTURES: dict[str, Departure] = {
     "smooth AdamW in 16 bit": Departure(
-        lambda cell: _is_sixteen_bit(cell) and cell["optimizer"] == "adamw",
+        lambda cell: _is_sixteen_bit(cell) and _is_adam(cell),
         "At eps = 1e-8 AdamW's update is nearly the gradient's sign, so a rounding of a gradient "
         "that is almost zero turns a whole step around. With eps above the gradients the update is "
         "a smooth function of them: a rounding error d moves a weight by at most lr * d / eps, "
@@ -101,9 +107,7 @@ DEPARTURES: dict[str, Departure] = {
     ),
     "eps for attention in fp32": Departure(
         lambda cell: (
-            cell["precision"] == "fp32"
-            and cell["optimizer"] == "adamw"
-            and SUBJECTS[cell["model"]].has_attention
+            cell["precision"] == "fp32" and _is_adam(cell) and SUBJECTS[cell["model"]].has_attention
         ),
         "A key's bias has no influence on softmax, so its gradient is rounding noise around zero; "
         "at eps = 1e-8 the order of summation alone moves AdamW by 7e-4 of the update.",
@@ -175,12 +179,35 @@ def optimizer_of(cell: Cell) -> tuple[str, dict[str, Any]]:
     changed = departing_settings(cell)
     if cell["optimizer"] == "sgd":
         return "SGD", {"lr": changed.get("lr", 0.1), "momentum": 0.9, "weight_decay": 0.01}
-    return "AdamW", {
+    if cell["optimizer"] == "adagrad":
+        # Sums of squares that start above the gradients' make the update a smooth function of them.
+        return "Adagrad", {
+            "lr": changed.get("lr", 0.1),
+            "initial_accumulator_value": 0.01,
+            "weight_decay": 0.01,
+        }
+    adam = {
         "lr": changed.get("lr", 0.01),
         "betas": (0.9, 0.99),
         "eps": changed.get("eps", 1e-8),
         "weight_decay": 0.01,
     }
+    if cell["optimizer"] == "uncorrected":
+        # Moments that are not corrected make small updates; larger steps stand out all the same.
+        return "AdamW", {**adam, "lr": 3 * adam["lr"], "bias_correction": False}
+    return "AdamW", adam
+
+
+def steepness_of(cell: Cell, update: int) -> float:
+    """How far an error of one in a gradient can move a weight in an update (numbered from 0)."""
+    kind, settings = optimizer_of(cell)
+    if kind == "SGD":
+        return float(settings["lr"])
+    if kind == "Adagrad":
+        return float(settings["lr"]) / math.sqrt(settings["initial_accumulator_value"])
+    young = 1 - settings["betas"][0] ** (update + 1)
+    part = 1.0 if settings.get("bias_correction", True) else young
+    return float(settings["lr"] * part / settings["eps"])
 
 
 def config_of(cell: Cell) -> dict[str, Any]:

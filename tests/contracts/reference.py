@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from optim.plain import PlainAdam
 from torch import Tensor, nn
 
 from . import cells
@@ -88,12 +89,21 @@ class Reference(Trainee):
             masters = {name: nn.Parameter(self.start_values[name].clone()) for name in group_names}
             self.masters.update(masters)
             group["params"] = list(masters.values())
-        self.optimizer = getattr(torch.optim, self.kind)(groups, **self.settings, foreach=False)
+        self.optimizer = self._made(groups)
         self.module = given.to(self.dtype)
         self.parameters = dict(self.module.named_parameters())
         self.outcome = Outcome(start=self.start_values)
         self.speeds: dict[str, float] = {}
         self._reset()
+
+    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        settings = dict(self.settings)
+        if settings.pop("bias_correction", True):
+            made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(
+                groups, **settings, foreach=False
+            )
+            return made
+        return PlainAdam(groups, **settings)
 
     def _reset(self) -> None:
         self.gradients = {name: torch.zeros_like(p) for name, p in self.masters.items()}
@@ -136,7 +146,7 @@ class Reference(Trainee):
 
     def _note_rounding(self, coefficient: float) -> None:
         """Add up how far errors of relative size one in the gradients can move each tensor."""
-        gain = self.settings["lr"] / self.settings.get("eps", 1.0)
+        gain = cells.steepness_of(self.cell, len(self.outcome.norms))
         for name, magnitude in self.magnitudes.items():
             largest = magnitude.max().item() if magnitude.numel() else 0.0
             carried = self.settings.get("momentum", 0.0) * self.speeds.get(name, 0.0)
