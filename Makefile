@@ -15,7 +15,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu docs clean
+.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-optimizer docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -76,6 +76,9 @@ docs: $(VENV)/.test  ## write docs/configuration.md anew from the fields of the 
 
 bench: $(VENV)/.test  ## measure one training step on this machine's CPUs, beside other libraries
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)
+
+bench-optimizer: $(VENV)/.test  ## measure the optimizers beside a plain copy of memory
+	$(BIN)/python benchmarks/optimizer.py $(BENCH_ARGS)
 
 bench-gpu: $(VENV)/.test  ## measure one training step on this machine's GPUs (not there yet)
 	@test -f benchmarks/step_gpu.py || { echo "There is no benchmark for GPUs yet; make bench measures on CPUs."; exit 1; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from hadal import comm
 from hadal.config import load_config
 from hadal.errors import ConfigError, OptimizerError
+from hadal.optim.lion import Lion
 
 from .plain import PlainAdam, PlainLion
 
@@ -340,3 +342,91 @@ def test_state_beside_16_bit_masters_is_fp32_unless_refused(ranks: RankPools) ->
         assert pool.run(dtypes_of_state, said, coarse) == [{"torch.float16"}]
         # Beside fp32 masters it is fp32 either way.
         assert pool.run(dtypes_of_state, said, {"bf16": {"enabled": True}}) == [{"torch.float32"}]
+
+
+# ---- going on from a checkpoint ------------------------------------------------------------------
+
+
+def go_on(section: dict[str, Any], stage: int, folder: str) -> bool:
+    """Whether training that is saved and loaded in the middle ends at the same bits."""
+    outcomes = []
+    for is_broken_off in (False, True):
+        model = Leaves(SHAPES)
+        engine = engine_of(stage, model, optimizer=section)
+        for step in range(2 * UPDATES):
+            if is_broken_off and step == UPDATES:
+                engine.save_checkpoint(folder)
+                engine.destroy()
+                model = Leaves(SHAPES)
+                engine = engine_of(stage, model, optimizer=section)
+                engine.load_checkpoint(folder)
+            engine.backward(engine(given_gradients(SHAPES, step, comm.get_rank())))
+            engine.step()
+        engine.destroy()
+        outcomes.append([leaf.detach().clone() for leaf in model.leaves])
+    return all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"type": "Lion", "params": {"lr": 0.01}},
+        {"type": "AdamW", "params": {"lr": 0.01, "bias_correction": False, "amsgrad": True}},
+        {"type": "Adagrad", "params": {"lr": 0.1, "lr_decay": 0.1}},
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}},
+    ],
+    ids=lambda section: section["type"],
+)
+def test_training_goes_on_bit_for_bit(
+    section: dict[str, Any], ranks: RankPools, tmp_path: Path
+) -> None:
+    for stage in (0, 3):
+        assert ranks(2).run(go_on, section, stage, str(tmp_path / str(stage))) == [True] * 2
+
+
+# ---- optimizers that the program hands over ------------------------------------------------------
+
+
+def bring(stage: int, as_callable: bool) -> bool:
+    """Groups of the program's own optimizer keep their rates and decays, and act."""
+
+    def make(parameters: Any) -> Optimizer:
+        leaves = list(parameters)
+        return Lion(
+            [
+                {"params": leaves[:2], "lr": 0.02, "weight_decay": 0.3},
+                {"params": leaves[2:], "betas": (0.2, 0.5)},
+            ],
+            lr=0.001,
+        )
+
+    model, plain = Leaves(SHAPES), Leaves(SHAPES)
+    wishes = {"optimizer": make if as_callable else make(model.parameters())}
+    if as_callable:
+        wishes["model_parameters"] = model.parameters()
+    engine = engine_of(stage, model, wishes, optimizer=None)
+    leaves = list(plain.leaves)
+    reference = PlainLion(
+        [
+            {"params": leaves[:2], "lr": 0.02, "weight_decay": 0.3},
+            {"params": leaves[2:], "betas": (0.2, 0.5)},
+        ],
+        lr=0.001,
+    )
+    for step in range(UPDATES):
+        engine.backward(engine(given_gradients(SHAPES, step, comm.get_rank())))
+        engine.step()
+        for leaf, mean in zip(leaves, mean_gradients(SHAPES, step), strict=True):
+            leaf.grad = mean
+        reference.step()
+        # A rate that the program changes acts in the next update.
+        for optimizer in (engine.optimizer, reference):
+            optimizer.param_groups[1]["lr"] *= 3
+    engine.destroy()
+    return are_close([leaf.detach() for leaf in model.leaves], [leaf.detach() for leaf in leaves])
+
+
+@pytest.mark.parametrize("as_callable", [False, True])
+def test_groups_of_the_programs_own_optimizer_act(as_callable: bool, ranks: RankPools) -> None:
+    for stage in (0, 3):
+        assert ranks(2).run(bring, stage, as_callable) == [True] * 2
