@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import random
@@ -149,24 +150,29 @@ def items() -> Drawing:
     return Drawing(15)
 
 
+@functools.cache
+def three_epochs(kind: Callable[[], Any], workers: int) -> list[list[Any]]:
+    unbroken = loader_of(kind, workers)
+    return [list(unbroken) for _ in range(3)]
+
+
 def global_generators() -> tuple[Any, ...]:
     return torch.rand(()).item(), random.random(), np.random.random()
 
 
 @pytest.mark.parametrize("kind", [items, Counting, Stateless], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("taken", [0, 1, 4, 7, 8, 9])
+@pytest.mark.parametrize("taken", [0, 1, 7, 8, 9])
 def test_a_loader_goes_on_in_the_middle_of_an_epoch(
     kind: Callable[[], Any], workers: int, taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Same samples, same order, same random numbers, whatever was read ahead."""
-    unbroken = loader_of(kind, workers)
-    batches = [list(unbroken) for _ in range(3)]
+    batches = three_epochs(kind, workers)
     assert batches[0] != batches[1]
     assert len(batches[0]) == (8 if kind is items else 9)
 
     broken = loader_of(kind, workers)
-    list(broken)
+    broken.load_state_dict({**broken.state_dict(), "epoch": 1})
     iterator = iter(broken)
     first = list(itertools.islice(iterator, taken))
     state = broken.state_dict()
