@@ -154,9 +154,33 @@ CONTRADICTIONS = [
         "2.0 does not go with zero_optimization.reduce_scatter at stage 3",
     ),
     (
+        {"prescale_gradients": True, **with_zero(stage=3)},
+        "prescale_gradients",
+        "true does not go with zero_optimization.reduce_scatter at stage 3; leave it out or"
+        " switch zero_optimization.reduce_scatter off",
+    ),
+    (
+        {"gradient_predivide_factor": 0.5, **with_zero(stage=2)},
+        "gradient_predivide_factor",
+        "0.5 does not go with zero_optimization.reduce_scatter at stage 2",
+    ),
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "expected a number > 0, got 0"),
+    ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op", '"mean" or "sum"'),
+    ({"gradient_clipping": -1}, "gradient_clipping", "expected a number >= 0, got -1"),
+    (
         with_zero(stage=1, allgather_bucket_size=5),
         "zero_optimization.allgather_bucket_size",
         "take 6",
+    ),
+    (
+        with_zero(stage=2, allgather_bucket_size=7),
+        "zero_optimization.allgather_bucket_size",
+        "expected an even number at stages 1 and 2, got 7; take 8",
+    ),
+    (
+        with_zero(reduce_bucket_size=0),
+        "zero_optimization.reduce_bucket_size",
+        "expected an integer > 0, got 0",
     ),
     (
         with_zero(stage=3, zero_quantized_gradients=True, reduce_scatter=False),
@@ -164,7 +188,39 @@ CONTRADICTIONS = [
         "switch that on",
     ),
     (with_zero(legacy_stage1=True), "zero_optimization.legacy_stage1", "expected false"),
-    ({"gradient_allreduce_op": "SUM", **with_zero(stage=3)}, "gradient_allreduce_op", "mean"),
+    (
+        {"gradient_allreduce_op": "SUM", **with_zero(stage=3)},
+        "gradient_allreduce_op",
+        '"sum" does not go with zero_optimization.stage 3; take "mean"',
+    ),
+    (
+        {"gradient_allreduce_op": "sum", **with_zero(stage=2, zenflow={})},
+        "gradient_allreduce_op",
+        '"sum" does not go with zero_optimization.zenflow; take "mean"',
+    ),
+    (
+        {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}},
+        "gradient_allreduce_op",
+        '"sum" does not go with compile.deepcompile; take "mean"',
+    ),
+    (
+        with_zero(compute_grad_norm=False),
+        "zero_optimization.compute_grad_norm",
+        "needs zero_optimization.stage 1 or 2, got 0",
+    ),
+    (
+        {"gradient_clipping": 0, **with_zero(stage=2, compute_grad_norm=False, zenflow={})},
+        "zero_optimization.compute_grad_norm",
+        "false does not go with zero_optimization.zenflow; change that or leave it out",
+    ),
+    (
+        {
+            "gradient_clipping": 0,
+            **with_zero(stage=1, compute_grad_norm=False, offload_optimizer=CPU),
+        },
+        "zero_optimization.compute_grad_norm",
+        "does not go with zero_optimization.offload_optimizer",
+    ),
     (
         with_zero(stage=3, compute_grad_norm=False),
         "zero_optimization.compute_grad_norm",
@@ -295,6 +351,12 @@ SOUND = [
     {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
     {"bf16": BF16, "data_types": {"param_dtype": "bf16"}},
     {"communication_data_type": "BF16"},
+    {"prescale_gradients": True, **with_zero(stage=1)},
+    {"prescale_gradients": True, **with_zero(stage=3, reduce_scatter=False)},
+    {"gradient_predivide_factor": 2, **with_zero(stage=1)},
+    {"gradient_predivide_factor": 2, **with_zero(stage=2, reduce_scatter=False)},
+    {"gradient_allreduce_op": "Sum", "gradient_predivide_factor": 2, **with_zero(stage=2)},
+    {"gradient_clipping": 0, **with_zero(stage=2, compute_grad_norm=False)},
     {"optimizer": {"type": "ADAMW", "params": {"lr": 1}}},
     {"optimizer": {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}},
     {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
@@ -329,6 +391,15 @@ def test_values_are_normalised():
     assert config.checkpoint.tag_validation == "Ignore"
     assert config.torch_autocast.dtype == "fp16"
     assert config.zero_optimization.leaf_module.names == ("a.b",)
+
+
+@pytest.mark.claims("zero_optimization.legacy_stage1")
+def test_the_first_form_of_stage_1_is_refused():
+    assert only_fault(with_zero(stage=1, legacy_stage1=True)) == (
+        "zero_optimization.legacy_stage1",
+        "expected false, got true (a boolean)",
+    )
+    load_config(with_zero(stage=1, legacy_stage1=False))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

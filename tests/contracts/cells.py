@@ -62,6 +62,24 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     # Not Lion: its update is a sign, which any rounding of a small gradient can turn around.
     "optimizer": {"adamw": NOTHING, "sgd": NOTHING, "adagrad": NOTHING, "uncorrected": NOTHING},
+    # When the mean is divided, on which way it travels, and when: at every stage the same numbers.
+    "wire": {
+        "usual": NOTHING,
+        "before": {
+            "prescale_gradients": True,
+            "zero_optimization": {"reduce_scatter": False, "grad_hooks": False},
+        },
+        "parts": {
+            "gradient_predivide_factor": 2.0,
+            "zero_optimization": {
+                "reduce_scatter": False,
+                "use_multi_rank_bucket_allreduce": False,
+                "allgather_partitions": False,
+                "overlap_comm": False,
+            },
+        },
+        "rows": {"sparse_gradients": True},
+    },
 }
 LEVELS: dict[str, list[str]] = {factor: list(levels) for factor, levels in FACTORS.items()}
 

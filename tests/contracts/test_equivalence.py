@@ -211,6 +211,7 @@ PLAIN = {
     "model": "plain",
     "keys": "tiny",
     "optimizer": "sgd",
+    "wire": "usual",
 }
 
 

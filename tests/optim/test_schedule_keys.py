@@ -12,7 +12,6 @@ from hadal.config import load_config
 from hadal.errors import ConfigError, OptimizerError
 from hadal.optim.schedules import build_schedule
 
-WARM = "WarmupLR|WarmupDecayLR"
 RANGE = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 10}
 CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 10}
 WARMUP = {"warmup_max_lr": 1.0, "warmup_num_steps": 10, "warmup_type": "linear"}
@@ -100,14 +99,14 @@ RATES = [
         {**CYCLE, "decay_lr_rate": 0.5, "decay_step_size": 5},
         {25: 1 / 1.5, 30: 0.5},
     ),
-    row(WARM, "warmup_min_lr", "WarmupLR", {**WARMUP, "warmup_min_lr": 0.5}, {0: 0.5, 6: 0.75}),
-    row(WARM, "warmup_min_lr", "WarmupDecayLR", {**DECAY, "warmup_min_lr": 0.5}, {0: 0.5, 40: 0.5}),
-    row(WARM, "warmup_max_lr", "WarmupLR", {**WARMUP, "warmup_max_lr": None}, {11: RATE, 40: RATE}),
-    row(WARM, "warmup_max_lr", "WarmupDecayLR", {"total_num_steps": 2000}, {10: 1e-3 / 3}),
-    row(WARM, "warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 20}, {11: 0.5}),
-    row(WARM, "warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 1}, {1: 0.0, 2: 0.5}),
-    row(WARM, "warmup_type", "WarmupLR", {**WARMUP, "warmup_type": "linear"}, {6: 0.5}),
-    row(WARM, "warmup_type", "WarmupLR", {**WARMUP, "warmup_type": "log"}, {10: 1.0}),
+    row("warmup_min_lr", "WarmupLR", {**WARMUP, "warmup_min_lr": 0.5}, {0: 0.5, 6: 0.75}),
+    row("warmup_min_lr", "WarmupDecayLR", {**DECAY, "warmup_min_lr": 0.5}, {0: 0.5, 40: 0.5}),
+    row("warmup_max_lr", "WarmupLR", {**WARMUP, "warmup_max_lr": None}, {11: RATE, 40: RATE}),
+    row("warmup_max_lr", "WarmupDecayLR", {"total_num_steps": 2000}, {10: 1e-3 / 3}),
+    row("warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 20}, {11: 0.5}),
+    row("warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 1}, {1: 0.0, 2: 0.5}),
+    row("warmup_type", "WarmupLR", {**WARMUP, "warmup_type": "linear"}, {6: 0.5}),
+    row("warmup_type", "WarmupLR", {**WARMUP, "warmup_type": "log"}, {10: 1.0}),
     row("total_num_steps", "WarmupDecayLR", DECAY, {11: 1.0, 16: 0.5, 21: 0.0}),
     row(
         "total_num_steps",

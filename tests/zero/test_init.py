@@ -136,6 +136,27 @@ def test_start_weights_are_those_of_building_outside(
     ranks(world).run(build_inside_and_outside, make)
 
 
+def apply_whatever_the_key_says() -> None:
+    """Functions given to `Module.apply` inside `Init` see whole values, asked for or not."""
+    states = []
+    for says in (True, False):
+        config = {"zero_optimization": {"stage": 3, "override_module_apply": says}}
+        model = built(Applied, hadal.zero.Init(config_dict_or_path=config), seed=11)
+        engine, _, _, _ = hadal.initialize(
+            model=model, config={"train_micro_batch_size_per_gpu": 1, **config}
+        )
+        states.append(engine.state_dict())
+        engine.destroy()
+    for name, value in built(Applied, contextlib.nullcontext(), seed=11).state_dict().items():
+        assert torch.equal(states[0][name], value), name
+        assert torch.equal(states[1][name], value), name
+
+
+@pytest.mark.claims("zero_optimization.override_module_apply")
+def test_apply_finds_whole_weights_inside_init(ranks: RankPools) -> None:
+    ranks(2).run(apply_whatever_the_key_says)
+
+
 class Watched(nn.Module):
     """Notes how many bytes its parameters take while it is being built."""
 
