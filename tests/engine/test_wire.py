@@ -711,6 +711,42 @@ def test_embeddings_travel_in_rows(world: int, stage: int, ranks: RankPools) -> 
     ranks(world).run(in_rows, stage)
 
 
+class Dialects(nn.Module):
+    """Which of the embeddings is read is said from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dialects = nn.ModuleList(nn.Embedding(WORDS, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor, dialect: int) -> Tensor:
+        return self.head(torch.tanh(self.dialects[dialect](tokens)))
+
+
+def read_dialects(stage: int) -> None:
+    """Ranks read embeddings of their own: rows come late, on one rank only, or not at all."""
+    rank, states = comm.get_rank(), []
+    for sparse in (False, True):
+        torch.manual_seed(5)
+        zero = {"stage": stage, **TINY}
+        engine = engine_of(stage, Dialects(), sparse_gradients=sparse, zero_optimization=zero)
+        for step in range(5):
+            tokens = tokens_of(step, rank)
+            dialect = (0, 0, rank, 2 - rank, 1)[step] % 3
+            engine.backward(nn.functional.cross_entropy(engine(tokens, dialect), tokens))
+            engine.step()
+        states.append(engine.state_dict())
+        engine.destroy()
+    assert_equal(*states)
+
+
+@pytest.mark.claims("sparse_gradients")
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_come_late_too(world: int, ranks: RankPools) -> None:
+    for stage in STAGES:
+        ranks(world).run(read_dialects, stage, timeout=30)
+
+
 # ---- where they lie ------------------------------------------------------------------------------
 
 
