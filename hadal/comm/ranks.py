@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,27 @@ class Ranks:
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("no process group runs; call hadal.init_distributed() first")
+        return cls.of(group)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        """The ranks of a process group that this one is in; all of them must call it."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group), _host_group(group))
+
+    def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
+        """Cut all ranks of the world into blocks of `size` consecutive ones.
+
+        Returns:
+            The ranks of my block, and those that stand where I do in every block. All ranks must
+            call it.
+        """
+        blocks, rows = _blocks(self.group, size)
+        return Ranks.of(blocks[self.rank // size]), Ranks.of(rows[self.rank % size])
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers that these ranks have in the world."""
+        return tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
     def others(self) -> tuple[int, ...]:
@@ -48,13 +69,32 @@ class Ranks:
 
 
 @cache
+def _blocks(
+    world: dist.ProcessGroup, size: int
+) -> tuple[list[dist.ProcessGroup], list[dist.ProcessGroup]]:
+    """The groups of `size` consecutive ranks, and of every `size`-th rank; made once for each."""
+    numbers = dist.get_process_group_ranks(world)
+    cuts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    steps = [numbers[start::size] for start in range(size)]
+    return [_new_group(cut) for cut in cuts], [_new_group(step) for step in steps]
+
+
+def _new_group(numbers: list[int]) -> dist.ProcessGroup:
+    # Outside of it torch gives a mark in the place of a group; it is never asked for.
+    return cast(dist.ProcessGroup, dist.new_group(numbers))
+
+
+@cache
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for tensors on the host: a process group of a caller's own making
     may carry those of its accelerators only.
     """
     if "cpu" in str(dist.get_backend_config(group)):
         return group
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    # Only its own ranks come here: the world may hold several groups of a caller's making.
+    made = dist.new_group(
+        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+    )
     assert isinstance(made, dist.ProcessGroup)  # this rank is in it
     return made
 

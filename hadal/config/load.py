@@ -30,6 +30,7 @@ class Circumstances:
 
     world_size: int = 1
     sequence_parallel_size: int | None = None
+    data_parallel_size: int | None = None
     client_optimizer: bool = False
     client_scheduler: bool = False
 
@@ -39,12 +40,19 @@ def load_config(
     *,
     world_size: int = 1,
     sequence_parallel_size: int | None = None,
+    data_parallel_size: int | None = None,
     client_optimizer: bool = False,
     client_scheduler: bool = False,
     allow_unbuilt: bool = False,
 ) -> Config:
-    """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault."""
-    brought = Circumstances(world_size, sequence_parallel_size, client_optimizer, client_scheduler)
+    """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
+
+    `sequence_parallel_size` and `data_parallel_size` are what the program knows of its ranks, for
+    example by an mpu; None leaves them to the keys of the same names.
+    """
+    brought = Circumstances(
+        world_size, sequence_parallel_size, data_parallel_size, client_optimizer, client_scheduler
+    )
     name, raw = read(source)
     report = Report()
     config, origins = _checked(raw, brought, report)
@@ -74,6 +82,10 @@ def _checked(
 def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
     """Fill in what follows from the rest; return its paths."""
     inferred = list(_infer_batch(values, brought, report))
+    shared = brought.sequence_parallel_size
+    if shared is not None and shared != 1 and "sequence_parallel_size" not in values:
+        values["sequence_parallel_size"] = shared
+        inferred.append("sequence_parallel_size")
     zero = values.get("zero_optimization") or default_of(Config.model_fields["zero_optimization"])
     if zero.overlap_comm is None:
         update = {"overlap_comm": zero.stage == 3}
@@ -116,14 +128,27 @@ def _is_chosen_elsewhere(values: Mapping[str, Any], report: Report) -> bool:
 
 
 def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:
-    """Divide the world by the ranks that share a sequence."""
-    shared = brought.sequence_parallel_size or values.get("sequence_parallel_size") or 1
-    if brought.world_size % shared:
+    """How many ranks see different samples: all, divided by those that share a sequence."""
+    shared_key, data_key = "sequence_parallel_size", "data_parallel_size"
+    world, asked = brought.world_size, values.get(shared_key)
+    shared = brought.sequence_parallel_size or asked or 1
+    if asked not in (None, shared):
         report.fault(
-            "sequence_parallel_size",
-            f"{shared} does not divide the {brought.world_size} ranks; take a divisor",
+            shared_key,
+            f"{asked} is not the {shared} that the program brings along (an mpu, or a mesh); leave"
+            " it out",
         )
-    return max(1, brought.world_size // shared)
+    if world % shared:
+        report.fault(shared_key, f"{shared} does not divide the {world} ranks; take a divisor")
+    ranks = brought.data_parallel_size or max(1, world // shared)
+    wanted = values.get(data_key)
+    if wanted is not None and asked is None and brought.sequence_parallel_size is None:
+        report.note(data_key, f"{wanted} has no effect without {shared_key}")
+    elif wanted not in (None, ranks):
+        report.fault(
+            data_key, f"{wanted} is not the {ranks} ranks that see different samples; leave it out"
+        )
+    return ranks
 
 
 def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[str, ...]:

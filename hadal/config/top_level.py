@@ -73,27 +73,46 @@ class General(Batch, Communication):
     )
     steps_per_print: Annotated[
         Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
-    ] = key(None, "Updates between two lines of progress; null or infinity prints none.")
-    wall_clock_breakdown: Boolean = key(False, "Time forward, backward and update.", mark=UNBUILT)
-    memory_breakdown: Boolean = key(False, "Print memory around them.", mark=UNBUILT)
-    dump_state: Boolean = key(False, "Print the engine and the configuration at the start.")
+    ] = key(
+        None,
+        "Updates between two lines of progress on rank 0: steps, skipped updates, learning rate and"
+        " momentum of each group, gradient norm, samples per second. Null or infinity prints none.",
+    )
+    wall_clock_breakdown: Boolean = key(
+        False,
+        "Time forward, backward, the wait for reductions in it, and the update; milliseconds of one"
+        " update, averaged over those between two lines of progress (each is logged where there are"
+        " none). The device is waited for at every clock, so steps take longer.",
+    )
+    memory_breakdown: Boolean = key(
+        False,
+        "Log the memory of host and device before and after forward, backward and update, and its"
+        " peak on the device, for the last micro-step before each line of progress.",
+    )
+    dump_state: Boolean = key(
+        False, "Log the configuration, the batch and a table of all buckets at the start."
+    )
     log_level: (
         Annotated[
             Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)
         ]
         | None
-    ) = key(None, "Level of the log; null leaves it.")
+    ) = key(None, "Level of the logger `hadal`; null leaves it. Ranks but 0 log errors only.")
     dataloader_drop_last: Boolean = key(
         False,
         "Drop a last batch that is not full, on all ranks. Else it is given, and the data set's "
         "first samples of that order fill up so that every rank gets as many.",
     )
     vocabulary_size: Integer | None = key(
-        None, "Vocabulary of the model; warns where it is no multiple of 8.", gt=0
+        None, "Vocabulary of the model; a note where it is no multiple of 8.", gt=0
     )
-    graph_harvesting: Boolean = key(False, "Record device graphs.", mark=UNBUILT)
+    graph_harvesting: Boolean = key(
+        False,
+        "A leftover: older releases recorded device graphs of one optimizer. Numbers are the same.",
+        mark=NO_EFFECT,
+    )
     disable_python_gc: Boolean = key(
-        False, "Stop Python's cycle collector while the engine lives.", mark=UNBUILT
+        False, "Python's cycle collector stands still until the engine's `destroy`."
     )
     use_data_before_expert_parallelism: Boolean = key(
         False, "Order ranks of expert groups by data first.", mark=UNBUILT
@@ -127,7 +146,7 @@ class Config(General):
     tensor_parallel: TensorParallel = section(TensorParallel, "Cut layers.")
     hybrid_engine: HybridEngine = section(HybridEngine, "Training and generating.")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Spread experts.")
-    timers: Timers = section(Timers, "Clocks.", mark=UNBUILT_WHERE_USED)
+    timers: Timers = section(Timers, "Clocks.")
     autotuning: Autotuning = section(Autotuning, "Search for speed.")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "Operations of one step.")
     activation_checkpointing: ActivationCheckpointing = section(

@@ -16,10 +16,12 @@ from hadal.device.kernels import (
     fused_sgd_,
     has_fused_kernels,
 )
+from hadal.device.memory import MemoryUse, memory_use, reset_peak_memory
 
 __all__ = [
     "AdagradRule",
     "AdamRule",
+    "MemoryUse",
     "SgdRule",
     "collective_backend",
     "current_device",
@@ -27,7 +29,9 @@ __all__ = [
     "fused_adam_",
     "fused_sgd_",
     "has_fused_kernels",
+    "memory_use",
     "rank_device",
+    "reset_peak_memory",
     "spared_import",
     "synchronize",
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,11 +19,19 @@ from hadal.comm.faults import told_to_all
 from hadal.config import Config, load_config
 from hadal.device import current_device
 from hadal.engine.arguments import choose_config, with_schedule
-from hadal.engine.checks import check_model, check_same, members_of_groups
+from hadal.engine.checks import check_birth, check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
 from hadal.engine.loader import ShardedLoader
+from hadal.engine.log import hush, open_log
 from hadal.engine.parts import Parts, Training
-from hadal.engine.policies import limits_of, reduction_of, refresh_of
+from hadal.engine.policies import (
+    batches_of,
+    clocks_of,
+    limits_of,
+    reduction_of,
+    refresh_of,
+    reporter_of,
+)
 from hadal.engine.precision import (
     buffer_rule_of,
     casting_of,
@@ -34,6 +40,8 @@ from hadal.engine.precision import (
     skips_overflow,
     tell_bf16_weights,
 )
+from hadal.engine.report import tell_state
+from hadal.engine.topology import Shape, Topology, make_topology, shape_of
 from hadal.engine.wishes import (
     Groups,
     OptimizerMaker,
@@ -45,7 +53,7 @@ from hadal.engine.wishes import (
     make_optimizer,
     make_schedule,
 )
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import UsageError
 from hadal.optim.steppers import build_stepper
 from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
@@ -60,8 +68,6 @@ from hadal.zero.grouping import (
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import STAGES, Partition, Precision
 from hadal.zero.runtime import ZeroRuntime
-
-_log = logging.getLogger(__name__)
 
 
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -92,11 +98,15 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         training_data: a data set to shard over the ranks.
         lr_scheduler: a schedule of the given optimizer, or a callable that makes one from it.
         distributed_port: rank 0's port, where no launcher names one.
-        mpu: a model-parallel unit; not built yet.
+        mpu: the ranks' groups, where parts of the model lie on several ranks (the methods of
+            Megatron's `parallel_state`: `get_data_parallel_group`, `_world_size` and `_rank`, and
+            the same of `model_parallel` or `tensor_model_parallel`), or where several ranks share
+            a sequence (`get_sequence_parallel_*`).
         dist_init_required: False where the caller has started the process group.
         collate_fn: how the loader makes a batch of samples.
         config: the configuration: a dict, the path of a JSON file, or its base64 text.
-        mesh_param: the sizes of a device mesh; not built yet.
+        mesh_param: (data_parallel, sequence_parallel), whose product is the number of ranks; the
+            second says how many consecutive ranks share each sequence.
         config_params: an older name of `config`.
 
     Returns:
@@ -111,16 +121,15 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, timeout=timedelta(minutes=30))
-    ranks = Ranks.world()
+    world = Ranks.world()
+    hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
-    with told_to_all(ranks, "initialize"):
-        for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-            if value is not None:
-                raise NotBuiltYetError(f"initialize({name}=...) is not built yet; leave it out")
+    with told_to_all(world, "initialize"):
+        shape = shape_of(mpu, mesh_param, world)
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
-        admitted = _admit(model, wishes, source, ranks)
-    engine = _assemble(admitted, wishes, ranks)
+        admitted = _admit(model, wishes, source, shape, world)
+    engine = _assemble(admitted, wishes, make_topology(shape, admitted.config, world), world)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -138,7 +147,9 @@ class _Admitted:
     precisions: Callable[[nn.Parameter], Precision]
 
 
-def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -> _Admitted:
+def _admit(
+    model: nn.Module | None, wishes: Wishes, source: Any, shape: Shape, ranks: Ranks
+) -> _Admitted:
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, Engine):
@@ -146,10 +157,12 @@ def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -
     config = load_config(
         source,
         world_size=ranks.size,
+        sequence_parallel_size=shape.sequence_parallel_size,
+        data_parallel_size=shape.data_parallel_size,
         client_optimizer=wishes.optimizer is not None,
         client_scheduler=wishes.schedule is not None,
     )
-    _open_log(config, ranks)
+    open_log(config, ranks.rank)
     check_model(model, current_device(), ranks)
     optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
@@ -160,29 +173,20 @@ def _admit(model: nn.Module | None, wishes: Wishes, source: Any, ranks: Ranks) -
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 
-def _open_log(config: Config, ranks: Ranks) -> None:
-    """Let rank 0 be heard where the configuration asks for lines and the program has no log."""
-    log = logging.getLogger("hadal")
-    if config.log_level:
-        log.setLevel(config.log_level.upper())
-    asks = config.log_level or config.steps_per_print or config.dump_state
-    if asks and ranks.rank == 0 and not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
-        if not config.log_level:
-            log.setLevel(logging.INFO)
-    if config.dump_state and ranks.rank == 0:
-        _log.info("configuration: %s", json.dumps(config.as_dict(), indent=1, default=str))
-
-
-def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
+def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ranks) -> Engine:
     model, config, groups = admitted.model, admitted.config, admitted.groups
-    optimizer = admitted.optimizer
+    optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
+    with told_to_all(world, "initialize"):
+        check_birth(model, ranks)
+    batches, clocks = batches_of(config, topology), clocks_of(config, device)
     check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
     runtime = _build_runtime(admitted, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
-    loading = make_loading(wishes, config, ranks.size, ranks.rank)
+    runtime.reducing = clocks.reduce
+    readers = topology.data_parallel
+    loading = make_loading(wishes, config, readers.size, readers.rank)
     loader = make_loader(wishes, loading)
 
     def make_training() -> Training:
@@ -195,10 +199,12 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
     if admitted.is_chosen and runtime.gradients:
         with told_to_all(ranks, "initialize"):
             training = make_training()
+    if config.dump_state:
+        tell_state(config, model, runtime, batches, topology)
     return Engine(
         Parts(
             model=model,
-            ranks=ranks,
+            topology=topology,
             runtime=runtime,
             hooks=Hooks(model, runtime),
             training=training,
@@ -208,13 +214,14 @@ def _assemble(admitted: _Admitted, wishes: Wishes, ranks: Ranks) -> Engine:
             skip_overflow=skips_overflow(config, device),
             gradient_clipping=config.gradient_clipping,
             computes_norm=config.zero_optimization.compute_grad_norm,
-            micro_batch_size=config.train_micro_batch_size_per_gpu,
-            accumulation=config.gradient_accumulation_steps,
-            steps_per_print=config.steps_per_print,
+            batches=batches,
+            clocks=clocks,
+            reporter=reporter_of(config, clocks, device, speaks=world.rank == 0),
             loader=loader,
             loading=loading,
             device=device,
             tag_validation=config.checkpoint.tag_validation,
+            holds_collector=config.disable_python_gc,
             config=config,
         )
     )

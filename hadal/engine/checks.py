@@ -16,7 +16,7 @@ from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.config.plain import leaves
 from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
 from hadal.optim.step import check_groups
-from hadal.zero import access
+from hadal.zero import access, init
 from hadal.zero.grouping import is_foreign
 
 
@@ -45,6 +45,17 @@ def check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
             raise ModelError(
                 f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
                 f" or the cpu; move the model with model.to({str(device)!r})"
+            )
+
+
+def check_birth(model: nn.Module, ranks: Ranks) -> None:
+    """Raise `UsageError` for a parameter that was born sharded over other ranks than `ranks`."""
+    for name, parameter in model.named_parameters():
+        born = init.born_over(parameter)
+        if born is not None and born.numbers != ranks.numbers:
+            raise UsageError(
+                f"parameter {name} was born sharded over ranks {born.numbers}, and is to be trained"
+                f" on ranks {ranks.numbers}; give hadal.zero.Init the mpu= that initialize gets"
             )
 
 

@@ -18,10 +18,13 @@ from torch.utils.data import Dataset
 from hadal.checkpoint import simple as checkpoint
 from hadal.comm.collectives import gather_objects
 from hadal.config import Config
+from hadal.engine.collector import hold_collector
 from hadal.engine.fetch import Collate
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
-from hadal.errors import CheckpointError, HadalError, LossError, UsageError
+from hadal.engine.report import Progress
+from hadal.engine.topology import Topology
+from hadal.errors import CheckpointError, HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
 from hadal.optim.norm import clip_coefficient, global_norm
 from hadal.optim.overflow import first_overflow, has_overflow
@@ -42,10 +45,11 @@ class Engine(nn.Module):
         self._parts = parts
         self._training = parts.training
         self._loader = parts.loader
-        self._accumulation = parts.accumulation
+        self._batches = parts.batches
         self._scale: ScaleState = first_scale(parts.scale_rule)
         self._counters = Counters()
         self._cycle = Cycle()
+        self._collector = hold_collector(self) if parts.holds_collector else None
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module."""
@@ -151,15 +155,15 @@ class Engine(nn.Module):
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one rank in one micro-step."""
-        return self._parts.micro_batch_size
+        return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps of one update."""
-        return self._accumulation
+        return self._batches.accumulation
 
     def train_batch_size(self) -> int:
         """Samples of all ranks in one update."""
-        return self._parts.micro_batch_size * self._accumulation * self._parts.ranks.size
+        return self._batches.train
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of one update, by way of the micro-steps alone.
@@ -168,22 +172,39 @@ class Engine(nn.Module):
             UsageError: not a multiple of the samples of one micro-step on all ranks, or called in
                 the middle of an update.
         """
-        step = self._parts.micro_batch_size * self._parts.ranks.size
-        whole = isinstance(train_batch_size, int) and not isinstance(train_batch_size, bool)
-        if not whole or train_batch_size <= 0 or train_batch_size % step:
-            raise UsageError(
-                f"set_train_batch_size({train_batch_size!r}): expected a multiple of {step}, which"
-                f" is {self._parts.micro_batch_size} per device x {self._parts.ranks.size} ranks;"
-                " to change the samples of one device, initialize anew"
-            )
-        if self._counters.micro_steps % self._accumulation:
+        batches = self._batches.with_train(train_batch_size)
+        managed, micro_steps = self._batches.managed, self._counters.micro_steps
+        inside = managed and micro_steps % self._batches.accumulation
+        if inside or self._cycle.backwards:
             raise UsageError("set_train_batch_size was called inside an accumulation; step first")
-        self._accumulation = train_batch_size // step
-        self._counters.micro_steps = self._counters.global_steps * self._accumulation
+        self._batches = batches
+        if managed:
+            self._counters.micro_steps = self._counters.global_steps * batches.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-step ends in an update."""
-        return (self._counters.micro_steps + 1) % self._accumulation == 0
+        """Whether the present micro-step ends in an update.
+
+        Where the caller owns the boundary (`managed_gradient_accumulation` false) that is so
+        only while `step` makes the update: nobody knows it before.
+        """
+        if not self._batches.managed:
+            return self._cycle.stepping
+        if self._cycle.boundary is not None:
+            return self._cycle.boundary
+        return self._batches.ends_update(self._counters.micro_steps)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next backwards and `step` end an update; None counts again.
+
+        Raises:
+            UsageError: `managed_gradient_accumulation` is false: every `step` is an update.
+        """
+        if not self._batches.managed:
+            raise UsageError(
+                "set_gradient_accumulation_boundary was called, but managed_gradient_accumulation"
+                " is false: every engine.step() is an update. Leave one of the two out."
+            )
+        self._cycle.boundary = is_boundary
 
     # ---- what the last update found --------------------------------------------------------------
 
@@ -216,23 +237,48 @@ class Engine(nn.Module):
             return []
         return [float(group["lr"]) for group in self._training.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """The present betas, or momentum, of each param group; 0.0 where it has neither."""
+        groups = self._training.optimizer.param_groups if self._training else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def wall_clock_times(self) -> dict[str, float]:
+        """Milliseconds of the last update on this rank; empty without `wall_clock_breakdown`.
+
+        `forward` and `backward` are summed over the micro-steps; `backward` is `backward_inner`
+        plus `backward_allreduce`, the work on and the wait for reductions; `step` is the update.
+        """
+        return dict(self._parts.clocks.last)
+
+    # ---- who takes part --------------------------------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks in which this one does each kind of shared work."""
+        return self._parts.topology
+
     # ---- training --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its inputs cast and under autocast as the configuration says."""
         self._expect_alive()
         try:
-            return self._parts.casting.run(self.module, self.device, args, kwargs)
+            with self._parts.clocks.forward:
+                return self._parts.casting.run(self.module, self.device, args, kwargs)
         except RuntimeError:
             # A weight that was moved or cast away from its bucket: say so, by its name.
             self._parts.runtime.check_links()
             raise
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
         """Compute gradients of `loss`, the mean over this rank's micro-batch, and return it.
 
-        The engine divides by the micro-steps of an update and by the number of ranks.
-        `retain_graph` keeps the graph for another backward through it.
+        The engine divides by the micro-steps of an update, unless `scale_wrt_gas` is false, and by
+        the number of ranks that see different samples. Each of them counts alike, whatever the
+        number of its samples. Ranks that share a sequence each give their part of its loss; the
+        parts add up. `retain_graph` keeps the graph for another backward through it.
 
         Raises:
             LossError: `loss` is not a scalar that depends on trainable parameters.
@@ -242,11 +288,17 @@ class Engine(nn.Module):
         self._check_loss_everywhere(loss)
         if self._training is None:
             self._training = self._parts.make_training()
-        factor = self._scale.scale / self._accumulation
+        factor = self._scale.scale
+        if scale_wrt_gas:
+            factor /= self._batches.accumulation
         scaled = loss if factor == 1.0 else loss.float() * factor
         boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
-        runtime = self._parts.runtime
-        with runtime.backward(boundary=boundary), self._parts.hooks.reading():
+        parts = self._parts
+        with (
+            parts.clocks.backward,
+            parts.runtime.backward(boundary=boundary),
+            parts.hooks.reading(),
+        ):
             scaled.backward(retain_graph=retain_graph)
         self._cycle.backwards += 1
         return loss
@@ -294,6 +346,8 @@ class Engine(nn.Module):
     def step(self) -> None:
         """End a micro-step; at the boundary, update the weights and the learning rate.
 
+        Every call is a boundary where `managed_gradient_accumulation` is false.
+
         Raises:
             UsageError: no backward came before, or called inside `no_sync`.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
@@ -307,45 +361,63 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.step() came without a backward; call engine.backward(loss) before each step"
             )
-        self._cycle.backwards = 0
-        if self.is_gradient_accumulation_boundary():
-            self._update()
-        self._counters.micro_steps += 1
+        backwards, self._cycle.backwards = self._cycle.backwards, 0
+        managed = self._batches.managed
+        if not managed or self.is_gradient_accumulation_boundary():
+            self._cycle.stepping = True
+            try:
+                self._update(self._batches.consumed(backwards))
+            finally:
+                self._cycle.stepping = False
+        self._counters.micro_steps += 1 if managed else backwards
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, samples: int) -> None:
+        parts = self._parts
+        with parts.clocks.late_reduce:
+            parts.runtime.reduce_all()
+        with parts.clocks.step:
+            overflow, culprit = self._apply_gradients()
+        counters = self._counters
+        counters.global_steps += 1
+        counters.global_samples += samples
+        self._move_scale(overflow, culprit)
+        parts.reporter.end_update(counters.global_steps, samples, self._progress)
+
+    def _apply_gradients(self) -> tuple[bool, str | None]:
+        """Make the update, or skip it: whether gradients were not finite, and of what parameter."""
         parts, training = self._parts, self._training
         assert training is not None  # a backward came before
-        runtime = parts.runtime
-        runtime.reduce_all()
+        runtime, model_parallel = parts.runtime, parts.topology.model_parallel
         runtime.reshard_all()
         norm, overflow = self._measure()
         clip = 1.0
         if norm is not None and not overflow:
             clip = clip_coefficient(norm, parts.gradient_clipping)
         self._cycle.last = LastUpdate(norm, clip, overflow)
-        counters = self._counters
         culprit: str | None = None
         if overflow:
-            counters.skipped_steps += 1
+            self._counters.skipped_steps += 1
             names = [name for name, _ in self.module.named_parameters()]
             culprit = first_overflow(runtime.gradients, names, parts.ranks)
+            if model_parallel is not None:
+                culprits = gather_objects(culprit, model_parallel)
+                culprit = next(filter(None, culprits), None)
         else:
             training.stepper.step(clip / self._scale.scale)
             if training.schedule is not None:
                 training.schedule.step()
         runtime.clear_gradients()
-        counters.global_steps += 1
-        counters.global_samples += self.train_batch_size()
-        self._move_scale(overflow, culprit)
-        self._report()
+        return overflow, culprit
 
     def _measure(self) -> tuple[float | None, bool]:
         """The gradients' norm, if it is wanted, and whether this update must be skipped."""
         parts, gradients = self._parts, self._parts.runtime.gradients
+        model_parallel = parts.topology.model_parallel
         if not parts.computes_norm:
-            return None, parts.skip_overflow and has_overflow(gradients, parts.ranks)
-        norm = global_norm(gradients, parts.ranks) / self._scale.scale
+            blown = parts.skip_overflow and has_overflow(gradients, parts.ranks, model_parallel)
+            return None, blown
+        norm = global_norm(gradients, parts.ranks, model_parallel) / self._scale.scale
         if parts.skip_overflow and not math.isfinite(norm):
             return math.inf, True  # a NaN says no more, and callers look for infinity
         return norm, False
@@ -367,16 +439,9 @@ class Engine(nn.Module):
                     self._scale.scale,
                 )
 
-    def _report(self) -> None:
-        every, norm = self._parts.steps_per_print, self._cycle.last.norm
-        if every and self._counters.global_steps % every == 0 and self._parts.ranks.rank == 0:
-            _log.info(
-                "step %d, skipped %d, lr %s, gradient norm %s",
-                self._counters.global_steps,
-                self._counters.skipped_steps,
-                self.get_lr(),
-                "not computed" if norm is None else f"{norm:.4g}",
-            )
+    def _progress(self) -> Progress:
+        skipped, norm = self._counters.skipped_steps, self._cycle.last.norm
+        return Progress(skipped, self.get_lr(), self.get_mom(), norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -453,10 +518,18 @@ class Engine(nn.Module):
             CheckpointError: the folder cannot be written, or `client_state` cannot be saved.
         """
         self._expect_alive()
+        self._expect_whole_model("save_checkpoint")
         name = tag or f"global_step{self._counters.global_steps}"
         self._validate_tag(name)
         checkpoint.save(Path(save_dir), name, self._saved_state(client_state or {}), save_latest)
         return True
+
+    def _expect_whole_model(self, method: str) -> None:
+        if self._parts.topology.model_parallel is not None:
+            raise NotBuiltYetError(
+                f"engine.{method} is not built yet for a model whose parts lie on several ranks;"
+                " save engine.state_dict() of each part"
+            )
 
     def _validate_tag(self, tag: str) -> None:
         """Compare the tag between ranks, as `checkpoint.tag_validation` asks."""
@@ -482,6 +555,7 @@ class Engine(nn.Module):
             CheckpointError: it is damaged, or was saved by another world size, stage or model.
         """
         self._expect_alive()
+        self._expect_whole_model("load_checkpoint")
         folder = checkpoint.find(Path(load_dir), tag, self._parts.ranks)
         if folder is None:
             return None, {}
@@ -521,4 +595,6 @@ class Engine(nn.Module):
         self._parts.hooks.remove()
         access.forget(runtime.bucket_of)
         runtime.release()
+        if self._collector is not None:
+            self._collector()
         gc.collect()

@@ -12,8 +12,12 @@ from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.config import Config
+from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
+from hadal.engine.clocks import Clocks
 from hadal.engine.loader import Loading, ShardedLoader
+from hadal.engine.report import Reporter
+from hadal.engine.topology import Topology
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.step import Stepper
 from hadal.zero.hooks import Hooks
@@ -34,7 +38,7 @@ class Parts:
     """Everything an engine is made of. `assemble` reads the configuration; the engine does not."""
 
     model: nn.Module
-    ranks: Ranks
+    topology: Topology
     runtime: ZeroRuntime
     hooks: Hooks
     training: Training | None
@@ -44,14 +48,20 @@ class Parts:
     skip_overflow: bool
     gradient_clipping: float
     computes_norm: bool
-    micro_batch_size: int
-    accumulation: int
-    steps_per_print: int | None
+    batches: BatchSizes
+    clocks: Clocks
+    reporter: Reporter
     loader: ShardedLoader | None
     loading: Loading
     device: torch.device
     tag_validation: str
+    holds_collector: bool
     config: Config
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the model states."""
+        return self.topology.sharding
 
 
 @dataclass(slots=True)
@@ -82,6 +92,10 @@ class Cycle:
     """Where the engine stands between two updates."""
 
     backwards: int = 0
+    stepping: bool = False
+    """Whether `engine.step` is making an update."""
+    boundary: bool | None = None
+    """What the caller says of the boundary in place of the count."""
     unsynchronized: bool = False
     destroyed: bool = False
     last: LastUpdate = field(default_factory=LastUpdate)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 from hadal.config import Config
+from hadal.engine.batches import BatchSizes
+from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.report import Reporter
+from hadal.engine.topology import Topology
 from hadal.zero.policy import Limits, Reduction, Refresh, Route
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,6 +47,29 @@ def refresh_of(config: Config) -> Refresh:
         numel=zero.allgather_bucket_size or Refresh().numel,
         broadcasts=not zero.allgather_partitions,
     )
+
+
+def batches_of(config: Config, topology: Topology) -> BatchSizes:
+    """The samples of one update."""
+    return BatchSizes(
+        micro=config.train_micro_batch_size_per_gpu,
+        accumulation=config.gradient_accumulation_steps,
+        data_parallel_size=topology.data_parallel.size,
+        managed=config.managed_gradient_accumulation,
+    )
+
+
+def clocks_of(config: Config, device: torch.device) -> Clocks:
+    """What is measured around each phase."""
+    return Clocks(device, times=config.wall_clock_breakdown, memory=config.memory_breakdown)
+
+
+def reporter_of(config: Config, clocks: Clocks, device: torch.device, *, speaks: bool) -> Reporter:
+    """What is told, and how often."""
+    timer = config.timers.throughput
+    measured = timer.enabled and config.steps_per_print is not None
+    throughput = Throughput(device, synchronized=timer.synchronized) if measured else None
+    return Reporter(config.steps_per_print, clocks, throughput, speaks)
 
 
 def limits_of(config: Config) -> Limits:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import slice_of, sum_
+from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
 # Squares are summed in float32 along rows of so many elements; the rows' sums are added in float64,
@@ -20,19 +21,44 @@ _CPU_BLOCK_NUMEL = 1 << 18
 _ACCELERATOR_BLOCK_NUMEL = 1 << 25
 
 
-def global_norm(gradients: Sequence[Gradients], ranks: Ranks) -> float:
-    """The L2 norm of all mean gradients, each counted once; one small sum over the ranks."""
+def global_norm(
+    gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
+) -> float:
+    """The L2 norm of all mean gradients, each counted once; one small sum over the ranks.
+
+    Where `model_parallel` ranks hold parts of one model, those parts are counted too; a parameter
+    that all of them hold counts on the first one only.
+    """
     norms: list[Tensor] = []
     for one in gradients:
         # Where the mean is whole on every rank, each rank counts its even cut of it.
         cut = one.bucket.partition.optimizer
-        norms += _norms(one.mean if cut else slice_of(one.mean, ranks.rank, ranks))
+        mine = one.mean if cut else slice_of(one.mean, ranks.rank, ranks)
+        if model_parallel is None or model_parallel.rank == 0:
+            norms += _norms(mine)
+        else:
+            norms += _norms_of_parts(one.bucket, mine, ranks.rank)
     total = torch.zeros((), dtype=torch.float64)
     if norms:
         # The host waits once, for all of them.
         total += torch.cat(norms).double().square().sum().cpu()
     sum_(total, ranks, "the sum of the gradient norm")
+    if model_parallel is not None:
+        sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")
     return math.sqrt(float(total))
+
+
+def is_model_part(parameter: nn.Parameter) -> bool:
+    """Whether model-parallel ranks hold different parts of a parameter, by Megatron's marks."""
+    marks = ("model_parallel", "tensor_model_parallel")
+    return any(getattr(parameter, mark, False) is True for mark in marks)
+
+
+def _norms_of_parts(bucket: Bucket, mine: Tensor, rank: int) -> Iterator[Tensor]:
+    """The norms of `mine`, a rank's cut of a bucket, without what all model ranks hold."""
+    for part in bucket.layout.fragments(*bucket.layout.span(rank)):
+        if is_model_part(bucket.parameters[part.slot]):
+            yield from _norms(mine[part.offset : part.offset + part.numel])
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:

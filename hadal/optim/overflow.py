@@ -11,9 +11,17 @@ from hadal.comm.collectives import gather_codes
 from hadal.zero.gradients import Gradients
 
 
-def has_overflow(gradients: Sequence[Gradients], ranks: Ranks) -> bool:
-    """Whether any mean gradient on any rank is not finite, for those who want no norm."""
-    return any(gather_codes(int(not all(map(_is_finite, gradients))), ranks))
+def has_overflow(
+    gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
+) -> bool:
+    """Whether any mean gradient on any rank is not finite, for those who want no norm.
+
+    The ranks that hold the other parts of the model are asked too.
+    """
+    found = any(gather_codes(int(not all(map(_is_finite, gradients))), ranks))
+    if model_parallel is not None:
+        found = any(gather_codes(int(found), model_parallel))
+    return found
 
 
 def _is_finite(one: Gradients) -> bool:

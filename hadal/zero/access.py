@@ -56,8 +56,9 @@ class GatheredParameters:
 
     Args:
         params: a parameter, or several.
-        modifier_rank: the rank whose changes inside are given to all ranks and kept. With None each
-            rank must make the same changes.
+        modifier_rank: the rank whose changes inside are given to all ranks and kept, by its number
+            among those that share the parameters (all ranks, but where parts of the model lie on
+            several). With None each rank must make the same changes.
         fwd_module: accepted for DeepSpeed's signature; any module that reads an outside parameter
             is noticed by itself.
         enabled: False makes it a no-op.
@@ -71,13 +72,14 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, Tensor) else list(params)
-        size = get_world_size()
+        self._parameters = [p for p in given if enabled and p in _keepers]
+        shared_by = (_keepers[p].bucket_of[p].ranks.size for p in self._parameters)
+        size = min(shared_by, default=get_world_size())
         if modifier_rank is not None and not 0 <= modifier_rank < size:
             raise UsageError(
                 f"GatheredParameters(modifier_rank={modifier_rank}): there is no such rank;"
                 f" expected 0..{size - 1}, or None"
             )
-        self._parameters = [p for p in given if enabled and p in _keepers]
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()
 

@@ -48,7 +48,7 @@ class _Nursery:
         self._touched: OrderedDict[Bucket, None] = OrderedDict()
         self._moves = False
 
-    def bear(self, parameters: Iterable[nn.Parameter], name: str) -> None:
+    def bear(self, parameters: Iterable[nn.Parameter], name: str, ranks: Ranks) -> None:
         """Cut the values of new parameters over the ranks."""
         by_dtype: dict[torch.dtype, list[Member]] = {}
         for parameter in dict.fromkeys(parameters):
@@ -56,7 +56,7 @@ class _Nursery:
             if not known and parameter.numel() > 1 and parameter.device.type != "meta":
                 member = Member(f"{name}[{len(by_dtype)}]", parameter, -1)
                 by_dtype.setdefault(parameter.dtype, []).append(member)
-        ranks, device = Ranks.world(), current_device()
+        device = current_device()
         for dtype, members in by_dtype.items():
             plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
             bucket = Bucket(plan, Precision(dtype, dtype, dtype, dtype), ranks, device)
@@ -125,6 +125,12 @@ _nursery = _Nursery()
 taking_over = _nursery.taking_over
 
 
+def born_over(parameter: nn.Parameter) -> Ranks | None:
+    """The ranks over which a parameter was born sharded; None where it was not."""
+    bucket = _nursery.bucket_of.get(parameter)
+    return None if bucket is None else bucket.ranks
+
+
 class Init:
     """A context in which modules are born sharded. All ranks must build the same modules in it.
 
@@ -132,7 +138,8 @@ class Init:
 
     Args:
         module: a module that exists already, to be cut at once.
-        data_parallel_group: not built yet.
+        data_parallel_group: the ranks to cut over, where not all hold the same model; by default
+            all ranks. `initialize(mpu=...)` must be given the same.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
         remote_device: "none" or None; other tiers are not built yet.
         pin_memory: means something for other tiers only.
@@ -141,7 +148,7 @@ class Init:
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.
         dtype: cast floating-point parameters to this dtype as they are born.
-        mpu: not built yet.
+        mpu: gives the data-parallel group, by its `get_data_parallel_group()`.
 
     Raises:
         NotBuiltYetError: an argument whose work is not done yet.
@@ -162,14 +169,13 @@ class Init:
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
-        unbuilt = {"data_parallel_group": data_parallel_group, "mpu": mpu}
         if remote_device not in (None, "none"):
-            unbuilt["remote_device"] = remote_device
-        for name, value in unbuilt.items():
-            if value is not None:
-                raise NotBuiltYetError(
-                    f"zero.Init({name}={value!r}) is not built yet; leave it out"
-                )
+            raise NotBuiltYetError(
+                f"zero.Init(remote_device={remote_device!r}) is not built yet; leave it out"
+            )
+        if mpu is not None and data_parallel_group is None:
+            data_parallel_group = mpu.get_data_parallel_group()
+        self._group = data_parallel_group
         self._enabled = enabled
         self._dtype = dtype
         self._owns_context = False
@@ -227,4 +233,5 @@ class Init:
         for parameter in fresh:
             if self._dtype is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(self._dtype)
-        _nursery.bear(fresh, type(module).__name__)
+        ranks = Ranks.world() if self._group is None else Ranks.of(self._group)
+        _nursery.bear(fresh, type(module).__name__, ranks)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,8 @@ class ZeroRuntime:
         self._reduces = False
         self._keeps = False
         self._moves = False
+        self.reducing: AbstractContextManager[Any] = nullcontext()
+        """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
     def _plan_uses(self, units: Sequence[Unit], limits: Limits) -> None:
         sharded = [bucket for bucket in self.buckets if bucket.partition.weights]
@@ -285,7 +288,8 @@ class ZeroRuntime:
             for gradients in self.gradients:
                 gradients.remove_views()
         if self._reduces:
-            self._reduce_rest()
+            with self.reducing:
+                self._reduce_rest()
         for bucket in self.buckets:
             if not (self._keeps and bucket in self._kept):
                 self._drop(bucket)
@@ -323,7 +327,8 @@ class ZeroRuntime:
         if not (self._keeps and bucket in self._kept):
             self._drop(bucket)
         if self._reduces and self._reduces_inside:
-            self._start_ready()
+            with self.reducing:
+                self._start_ready()
 
     def _start_ready(self) -> None:
         """Start every reduction whose turn has come."""

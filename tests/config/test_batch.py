@@ -21,6 +21,7 @@ def sizes_of(config):
     return tuple(getattr(config, name) for name in NAMES)
 
 
+@pytest.mark.claims(*NAMES)
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -114,9 +115,7 @@ def test_sizes_agree_or_there_is_a_fault(sizes, ranks):
 def test_ranks_that_share_a_sequence_count_once():
     config = load_config(batch(micro=4), world_size=8, sequence_parallel_size=2)
     assert sizes_of(config) == (16, 4, 1)
-    config = load_config(
-        {**batch(micro=4), "sequence_parallel_size": 4}, world_size=8, allow_unbuilt=True
-    )
+    config = load_config({**batch(micro=4), "sequence_parallel_size": 4}, world_size=8)
     assert sizes_of(config) == (8, 4, 1)
     assert all(type(size) is int for size in sizes_of(config))
 
@@ -124,6 +123,57 @@ def test_ranks_that_share_a_sequence_count_once():
 def test_the_division_must_be_exact():
     faults = faults_of(batch(micro=4), world_size=8, sequence_parallel_size=3)
     assert faults == {"sequence_parallel_size": "3 does not divide the 8 ranks; take a divisor"}
+    assert only_fault({**batch(micro=4), "sequence_parallel_size": 3}, world_size=8) == (
+        "sequence_parallel_size",
+        "3 does not divide the 8 ranks; take a divisor",
+    )
+
+
+def test_the_program_knows_its_ranks_better_than_the_world_does():
+    # 8 ranks, of which 2 hold each part of a model: 4 see different samples.
+    config = load_config(
+        batch(micro=4), world_size=8, data_parallel_size=4, sequence_parallel_size=1
+    )
+    assert sizes_of(config) == (16, 4, 1)
+    path, message = only_fault(
+        batch(30, 4, 2), world_size=8, data_parallel_size=4, sequence_parallel_size=1
+    )
+    assert (path, "4 ranks = 32" in message) == ("train_batch_size", True)
+
+
+@pytest.mark.claims("data_parallel_size")
+def test_data_parallel_size_is_checked_beside_sequence_parallel_size():
+    both = {**batch(micro=4), "sequence_parallel_size": 2, "data_parallel_size": 4}
+    assert load_config(both, world_size=8).notes == ()
+    assert only_fault({**both, "data_parallel_size": 3}, world_size=8) == (
+        "data_parallel_size",
+        "3 is not the 4 ranks that see different samples; leave it out",
+    )
+    alone = load_config({**batch(micro=4), "data_parallel_size": 3}, world_size=8)
+    assert alone.notes == ("data_parallel_size: 3 has no effect without sequence_parallel_size",)
+    assert alone.train_batch_size == 32
+
+
+def test_the_key_may_not_contradict_the_program():
+    source = {**batch(micro=4), "sequence_parallel_size": 2}
+    load_config(source, world_size=8, sequence_parallel_size=2)
+    path, message = only_fault(source, world_size=8, sequence_parallel_size=4)
+    assert path == "sequence_parallel_size"
+    assert message.startswith("2 is not the 4 that the program brings along")
+    assert message.endswith("leave it out")
+
+
+@pytest.mark.claims("vocabulary_size")
+def test_a_vocabulary_that_divides_badly_is_told():
+    (note,) = load_config({**batch(micro=1), "vocabulary_size": 50257}).notes
+    assert note == "vocabulary_size: 50257 is no multiple of 8; one would be faster"
+    assert load_config({**batch(micro=1), "vocabulary_size": 50304}).notes == ()
+
+
+@pytest.mark.claims("graph_harvesting")
+def test_a_leftover_of_older_releases_is_told():
+    (note,) = load_config({**batch(micro=1), "graph_harvesting": True}).notes
+    assert note == "graph_harvesting: true has no effect"
 
 
 def test_one_rank_without_a_word():
@@ -140,8 +190,13 @@ def test_tensor_parallel_ranks_stay_in():
 def test_an_unmanaged_border_needs_a_stage_that_can_overlap(stage):
     source = {**batch(micro=1), "managed_gradient_accumulation": False}
     source["zero_optimization"] = {"stage": stage, "overlap_comm": True}
-    message = faults_of(source)["managed_gradient_accumulation"]
-    assert ("needs stage 2 or 3" in message) == (stage < 2)
+    if stage < 2:
+        told = "false needs stage 2 or 3, or zero_optimization.overlap_comm false"
+        assert only_fault(source) == ("managed_gradient_accumulation", told)
+    else:
+        assert not load_config(source).managed_gradient_accumulation
+    source["zero_optimization"]["overlap_comm"] = False
+    assert not load_config(source).managed_gradient_accumulation
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ UNBUILT = {
     },
     "one_bit_adam": {"optimizer.type"},
     "sparse_attention": {"sparse_attention"},
-    "timing": {"wall_clock_breakdown", "flops_profiler.enabled"},
+    "timing": {"flops_profiler.enabled"},
     "tuned_micro_batches": {"train_micro_batch_size_per_gpu"},
     "tuned_stages": {"zero_optimization.stage", "zero_optimization.reduce_bucket_size"},
     "zero3_offload": {

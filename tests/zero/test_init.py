@@ -233,9 +233,8 @@ def use_options() -> None:
         raise KeyError("mine")
     assert not is_cut(model_of()[0].weight)
 
-    for option in ({"mpu": object()}, {"remote_device": "cpu"}, {"data_parallel_group": object()}):
-        with pytest.raises(NotBuiltYetError, match=next(iter(option))):
-            hadal.zero.Init(**option)
+    with pytest.raises(NotBuiltYetError, match="remote_device"):
+        hadal.zero.Init(remote_device="cpu")
 
 
 def test_options(ranks: RankPools) -> None:

@@ -1,0 +1,57 @@
+"""How many samples make one update, and how they are cut: the arithmetic of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hadal.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The samples of one update. All numbers are whole: whatever does not divide is refused."""
+
+    micro: int
+    """Samples of one rank's forward and backward."""
+    accumulation: int
+    """Micro-steps of one update."""
+    data_parallel_size: int
+    """Ranks that see different samples."""
+    managed: bool = True
+    """Whether the engine counts micro-steps; else every `engine.step()` is an update."""
+
+    @property
+    def micro_step(self) -> int:
+        """Samples of all ranks in one micro-step."""
+        return self.micro * self.data_parallel_size
+
+    @property
+    def train(self) -> int:
+        """Samples of all ranks in one update."""
+        return self.micro_step * self.accumulation
+
+    def ends_update(self, micro_steps: int) -> bool:
+        """Whether the micro-step that follows `micro_steps` others ends in an update."""
+        return (micro_steps + 1) % self.accumulation == 0
+
+    def consumed(self, backwards: int) -> int:
+        """Samples of all ranks in one update that took so many backwards.
+
+        Where the engine counts micro-steps that is always the whole batch.
+        """
+        return self.train if self.managed else self.micro_step * backwards
+
+    def with_train(self, train: object) -> BatchSizes:
+        """The same cut for another number of samples in all: only the accumulation changes.
+
+        Raises:
+            UsageError: not a multiple of the samples of one micro-step.
+        """
+        whole = isinstance(train, int) and not isinstance(train, bool)
+        if not whole or train <= 0 or train % self.micro_step:  # type: ignore[operator]
+            raise UsageError(
+                f"set_train_batch_size({train!r}): expected a multiple of {self.micro_step}, which"
+                f" is {self.micro} per device x {self.data_parallel_size} ranks;"
+                " to change the samples of one device, initialize anew"
+            )
+        return replace(self, accumulation=train // self.micro_step)  # type: ignore[operator]

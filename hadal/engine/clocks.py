@@ -1,0 +1,182 @@
+"""How long each phase of an update takes, what memory it needs, and how many samples a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from hadal.device import MemoryUse, memory_use, reset_peak_memory, synchronize
+
+PHASES = ("forward", "backward", "reduce", "step")
+# What the first updates do besides training (take memory, compile) says nothing about the others.
+_WARM_UP_UPDATES = 2
+
+
+class Gauge(Protocol):
+    """Something that is read at the beginning and at the end of a phase."""
+
+    def start(self) -> None:
+        """The phase begins."""
+
+    def stop(self) -> None:
+        """The phase ends."""
+
+
+class Stopwatch:
+    """Adds up the seconds of a phase, with the device's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._device = device
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Let the device finish what is not the phase's."""
+        synchronize(self._device)
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """Let the device finish what is."""
+        synchronize(self._device)
+        self.seconds += time.perf_counter() - self._began
+
+
+class MemoryGauge:
+    """What memory was in use around the last run of a phase, and the device's peak in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.before = self.after = MemoryUse(0, 0, 0)
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        reset_peak_memory(self._device)
+        self.before = memory_use(self._device)
+
+    def stop(self) -> None:
+        """Read what is in use now."""
+        self.after = memory_use(self._device)
+
+
+class Phase:
+    """A context that reads gauges at its two ends."""
+
+    def __init__(self, gauges: Sequence[Gauge]) -> None:
+        self._gauges = gauges
+
+    def __enter__(self) -> None:
+        for gauge in self._gauges:
+            gauge.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for gauge in reversed(self._gauges):
+            gauge.stop()
+
+
+class Clocks:
+    """The phases of an update. Where nothing is measured they are contexts that do nothing.
+
+    `forward`, `backward` (with its reductions), `reduce` (the part of backward in which this rank
+    starts reductions and waits for them) and `step` (the update itself) are contexts.
+    """
+
+    def __init__(self, device: torch.device, *, times: bool, memory: bool) -> None:
+        self._watches = {name: Stopwatch(device) for name in PHASES} if times else {}
+        around = ("forward", "backward", "step")
+        self.memory = {name: MemoryGauge(device) for name in around} if memory else {}
+        self.forward = self._phase("forward")
+        self.backward = self._phase("backward")
+        self.reduce = self._phase("reduce")
+        self.step = self._phase("step")
+        self.late_reduce = self._late_reduce()
+        self._last: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+        self._updates = 0
+
+    def _phase(self, name: str) -> AbstractContextManager[Any]:
+        gauges = [gauges[name] for gauges in (self._watches, self.memory) if name in gauges]
+        return Phase(gauges) if gauges else nullcontext()
+
+    def _late_reduce(self) -> AbstractContextManager[Any]:
+        """Reductions that no backward made, because none was known to be the last: its time too."""
+        if not self._watches:
+            return nullcontext()
+        return Phase([self._watches["backward"], self._watches["reduce"]])
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The milliseconds of the last update, by event name; empty where nothing is timed."""
+        return self._last
+
+    def end_update(self) -> None:
+        """An update is over: its times stand, and the next one's begin at nothing."""
+        if not self._watches:
+            return
+        spent = {name: 1000.0 * watch.seconds for name, watch in self._watches.items()}
+        for watch in self._watches.values():
+            watch.seconds = 0.0
+        self._last = {
+            "forward": spent["forward"],
+            "backward": spent["backward"],
+            "backward_inner": spent["backward"] - spent["reduce"],
+            "backward_allreduce": spent["reduce"],
+            "step": spent["step"],
+        }
+        for name, value in self._last.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
+        self._updates += 1
+
+    def take_means(self) -> dict[str, float]:
+        """The mean milliseconds of the updates since the last call, by event name."""
+        means = {name: total / self._updates for name, total in self._totals.items()}
+        self._totals, self._updates = {}, 0
+        return means
+
+
+class Throughput:
+    """Samples per second between two readings, counted from boundary to boundary.
+
+    The clock is looked at when a rate is asked for and behind the warm-up, never in between: what
+    is measured costs nothing. The first two updates are not counted.
+    """
+
+    def __init__(self, device: torch.device, *, synchronized: bool) -> None:
+        self._device = device
+        self._synchronized = synchronized
+        self._updates = 0
+        self._samples = 0
+        self._began = 0.0
+
+    def end_update(self, samples: int) -> None:
+        """An update with so many samples of all ranks is over."""
+        self._updates += 1
+        if self._updates < _WARM_UP_UPDATES:
+            return
+        if self._updates == _WARM_UP_UPDATES:
+            self._began = self._now()
+        else:
+            self._samples += samples
+
+    def take_rate(self) -> float | None:
+        """The samples per second since the last call; None while warming up."""
+        if not self._samples:
+            return None
+        now = self._now()
+        rate = self._samples / (now - self._began)
+        self._began, self._samples = now, 0
+        return rate
+
+    def _now(self) -> float:
+        if self._synchronized:
+            synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,156 @@
+"""Which ranks share what: model states, samples, sequences, and the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
+from hadal.config import Config
+from hadal.errors import MismatchError, UsageError
+
+# What tensor-parallel programs call the ranks that hold parts of one model, the commonest first.
+_MODEL_NAMES = ("model_parallel", "tensor_model_parallel", "slice_parallel")
+_ASKED = ("group", "world_size", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks in which this one does each kind of shared work."""
+
+    sharding: Ranks
+    """They average gradients and may cut model states: data times sequence parallel."""
+    data_parallel: Ranks
+    """They see different samples."""
+    sequence_parallel: Ranks | None = None
+    """They share each sequence; None where nobody does."""
+    model_parallel: Ranks | None = None
+    """They hold different parts of one model; None where every rank holds it all."""
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many ranks share each sequence."""
+        return self.sequence_parallel.size if self.sequence_parallel else 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """How many ranks hold parts of one model."""
+        return self.model_parallel.size if self.model_parallel else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a program says of its ranks before any group is made; None is left to the keys."""
+
+    mpu: Any = None
+    data_parallel_size: int | None = None
+    sequence_parallel_size: int | None = None
+
+    @property
+    def cuts_the_model(self) -> bool:
+        """Whether the program's own groups say which ranks see different samples."""
+        return self.mpu is not None and hasattr(self.mpu, "get_data_parallel_world_size")
+
+
+def shape_of(mpu: Any, mesh_param: Any, world: Ranks) -> Shape:
+    """Read the sizes that `initialize(mpu=...)` or `initialize(mesh_param=...)` bring along.
+
+    Raises:
+        UsageError: both are given, a method is missing, or the sizes do not fit the ranks.
+    """
+    if mpu is not None and mesh_param is not None:
+        raise UsageError("initialize got mpu= and mesh_param=, which say the same; give one")
+    if mesh_param is not None:
+        return _shape_of_mesh(mesh_param, world)
+    if mpu is None:
+        return Shape()
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        _expect(mpu, ["get_sequence_parallel_group", "get_sequence_parallel_rank"])
+        shared = int(mpu.get_sequence_parallel_world_size())
+    else:
+        shared = 1
+    shape = Shape(mpu, None, shared)
+    if not shape.cuts_the_model:
+        if shared == 1 and not hasattr(mpu, "get_sequence_parallel_world_size"):
+            _expect(mpu, [f"get_data_parallel_{what}" for what in _ASKED])
+        return shape
+    wanted = [f"get_data_parallel_{what}" for what in _ASKED]
+    wanted += [f"get_{_model_name(mpu)}_{what}" for what in _ASKED]
+    if shared > 1:
+        wanted.append("get_sequence_data_parallel_group")
+    _expect(mpu, wanted)
+    data = int(mpu.get_data_parallel_world_size())
+    model = int(getattr(mpu, f"get_{_model_name(mpu)}_world_size")())
+    if data * shared * model != world.size:
+        raise UsageError(
+            f"initialize(mpu=...): {data} data-parallel x {shared} sequence-parallel x {model}"
+            f" model-parallel ranks are {data * shared * model}, and there are {world.size}"
+        )
+    return Shape(mpu, data, shared)
+
+
+def _shape_of_mesh(mesh_param: Any, world: Ranks) -> Shape:
+    sizes = tuple(mesh_param) if isinstance(mesh_param, Sequence) else ()
+    whole = all(isinstance(size, int) and size > 0 for size in sizes)
+    if len(sizes) != 2 or not whole or sizes[0] * sizes[1] != world.size:
+        raise UsageError(
+            f"initialize(mesh_param={mesh_param!r}): expected (data_parallel, sequence_parallel),"
+            f" two integers whose product is the {world.size} ranks"
+        )
+    return Shape(None, *sizes)
+
+
+def _model_name(mpu: Any) -> str:
+    found = (name for name in _MODEL_NAMES if hasattr(mpu, f"get_{name}_world_size"))
+    return next(found, _MODEL_NAMES[0])
+
+
+def _expect(mpu: Any, methods: Sequence[str]) -> None:
+    missing = [name for name in methods if not callable(getattr(mpu, name, None))]
+    if missing:
+        raise UsageError(
+            f"initialize(mpu=...) got a {type(mpu).__name__} without {', '.join(missing)}; give an"
+            " object that has them (Megatron's parallel_state module does)"
+        )
+
+
+def make_topology(shape: Shape, config: Config, world: Ranks) -> Topology:
+    """Find or make the groups. All ranks must call it.
+
+    Raises:
+        MismatchError: the ranks see themselves in different groups.
+    """
+    shared = shape.sequence_parallel_size or config.sequence_parallel_size
+    sight = (shared, shape.data_parallel_size, type(shape.mpu).__name__)
+    sights = gather_objects(sight, world)
+    if len(set(sights)) > 1:
+        told = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
+        raise MismatchError(
+            "the ranks were given different groupings (ranks of one sequence, ranks with different"
+            f" samples, mpu): {told}; give the same on every rank"
+        )
+    if shape.cuts_the_model:
+        return _topology_of_mpu(shape.mpu, shared)
+    if shared == 1:
+        return Topology(world, world)
+    sequence, data = world.in_blocks(shared)
+    if shape.mpu is not None:
+        mine = Ranks.of(shape.mpu.get_sequence_parallel_group()).numbers
+        if mine != sequence.numbers:
+            raise UsageError(
+                f"initialize(mpu=...): rank {world.rank} shares its sequence with ranks {mine};"
+                f" expected consecutive ranks, {sequence.numbers}"
+            )
+    return Topology(world, data, sequence)
+
+
+def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
+    data = Ranks.of(mpu.get_data_parallel_group())
+    model = Ranks.of(getattr(mpu, f"get_{_model_name(mpu)}_group")())
+    if shared == 1:
+        return Topology(data, data, None, model if model.size > 1 else None)
+    sequence = Ranks.of(mpu.get_sequence_parallel_group())
+    sharding = Ranks.of(mpu.get_sequence_data_parallel_group())
+    return Topology(sharding, data, sequence, model if model.size > 1 else None)
