@@ -1,0 +1,57 @@
+"""`disable_python_gc`: the cycle collector stands still while engines that ask for it live."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from ranks import RankPools
+
+from engine.toys import engine_of, train
+from hadal.engine.collector import hold_collector
+
+
+class Owner:
+    pass
+
+
+def hold_while_engines_live() -> None:
+    assert gc.isenabled()
+    plain = engine_of(1)
+    assert gc.isenabled()
+    one = engine_of(1, disable_python_gc=True)
+    assert not gc.isenabled()
+    other = engine_of(2, disable_python_gc=True)
+    train(one, range(1))
+    train(other, range(1))
+    one.destroy()
+    assert not gc.isenabled()
+    one.destroy()
+    assert not gc.isenabled()
+    other.destroy()
+    assert gc.isenabled()
+    plain.destroy()
+    assert gc.isenabled()
+
+
+@pytest.mark.claims("disable_python_gc")
+def test_the_last_engine_gives_it_back(ranks: RankPools) -> None:
+    ranks(2).run(hold_while_engines_live)
+
+
+@pytest.mark.claims("disable_python_gc")
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_it_comes_back_as_it_was_and_with_the_end_of_its_owner(was_enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        first, second = Owner(), Owner()
+        hold_collector(first)
+        release = hold_collector(second)
+        del first
+        assert not gc.isenabled()
+        release()
+        release()
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()

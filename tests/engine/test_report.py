@@ -1,0 +1,191 @@
+"""What an engine tells in the log, and who."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+
+import hadal
+from engine.toys import backward, engine_of, model_of, train
+from hadal import comm
+from hadal.engine.log import hush
+
+
+class Ears(logging.Handler):
+    """What handlers of the program's own would hear of the house."""
+
+    def __init__(self, level: int = logging.INFO) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+        self._log = logging.getLogger("hadal")
+        self._level = level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+    def __enter__(self) -> Ears:
+        self._before = (self._log.level, list(self._log.handlers))
+        if self._level:
+            self._log.setLevel(self._level)
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        logging.getLogger().removeHandler(self)
+        self._log.setLevel(self._before[0])
+        for handler in [one for one in self._log.handlers if one not in self._before[1]]:
+            self._log.removeHandler(handler)
+
+
+def hear(stage: int, updates: int, keys: dict[str, Any], level: int = logging.INFO) -> list[str]:
+    with Ears(level) as ears:
+        engine = engine_of(stage, **keys)
+        train(engine, range(updates))
+        engine.destroy()
+    return ears.heard
+
+
+LINE = re.compile(
+    r"step (\d+), skipped 0, lr \[0\.01\], momentum \[\(0\.9, 0\.999\)\],"
+    r" gradient norm (\d\.\d+)(, [\d.e+]+ samples/s)?"
+)
+
+
+@pytest.mark.claims("steps_per_print", "timers.throughput.enabled")
+def test_lines_of_progress_come_from_rank_0_at_their_interval(ranks: RankPools) -> None:
+    told, silent = ranks(2).run(hear, 1, 7, {"steps_per_print": 3})
+    assert silent == []
+    matches = [LINE.fullmatch(line) for line in told]
+    assert [match and match[1] for match in matches] == ["3", "6"]
+    assert all(match and match[3] for match in matches)
+    off = {"steps_per_print": 3, "timers": {"throughput": {"enabled": False}}}
+    told, _ = ranks(2).run(hear, 1, 3, off)
+    assert [LINE.fullmatch(line)[3] for line in told] == [None]
+
+
+@pytest.mark.claims("steps_per_print")
+@pytest.mark.parametrize("never", [None, float("inf")])
+def test_no_lines_where_none_are_asked_for(never: float | None, ranks: RankPools) -> None:
+    keys = {} if never is None else {"steps_per_print": never}
+    assert ranks(2).run(hear, 0, 3, keys) == [[], []]
+
+
+@pytest.mark.claims("wall_clock_breakdown", "memory_breakdown")
+@pytest.mark.parametrize(("every", "expected"), [(2, ["2", "4"]), (None, ["1", "2", "3", "4"])])
+def test_breakdowns_come_with_the_lines_or_with_each_update(
+    every: int | None, expected: list[str], ranks: RankPools
+) -> None:
+    keys = {"steps_per_print": every, "wall_clock_breakdown": True, "memory_breakdown": True}
+    told, silent = ranks(2).run(hear, 2, 4, keys)
+    assert silent == []
+    times = [line for line in told if "ms of one update" in line]
+    assert [re.findall(r"\d+", line)[0] for line in times] == expected
+    for line in times:
+        names = re.findall(r"(\w+) \d+\.\d\d", line)
+        assert names == ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
+    for phase in ("forward", "backward", "step"):
+        lines = [line for line in told if f"memory around {phase}:" in line]
+        assert len(lines) == len(expected)
+        found = re.search(r"host ([\d.]+) MiB -> ([\d.]+) MiB, device 0\.0 MiB", lines[0])
+        assert found
+        assert all(50 < float(mebibytes) < 50_000 for mebibytes in found.groups())
+
+
+@pytest.mark.claims("dump_state")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_state_is_told_once_at_the_start(stage: int, ranks: RankPools) -> None:
+    keys = {"dump_state": True, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    (configuration, state), silent = ranks(2).run(hear, stage, 1, keys)
+    assert silent == []
+    assert configuration.startswith("configuration: {")
+    assert f'"stage": {stage}' in configuration
+    lines = state.splitlines()
+    count = sum(parameter.numel() for parameter in model_of().parameters())
+    assert lines[0] == "state of the engine over Sequential"
+    assert lines[1] == f"parameters: 6 of {count} elements, {count} to be trained"
+    assert lines[2] == "batch: 12 = 3 per device x 2 accumulation x 2 ranks"
+    assert lines[3] == "ranks: 2 share the state, 1 each sequence, 1 the model"
+    head, *rows = lines[4:]
+    assert head.split() == [
+        *("bucket", "parameters", "elements", "padding", "mine"),
+        *("sharded", "weights", "masters", "gradients", "wire"),
+    ]
+    cells = [re.split(r"  +", row) for row in rows]
+    assert sum(int(row[1]) for row in cells) == 6
+    for row in cells:
+        numel, padding, mine = (int(cell) for cell in row[2:5])
+        assert mine == (numel if stage == 0 else numel // 2)
+        assert padding < numel
+        sharded = {0: ["nothing"], 3: ["optimizer, gradients, weights", "optimizer, gradients"]}
+        assert row[5] in sharded[stage]
+        assert row[6:8] == ["bfloat16", "float32"]
+    assert sum(int(row[2]) - int(row[3]) for row in cells) == count
+
+
+def levels(level: str | None) -> tuple[int, list[str]]:
+    with Ears(level=0) as ears:
+        log = logging.getLogger("hadal")
+        log.setLevel(logging.NOTSET)
+        engine = engine_of(0, log_level=level, steps_per_print=1)
+        train(engine, range(1))
+        engine.destroy()
+        return log.level, [line for line in ears.heard if line.startswith("step")]
+
+
+@pytest.mark.claims("log_level")
+def test_the_level_is_that_of_the_house(ranks: RankPools) -> None:
+    assert ranks(1).run(levels, "ERROR") == [(logging.ERROR, [])]
+    ((level, told),) = ranks(1).run(levels, "debug")
+    assert (level, len(told)) == (logging.DEBUG, 1)
+    assert ranks(1).run(levels, None)[0][0] == logging.NOTSET
+
+
+def overflow_once() -> list[str]:
+    with Ears() as ears:
+        engine = engine_of(0, fp16={"enabled": True, "initial_scale_power": 4})
+        loss = engine(torch.ones(3, 6, dtype=torch.float16)).float().mean()
+        engine.backward(loss * torch.inf)
+        engine.step()
+        logging.getLogger("hadal.engine.engine").error("rank %d is lost", comm.get_rank())
+        engine.destroy()
+    return ears.heard
+
+
+def test_warnings_do_not_multiply_and_errors_get_through(ranks: RankPools) -> None:
+    first, second = ranks(2).run(overflow_once)
+    assert len(first) == 2
+    assert "skipped" in first[0]
+    assert second == ["rank 1 is lost"]
+
+
+def test_rank_0_is_never_hushed() -> None:
+    before = {name: list(logging.getLogger(name).filters) for name in ("hadal", "hadal.config")}
+    hush(0)
+    for name, filters in before.items():
+        assert logging.getLogger(name).filters == filters
+
+
+def momenta() -> None:
+    for optimizer, expected in (
+        ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, [(0.8, 0.9)]),
+        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.7}}, [0.7]),
+        ({"type": "Adagrad", "params": {"lr": 0.1}}, [0.0]),
+    ):
+        engine = engine_of(1, optimizer=optimizer)
+        assert [m if isinstance(m, float) else tuple(m) for m in engine.get_mom()] == expected
+        engine.destroy()
+    engine = engine_of(1, optimizer=None)
+    assert engine.get_mom() == []
+    backward(engine, 0)
+    engine.step()
+    assert hadal.Engine.get_mom(engine) == [(0.9, 0.999)]
+    engine.destroy()
+
+
+def test_momentum_of_each_group(ranks: RankPools) -> None:
+    ranks(2).run(momenta)
