@@ -214,3 +214,9 @@ def test_elasticity_chooses_the_batch():
     assert "ignore_non_elastic_batch_info" in message
     elastic["ignore_non_elastic_batch_info"] = True
     assert faults_of({**batch(micro=1), "elasticity": elastic}).keys() == {"elasticity.enabled"}
+
+
+def test_what_the_program_brings_is_in_the_effective_configuration():
+    config = load_config(batch(micro=4), world_size=8, sequence_parallel_size=2)
+    assert config.sequence_parallel_size == 2
+    assert config.origins["sequence_parallel_size"] == "inferred"

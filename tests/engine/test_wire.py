@@ -512,7 +512,7 @@ def without_a_norm(stage: int) -> None:
     for computes in (True, False):
         zero = {"stage": stage, **TINY, "compute_grad_norm": computes}
         engine = engine_of(stage, zero_optimization=zero, steps_per_print=1)
-        log = logging.getLogger("hadal.engine.engine")
+        log = logging.getLogger("hadal.engine.report")
         with patch.object(log, "info") as told:
             train(engine, range(2))
         assert (engine.get_global_grad_norm() is not None) == computes
