@@ -9,7 +9,7 @@ from hadal.config.optimizer_params import BUILT_IN, PARAMS
 from hadal.config.section import NO_EFFECT, Child, Mark, Section, key
 from hadal.config.values import Boolean, Text
 
-UNBUILT_TYPES = tuple(name for name in BUILT_IN if name not in ("Adam", "AdamW", "Adagrad", "Lion"))
+UNBUILT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _CANONICAL = {name.lower(): name for name in BUILT_IN}
 
 

@@ -96,16 +96,20 @@ class AdagradParams(Section):
 
 
 class LambParams(Section):
-    """Lamb."""
+    """Lamb: Adam whose step for each parameter is scaled by ||weight|| / ||update||."""
 
     lr: Number = key(1e-3, LR, ge=0)
     betas: Betas = key((0.9, 0.999), BETAS)
-    eps: Number = key(1e-8, EPS, gt=0)
-    eps_inside_sqrt: Boolean = key(False, "Add eps under the square root.")
-    weight_decay: Number = key(0.0, DECAY, ge=0)
-    bias_correction: Boolean = key(True, "Divide the moments by what they lack at first.")
-    amsgrad: Literal[False] = key(False, "Not part of Lamb.")
-    max_coeff: Number = key(10.0, "Upper bound of the trust ratio.", gt=0)
+    eps: Number = key(1e-8, EPS + " It stands outside the square root.", gt=0)
+    eps_inside_sqrt: Boolean = key(False, "Add eps under the square root instead.")
+    weight_decay: Number = key(
+        0.0, "Weight decay: added to the update before its norm is taken.", ge=0
+    )
+    bias_correction: Boolean = key(True, "Divide the moments by what they lack in early updates.")
+    amsgrad: Literal[False] = key(False, "Not part of Lamb; true is refused.")
+    max_coeff: Number = key(
+        10.0, "Upper bound of the trust ratio. It is 1 where either norm is 0.", gt=0
+    )
     min_coeff: Number = key(0.01, "Lower bound of the trust ratio.", gt=0)
 
 
@@ -120,16 +124,28 @@ class LionParams(Section):
 
 
 class MuonParams(Section):
-    """Muon, with Adam for whatever is not a hidden matrix."""
+    """Muon for hidden matrices: parameters of two or more dimensions whose lower-cased full name
+    has neither "embed" nor "lm_head" in it. Adam steps everything else.
+    """
 
-    lr: Number = key(0.02, "Learning rate of both groups where they have none of their own.", ge=0)
+    lr: Number = key(
+        0.02,
+        "Learning rate of both kinds where they have none of their own; left out, 0.02 for Muon and"
+        " 0.0003 for Adam.",
+        ge=0,
+    )
     momentum: Number = key(0.95, "Nesterov momentum of the matrices.", ge=0, lt=1)
-    weight_decay: Number = key(0.0, DECAY, ge=0)
-    muon_lr: Number | None = key(None, "Learning rate of the matrices.", ge=0)
-    adam_lr: Number | None = key(None, "Learning rate of everything else.", ge=0)
-    betas: Betas = key((0.9, 0.95), BETAS)
-    eps: Number = key(1e-10, EPS, gt=0)
-    ns_method: Literal["gram", "standard"] = key("gram", "Variant of Newton-Schulz.")
+    weight_decay: Number = key(0.0, "Weight decay of both kinds, decoupled.", ge=0)
+    muon_lr: Number | None = key(None, "Learning rate of the matrices, before `lr`.", ge=0)
+    adam_lr: Number | None = key(None, "Learning rate of everything else, before `lr`.", ge=0)
+    betas: Betas = key((0.9, 0.95), "Decay of Adam's first and second moment, per update.")
+    eps: Number = key(1e-10, "Added to Adam's denominator.", gt=0)
+    ns_method: Literal["gram", "standard"] = key(
+        "gram",
+        "How a matrix is orthogonalized: five quintic Newton-Schulz steps on the matrix (standard),"
+        " or on its smaller Gram matrix and then once on it (gram): the same numbers with fewer"
+        " products where it is far from square.",
+    )
 
 
 class _OneBitParams(Section):
@@ -179,7 +195,10 @@ class ZeroOneAdamParams(_OneBitParams):
 
 
 class MuParams(Section):
-    """Arguments that are handed to the class of the same name in the mup package."""
+    """Arguments that are handed to the function of the same name in the mup package, which gives
+    each parameter a rate after its width. It must be installed (pip install mup), and the model
+    have its base shapes.
+    """
 
     model_config = ConfigDict(extra="allow")
 

@@ -19,6 +19,7 @@ from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.sampler import Sharding
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
+from hadal.optim.muon import muon_groups
 from hadal.optim.schedules import build_schedule, refuse_metric_schedule
 from hadal.zero.grouping import is_foreign
 
@@ -63,6 +64,8 @@ def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimize
     section = config.optimizer
     if section is None:
         return build_optimizer(_DEFAULT_OPTIMIZER, {}, chosen)
+    if section.type == "Muon":
+        chosen = muon_groups(chosen, {p: name for name, p in model.named_parameters()})
     return build_optimizer(section.type, section.params, chosen)
 
 

@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 from hadal.device import current_device, spared_import
 from hadal.errors import OptimizerError
 from hadal.optim.fused import UncorrectedAdam
+from hadal.optim.lamb import Lamb
 from hadal.optim.lion import Lion
+from hadal.optim.muon import Muon
+from hadal.optim.mup import MUP_KINDS, build_mup
 
 # Their update of one element looks at that element's gradient and state alone, so cutting a tensor
 # anywhere changes nothing. Subclasses are not trusted: they may have overridden the update.
@@ -40,7 +43,7 @@ _REFUSED = {
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
 }
 # Types that are no class of torch.optim.
-_OWN: Mapping[str, type[Optimizer]] = {"Lion": Lion}
+_OWN: Mapping[str, type[Optimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
 # Keys of the `optimizer` section that are no argument: they steer the choice of a class, or say
 # what is so here anyway.
 _ADAM = ("Adam", "AdamW")
@@ -61,6 +64,8 @@ def build_optimizer(
     Raises:
         OptimizerError: no such optimizer, one that cannot work here, or arguments it does not take.
     """
+    if kind in MUP_KINDS:
+        return build_mup(kind, params, groups)
     arguments = dict(params)
     switches = {key: arguments.pop(key, None) for key in _SWITCHES.get(kind, ())}
     if kind in _SWITCHES:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,8 @@ from hadal.device import has_fused_kernels
 from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
-from hadal.zero.bucket import Bucket
+from hadal.optim.pieces import Piece, lay_pieces
 from hadal.zero.gradients import Gradients
-from hadal.zero.layout import Run
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
 # in float32 stays in the cache between these, on an accelerator enough to keep it busy.
@@ -37,39 +37,15 @@ class Stepper(Protocol):
         """Make one update with the mean gradients times `multiplier`."""
 
 
-class _Piece(NamedTuple):
-    """A contiguous run of one param group in one bucket's master."""
-
-    group: int
-    start: int
-    stop: int
-    values: nn.Parameter
-
-
 class FlatStepper:
     """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
 
     def __init__(self, optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
         self._optimizer = optimizer
         self._gradients = list(gradients)
-        self._pieces: dict[Gradients, list[_Piece]] = {}
         for group in optimizer.param_groups:
             group["params"] = []
-        for one in gradients:
-            master = one.bucket.master
-            assert master is not None  # every bucket with gradients is trained
-            pieces = []
-            for run in one.bucket.layout.runs(*one.bucket.span):
-                values = nn.Parameter(master[run.start : run.stop])
-                optimizer.param_groups[run.group]["params"].append(values)
-                state = _state_of_run(optimizer, one.bucket, run, values)
-                if state:
-                    optimizer.state[values] = state
-                pieces.append(_Piece(run.group, run.start, run.stop, values))
-            self._pieces[one] = pieces
-        for one in gradients:
-            for parameter in one.bucket.parameters:
-                optimizer.state.pop(parameter, None)
+        self._pieces = {one: lay_pieces(optimizer, one) for one in gradients}
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
@@ -92,7 +68,7 @@ class FlatStepper:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         wait_all(refreshing)
 
-    def _step_piece(self, one: Gradients, piece: _Piece, begin: Beginner, desk: _Desk) -> None:
+    def _step_piece(self, one: Gradients, piece: Piece, begin: Beginner, desk: _Desk) -> None:
         values, bucket = piece.values.detach(), one.bucket
 
         def zeros() -> Tensor:
@@ -197,36 +173,6 @@ def _is_fused(group: dict[str, Any]) -> bool:
     return bool(group.get("fused")) or (group.get("fused") is None and not group.get("foreach"))
 
 
-def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor) -> dict[str, Any]:
-    """What the optimizer holds for the parameters of a run, laid out like the run.
-
-    Tensors of a parameter's shape are cut and joined; anything else must be the same for all.
-    """
-    begin = bucket.span[0] + run.start
-    parts = list(bucket.layout.fragments(begin, bucket.span[0] + run.stop))
-    states = [optimizer.state.get(bucket.parameters[part.slot], {}) for part in parts]
-    state: dict[str, Any] = {}
-    for key in dict.fromkeys(key for known in states for key in known):
-        for part, known in zip(parts, states, strict=True):
-            slot, value = bucket.layout.slots[part.slot], known.get(key)
-            # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
-            fits = isinstance(value, Tensor) and tuple(value.shape) == slot.shape
-            if fits and key != "step":
-                dtype = bucket.precision.state_dtype if value.is_floating_point() else value.dtype
-                whole = state.setdefault(key, torch.zeros_like(values, dtype=dtype))
-                cut = value.detach().reshape(-1)[part.start : part.start + part.numel]
-                whole[part.offset : part.offset + part.numel].copy_(cut)
-            elif key not in state:
-                state[key] = value.clone() if isinstance(value, Tensor) else value
-            elif value is None or bool(state[key] != value):
-                raise OptimizerError(
-                    f"the state {key!r} that the {type(optimizer).__name__} brings along is"
-                    f" {value!r} for {slot.name} and {state[key]!r} for the parameters before it;"
-                    " parameters of one group are stepped together. Give a fresh optimizer."
-                )
-    return state
-
-
 def append(pendings: list[Pending], pending: Pending | None) -> None:
     """Remember a collective that was started, if one was."""
     if pending is not None:
@@ -237,6 +183,20 @@ def wait_all(pendings: Sequence[Pending]) -> None:
     """Wait for every one of them."""
     for pending in pendings:
         pending.wait()
+
+
+@contextmanager
+def as_one_step(optimizer: Optimizer) -> Iterator[None]:
+    """Around an update that is not made by the optimizer's own `step`: whoever watches that hears.
+
+    The user's step hooks are called, and a scheduler of torch's learns that there was a step.
+    """
+    for before in [*optimizer._optimizer_step_pre_hooks.values()]:
+        before(optimizer, (), {})
+    yield
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    for after in [*optimizer._optimizer_step_post_hooks.values()]:
+        after(optimizer, (), {})
 
 
 def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int) -> None:

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError
 from hadal.optim.build import is_elementwise, refuse_unusable
+from hadal.optim.lamb import Lamb, LambStepper
+from hadal.optim.muon import Muon, MuonStepper
 from hadal.optim.step import FlatStepper, Stepper, refuse_other_state_dtype
 from hadal.optim.whole import WholeStepper
 from hadal.zero.gradients import Gradients
@@ -38,4 +40,8 @@ def build_stepper(
     if is_elementwise(optimizer):
         return FlatStepper(optimizer, gradients)
     refuse_other_state_dtype(optimizer, gradients)
+    if type(optimizer) is Lamb:
+        return LambStepper(optimizer, gradients)
+    if type(optimizer) is Muon:
+        return MuonStepper(optimizer, gradients, parameters)
     return WholeStepper(optimizer, gradients, parameters)

@@ -127,7 +127,6 @@ CONTRADICTIONS = [
         "gradient_clipping",
     ),
     ({"optimizer": {"type": "OneBitAdam"}, **with_zero(stage=1)}, "optimizer.type", "stage 0"),
-    ({"optimizer": {"type": "Muon"}, **with_zero(stage=3)}, "optimizer.type", "false"),
     ({"scheduler": {"type": "warmuplr"}}, "scheduler.type", 'did you mean "WarmupLR"?'),
     (with_zero(stage=4), "zero_optimization.stage", "expected 0, 1, 2 or 3, got 4"),
     (with_zero(stage=-1), "zero_optimization.stage", "expected 0, 1, 2 or 3, got -1"),
@@ -429,10 +428,18 @@ def test_schedules_must_say_how_long_they_are():
 
 
 def test_the_brought_optimizer_makes_the_section_step_back():
-    source = {**BASE, "optimizer": {"type": "Lamb"}}
+    source = {**BASE, "optimizer": {"type": "OneBitLamb"}}
     assert "not built yet" in only_fault(source)[1]
     config = load_config(source, client_optimizer=True)
     assert config.notes == ("optimizer: ignored: the program hands over its own optimizer",)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("scatters", [True, False])
+def test_muon_works_at_every_stage(stage, scatters):
+    """However gradients are reduced, a matrix's owner is sent all of its own."""
+    zero = with_zero(stage=stage, reduce_scatter=scatters)
+    load_config({**BASE, "optimizer": {"type": "Muon"}, **zero})
 
 
 def test_torch_keywords_need_torch_adam():

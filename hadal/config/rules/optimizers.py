@@ -32,13 +32,6 @@ def _one_bit_stage(config: Config) -> Iterator[Fault]:
         yield Fault(_TYPE, f"{_type(config)} needs {_STAGE} 0, got {stage}; lower the stage")
 
 
-@reading(_TYPE, _STAGE, "zero_optimization.reduce_scatter")
-def _muon_stage(config: Config) -> Iterator[Fault]:
-    zero = config.zero_optimization
-    if _type(config) == "Muon" and zero.stage == 3 and zero.reduce_scatter:
-        yield Fault(_TYPE, "Muon at stage 3 needs zero_optimization.reduce_scatter false")
-
-
 @reading(_TYPE, "optimizer.params", "optimizer.params.torch_adam")
 def _torch_keywords(config: Config) -> Iterator[Fault]:
     if config.optimizer is None or _type(config) not in ("Adam", "AdamW"):
@@ -80,4 +73,4 @@ def _schedule_case(config: Config) -> Iterator[Fault]:
         )
 
 
-RULES = (_lamb_scale, _one_bit_stage, _muon_stage, _torch_keywords, _no_type, _schedule_case)
+RULES = (_lamb_scale, _one_bit_stage, _torch_keywords, _no_type, _schedule_case)

@@ -1,0 +1,246 @@
+"""Lamb (You et al. 2020): Adam whose step for each parameter is as long as a share of its weights.
+
+For a parameter w with the bias-corrected moments m and v of its gradient,
+
+    update = m / (sqrt(v) + eps) + weight_decay * w
+    ratio  = ||w|| / ||update||, kept within [min_coeff, max_coeff]; 1 where either norm is 0
+    w     -= lr * ratio * update
+
+The norms are those of whole parameters. Where these are cut over ranks each rank adds up the
+squares of its own fragments, and one small sum over the ranks serves all parameters of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.comm.collectives import Pending, sum_
+from hadal.errors import OptimizerError
+from hadal.optim.pieces import Piece, lay_pieces
+from hadal.optim.step import append, as_one_step, block_numel, wait_all
+from hadal.zero.gradients import Gradients
+from hadal.zero.layout import Fragment
+
+
+class Lamb(Optimizer):
+    """Lamb over whole parameters; an engine steps the same numbers on flat shards.
+
+    State of each tensor: `exp_avg` and `exp_avg_sq` (its shape and dtype), and `step`.
+
+    Raises:
+        OptimizerError: `amsgrad`, which Lamb does not have.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument for each key of its section
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise OptimizerError("Lamb has no amsgrad; leave it out or give false")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make one update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moments = _moments(self, parameter)
+                count = float(self.state[parameter]["step"])
+                values = _Values(parameter.detach(), *moments)
+                _learn(values, parameter.grad, group)
+                update = _update(values, group, count)
+                sums = torch.stack([_square_sum(values.master), _square_sum(update)])
+                ratio = _trust_ratios(sums[None], [group])[0]
+                values.master.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
+        return loss
+
+
+class _Values(NamedTuple):
+    """A stretch of master values with its two moments: tensors of one shape and dtype."""
+
+    master: Tensor
+    first: Tensor
+    second: Tensor
+
+    def blocks(self, numel: int) -> Iterator[tuple[int, _Values]]:
+        """The stretch in cuts of `numel` elements, each with where it starts."""
+        for start in range(0, self.master.numel(), numel):
+            yield start, _Values(*(values[start : start + numel] for values in self))
+
+
+def _moments(optimizer: Optimizer, values: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """The state of a tensor, made on first use; it counts this update."""
+    state = optimizer.state[values]
+    if not state:
+        state["step"] = torch.zeros(())
+        state["exp_avg"] = torch.zeros_like(values.detach())
+        state["exp_avg_sq"] = torch.zeros_like(values.detach())
+    state["step"] += 1
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+def _learn(values: _Values, gradient: Tensor, group: dict[str, Any]) -> None:
+    """Put a gradient into the moments."""
+    beta1, beta2 = group["betas"]
+    values.first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    values.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+
+def _update(values: _Values, group: dict[str, Any], count: float) -> Tensor:
+    """The update before it is scaled, of the values' shape; `count` updates lie in the moments."""
+    beta1, beta2 = group["betas"]
+    lacks = group["bias_correction"]
+    first = values.first / (1 - beta1**count if lacks else 1.0)
+    second = values.second / (1 - beta2**count if lacks else 1.0)
+    if group["eps_inside_sqrt"]:
+        divisor = second.add_(group["eps"]).sqrt_()
+    else:
+        divisor = second.sqrt_().add_(group["eps"])
+    update = first.div_(divisor)
+    if group["weight_decay"]:
+        update.add_(values.master, alpha=group["weight_decay"])
+    return update
+
+
+def _square_sum(values: Tensor) -> Tensor:
+    flat = values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
+    return torch.dot(flat, flat).double()
+
+
+def _trust_ratios(sums: Tensor, groups: Sequence[dict[str, Any]]) -> Tensor:
+    """(parameters,) ratios, from (parameters, 2) sums of squares: of the weights, of the update."""
+    weights, updates = sums.sqrt().unbind(1)
+    low = sums.new_tensor([group["min_coeff"] for group in groups])
+    high = sums.new_tensor([group["max_coeff"] for group in groups])
+    ratios = (weights / updates).clamp(low, high)
+    return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
+
+
+class _Part(NamedTuple):
+    """The fragment of one parameter in a piece, and the row of its norms."""
+
+    row: int
+    fragment: Fragment
+
+
+class LambStepper:
+    """Steps Lamb on flat cuts of the master, in blocks.
+
+    The update is computed twice, for its norm and for the step itself: to keep it in between would
+    move the same bytes and take a third moment's memory.
+    """
+
+    def __init__(self, optimizer: Lamb, gradients: Sequence[Gradients]) -> None:
+        self._optimizer = optimizer
+        self._gradients: list[Gradients] = []
+        self._pieces: dict[Gradients, list[tuple[Piece, list[_Part]]]] = {}
+        self._groups: list[int] = []
+        """The param group of each row of norms: of each parameter, the same on every rank."""
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for one in gradients:
+            self._lay(one)
+
+    def _lay(self, one: Gradients) -> None:
+        layout, begin = one.bucket.layout, one.bucket.span[0]
+        first = len(self._groups)
+        self._groups += [slot.group for slot in layout.slots]
+        self._gradients.append(one)
+        self._pieces[one] = [
+            (
+                piece,
+                [
+                    _Part(first + fragment.slot, fragment)
+                    for fragment in layout.fragments(begin + piece.start, begin + piece.stop)
+                ],
+            )
+            for piece in lay_pieces(self._optimizer, one)
+        ]
+
+    def step(self, multiplier: float) -> None:
+        """Make one update with the mean gradients times `multiplier`."""
+        with as_one_step(self._optimizer):
+            groups = [self._optimizer.param_groups[number] for number in self._groups]
+            ratios = _trust_ratios(self._learn_all(multiplier), groups)
+            refreshing: list[Pending] = []
+            for one in self._gradients:
+                for piece, parts in self._pieces[one]:
+                    self._step_piece(piece, parts, ratios)
+                    one.bucket.write_back(piece.start, piece.stop)
+                append(refreshing, one.bucket.start_refresh())
+            wait_all(refreshing)
+
+    def _learn_all(self, multiplier: float) -> Tensor:
+        """Put the gradients into the moments; (parameters, 2) sums of squares over all ranks."""
+        bucket = self._gradients[0].bucket
+        sums = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=bucket.device)
+        for one in self._gradients:
+            for piece, parts in self._pieces[one]:
+                self._learn_piece(
+                    piece, parts, one.mean[piece.start : piece.stop], multiplier, sums
+                )
+        if bucket.partition.optimizer:
+            sum_(sums, bucket.ranks, "the sum of Lamb's norms")
+        return sums
+
+    def _learn_piece(
+        self, piece: Piece, parts: Sequence[_Part], mean: Tensor, multiplier: float, sums: Tensor
+    ) -> None:
+        group = self._optimizer.param_groups[piece.group]
+        moments = _moments(self._optimizer, piece.values)
+        count = float(self._optimizer.state[piece.values]["step"])
+        whole = _Values(piece.values.detach(), *moments)
+        for row, fragment in parts:
+            stretch = _Values(*(_cut(values, fragment) for values in whole))
+            gradients = _cut(mean, fragment)
+            for start, block in stretch.blocks(block_numel(mean.device)):
+                numel = block.master.numel()
+                given = gradients[start : start + numel].to(block.master.dtype, copy=True)
+                _learn(block, given.mul_(multiplier), group)
+                sums[row, 0] += _square_sum(block.master)
+                sums[row, 1] += _square_sum(_update(block, group, count))
+
+    def _step_piece(self, piece: Piece, parts: Sequence[_Part], ratios: Tensor) -> None:
+        group = self._optimizer.param_groups[piece.group]
+        state = self._optimizer.state[piece.values]
+        whole = _Values(piece.values.detach(), state["exp_avg"], state["exp_avg_sq"])
+        ratios = ratios.to(whole.master.dtype)
+        for row, fragment in parts:
+            stretch = _Values(*(_cut(values, fragment) for values in whole))
+            for _, block in stretch.blocks(block_numel(ratios.device)):
+                update = _update(block, group, float(state["step"]))
+                block.master.addcmul_(update, ratios[row], value=-group["lr"])
+
+
+def _cut(values: Tensor, fragment: Fragment) -> Tensor:
+    return values[fragment.offset : fragment.offset + fragment.numel]

@@ -1,0 +1,282 @@
+"""Muon (Jordan 2024) for hidden matrices, with Adam for whatever is none.
+
+For a matrix W with the mean gradient G and the momentum M,
+
+    M <- momentum * M + (1 - momentum) * G
+    U  = orthogonalized((1 - momentum) * G + momentum * M)          (Nesterov)
+    W <- (1 - lr * weight_decay) * W - lr * sqrt(max(1, rows / columns)) * U
+
+A parameter of more than two dimensions is taken as a matrix of its first one by all others. Adam is
+that of Kingma & Ba (2015), with decoupled weight decay (Loshchilov & Hutter 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.errors import OptimizerError
+from hadal.optim.fused import begin_adam
+from hadal.optim.pieces import lay_pieces
+from hadal.optim.step import as_one_step, block_numel
+from hadal.optim.whole import WholeParameters, hand_over, refresh
+from hadal.zero.gradients import Gradients
+
+_MUON_LR, _ADAM_LR = 0.02, 3e-4
+# Parameters whose names hold one of these words are looked up by rows, or give logits: no map
+# from hidden states to hidden states.
+_NO_HIDDEN_MATRIX = ("embed", "lm_head")
+# The odd polynomial a x + b x^3 + c x^5, chosen by Jordan (2024) to be steep at 0: five of them
+# bring every singular value above about 0.002 between 0.7 and 1.2.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_TINY = 1e-7
+METHODS = ("gram", "standard")
+
+
+class Muon(Optimizer):
+    """Muon over whole parameters, in groups that say `use_muon`: True for matrices, False for Adam.
+
+    `muon_groups` makes such groups from a model's names. State of a matrix: `momentum_buffer`; of
+    any other tensor: `exp_avg`, `exp_avg_sq` (its shape and dtype) and `step`.
+
+    Args:
+        params: param groups; one without a learning rate of its own takes the first of `muon_lr`
+            (or `adam_lr`), `lr` and 0.02 (or 3e-4) that is given.
+        lr: see `params`.
+        momentum: of the matrices.
+        weight_decay: decoupled, of both kinds.
+        muon_lr: see `params`.
+        adam_lr: see `params`.
+        betas: decay of Adam's moments.
+        eps: added to Adam's denominator.
+        ns_method: "standard" iterates on the matrix, "gram" on its smaller Gram matrix.
+
+    Raises:
+        OptimizerError: a group does not say `use_muon`, or wants it for a vector; an unknown
+            `ns_method`.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument for each key of its section
+        self,
+        params: Any,
+        lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        ns_method: str = "gram",
+    ) -> None:
+        if ns_method not in METHODS:
+            raise OptimizerError(
+                f"Muon's ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}"
+            )
+        self._rates = {
+            True: _first_of(muon_lr, lr, _MUON_LR),
+            False: _first_of(adam_lr, lr, _ADAM_LR),
+        }
+        defaults = {
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "betas": tuple(betas),
+            "eps": eps,
+            "ns_method": ns_method,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which must say `use_muon`."""
+        use_muon = param_group.get("use_muon")
+        if not isinstance(use_muon, bool):
+            raise OptimizerError(
+                f"a param group of Muon has use_muon {use_muon!r}: give True for matrices, which"
+                " Muon steps, or False for parameters that Adam steps"
+            )
+        if param_group.get("lr") is None:
+            param_group["lr"] = self._rates[use_muon]
+        super().add_param_group(param_group)
+        shapes = [tuple(p.shape) for p in param_group["params"] if use_muon and p.dim() < 2]
+        if shapes:
+            self.param_groups.pop()
+            raise OptimizerError(
+                f"a param group with use_muon True holds a parameter of shape {shapes[0]}; Muon"
+                " steps matrices: put it into a group with use_muon False"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Make one update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if group["use_muon"]:
+                    self.step_matrix(parameter, group)
+                else:
+                    self.step_flat(parameter, parameter.grad, 1.0, group)
+        return loss
+
+    def step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Make one update of a whole matrix from its `grad`."""
+        gradient, values = parameter.grad, parameter.detach()
+        assert gradient is not None  # whoever calls has put it there
+        if not values.numel():
+            return
+        state, momentum = self.state[parameter], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(values)
+        remembered = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        ahead = gradient.lerp(remembered, momentum).flatten(1)
+        rows, columns = ahead.shape
+        update = orthogonalized(ahead, group["ns_method"]).view(values.shape)
+        values.mul_(1 - group["lr"] * group["weight_decay"])
+        values.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+    def step_flat(
+        self, parameter: nn.Parameter, mean: Tensor, multiplier: float, group: dict[str, Any]
+    ) -> None:
+        """Make one update by Adam with `mean` times `multiplier`, in blocks."""
+        values, state = parameter.detach(), self.state[parameter]
+        plain = {**group, "amsgrad": False, "maximize": False}
+        update = begin_adam(plain, state, lambda: torch.zeros_like(values), decoupled=True)
+        runs = [mean.reshape(-1), *(run.view(-1) for run in (values, *update.state))]
+        numel = block_numel(values.device)
+        for given, block, *owned in zip(*(run.split(numel) for run in runs), strict=True):
+            gradient = given.to(values.dtype, copy=True).mul_(multiplier)
+            update.apply(block, gradient, owned, None)
+
+
+def _first_of(*rates: float | None) -> float:
+    return next(rate for rate in rates if rate is not None)
+
+
+def orthogonalized(matrix: Tensor, method: str) -> Tensor:
+    """Bring the singular values of a 2-D matrix near 1 by five Newton-Schulz steps (Jordan 2024).
+
+    "standard" iterates on the matrix: X <- a X + b (X X') X + c (X X')^2 X. "gram" iterates on
+    G = X X' of the smaller side, and applies the product of all steps once: mathematically the
+    same, with fewer products where the matrix is far from square. Returned in the matrix's dtype.
+    """
+    wide = matrix.mT if matrix.size(0) > matrix.size(1) else matrix
+    work = wide.to(_work_dtype(wide, method))
+    work = work / (work.norm() + _TINY)
+    result = (_iterate_gram if method == "gram" else _iterate)(work).to(matrix.dtype)
+    return result.mT if matrix.size(0) > matrix.size(1) else result
+
+
+def _work_dtype(matrix: Tensor, method: str) -> torch.dtype:
+    # On an accelerator the standard iteration runs in bfloat16, as published. A Gram matrix holds
+    # squares of singular values, which need float32. On a CPU 16 bits save no time.
+    if matrix.device.type == "cpu" or method == "gram":
+        return torch.promote_types(matrix.dtype, torch.float32)
+    return torch.bfloat16
+
+
+def _iterate(work: Tensor) -> Tensor:
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = work @ work.mT
+        work = torch.addmm(work, torch.addmm(gram, gram, gram, beta=b, alpha=c), work, beta=a)
+    return work
+
+
+def _iterate_gram(work: Tensor) -> Tensor:
+    a, b, c = _COEFFICIENTS
+    gram = work @ work.mT
+    product: Tensor | None = None
+    for number in range(_STEPS):
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal().add_(a)
+        product = factor if product is None else factor @ product
+        if number < _STEPS - 1:
+            # All of these are polynomials of one matrix, so their order does not matter.
+            gram = factor @ gram @ factor
+    assert product is not None  # there is at least one step
+    return product @ work
+
+
+def muon_groups(chosen: Iterable[Any], names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+    """Param groups for `Muon` from parameters, or param groups, of a model.
+
+    A group is divided where it holds both hidden matrices (two or more dimensions, and neither
+    "embed" nor "lm_head" in the lower-cased full name) and other parameters; one that says
+    `use_muon` itself is left as it is.
+
+    Args:
+        chosen: parameters, (name, parameter) pairs, or param groups of these.
+        names: the full name of each of the model's parameters.
+    """
+    given = list(chosen)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    made: list[dict[str, Any]] = []
+    for group in groups:
+        if "use_muon" in group:
+            made.append(group)
+            continue
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        for use_muon in (True, False):
+            mine = [one for one in members if _is_hidden_matrix(one, names) == use_muon]
+            if mine:
+                made.append({**group, "params": mine, "use_muon": use_muon})
+    return made
+
+
+def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
+    parameter = member[1] if isinstance(member, tuple) else member
+    name = names.get(parameter, "").lower()
+    return parameter.dim() >= 2 and not any(word in name for word in _NO_HIDDEN_MATRIX)
+
+
+class MuonStepper:
+    """Steps Muon's matrices whole, each on one rank, and the rest as flat cuts on every rank."""
+
+    def __init__(
+        self,
+        optimizer: Muon,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._gradients = list(gradients)
+        self._wholes = WholeParameters()
+        self._wholes.add(gradients, self._is_whole)
+        for group, members in zip(optimizer.param_groups, parameters, strict=True):
+            if group["use_muon"]:
+                hand_over(optimizer, group, members, self._wholes)
+            else:
+                group["params"] = []
+        self._pieces = {one: self._lay(one) for one in gradients}
+
+    def _is_whole(self, group: int) -> bool:
+        return bool(self._optimizer.param_groups[group]["use_muon"])
+
+    def _lay(self, one: Gradients) -> list[Any]:
+        return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))
+
+    def step(self, multiplier: float) -> None:
+        """Make one update with the mean gradients times `multiplier`."""
+        optimizer = self._optimizer
+        with as_one_step(optimizer):
+            self._wholes.fetch(multiplier)
+            for group in optimizer.param_groups:
+                if group["use_muon"]:
+                    for values in group["params"]:
+                        optimizer.step_matrix(values, group)
+            for one, pieces in self._pieces.items():
+                for piece in pieces:
+                    group = optimizer.param_groups[piece.group]
+                    mean = one.mean[piece.start : piece.stop]
+                    optimizer.step_flat(piece.values, mean, multiplier, group)
+            self._wholes.put()
+            refresh([one.bucket for one in self._gradients])
