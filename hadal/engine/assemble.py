@@ -21,6 +21,7 @@ from hadal.device import current_device
 from hadal.engine.arguments import choose_config, with_schedule
 from hadal.engine.checks import check_birth, check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
+from hadal.engine.later import LaterGroups
 from hadal.engine.loader import ShardedLoader
 from hadal.engine.log import hush, open_log
 from hadal.engine.parts import Parts, Training
@@ -188,11 +189,13 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
     readers = topology.data_parallel
     loading = make_loading(wishes, config, readers.size, readers.rank)
     loader = make_loader(wishes, loading)
+    hooks = Hooks(model, runtime)
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
         stepper = build_stepper(optimizer, runtime.gradients, groups)
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
+        LaterGroups(model, runtime, hooks, optimizer, stepper)
         return Training(optimizer, schedule, stepper)
 
     training = None
@@ -206,7 +209,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
             model=model,
             topology=topology,
             runtime=runtime,
-            hooks=Hooks(model, runtime),
+            hooks=hooks,
             training=training,
             make_training=make_training,
             casting=casting_of(config, device),
@@ -264,7 +267,7 @@ def _build_runtime(admitted: _Admitted, ranks: Ranks, device: torch.device) -> Z
     # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
     partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
     limits = limits_of(config)
-    group_of = {p: -1 for p in model.parameters() if not p.requires_grad and not is_foreign(p)}
+    group_of = {p: -1 for p in model.parameters() if not is_foreign(p)}
     group_of |= {p: number for number, members in enumerate(groups) for p in members}
     leaf = config.zero_optimization.leaf_module
     leaves = LeafModules(tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes))

@@ -171,6 +171,12 @@ class LambStepper:
         for one in gradients:
             self._lay(one)
 
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group."""
+        self._optimizer.param_groups[-1]["params"] = []
+        for one in gradients:
+            self._lay(one)
+
     def _lay(self, one: Gradients) -> None:
         layout, begin = one.bucket.layout, one.bucket.span[0]
         first = len(self._groups)

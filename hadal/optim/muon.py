@@ -252,11 +252,22 @@ class MuonStepper:
         self._wholes = WholeParameters()
         self._wholes.add(gradients, self._is_whole)
         for group, members in zip(optimizer.param_groups, parameters, strict=True):
-            if group["use_muon"]:
-                hand_over(optimizer, group, members, self._wholes)
-            else:
-                group["params"] = []
+            self._empty(group, members)
         self._pieces = {one: self._lay(one) for one in gradients}
+
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group, whose parameters are `members`."""
+        self._gradients += gradients
+        self._wholes.add(gradients, self._is_whole)
+        self._empty(self._optimizer.param_groups[-1], members)
+        self._pieces |= {one: self._lay(one) for one in gradients}
+
+    def _empty(self, group: dict[str, Any], members: Sequence[nn.Parameter]) -> None:
+        """Put a group's whole matrices in the place of its parameters, or leave room for cuts."""
+        if group["use_muon"]:
+            hand_over(self._optimizer, group, members, self._wholes)
+        else:
+            group["params"] = []
 
     def _is_whole(self, group: int) -> bool:
         return bool(self._optimizer.param_groups[group]["use_muon"])

@@ -35,6 +35,8 @@ class Schedule(ABC):
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
+        # Groups that are added later keep their own rates, as under a constant schedule.
+        self._known = len(optimizer.param_groups)
         self.last_batch_iteration = last_batch_iteration
         self._write()
 
@@ -50,7 +52,7 @@ class Schedule(ABC):
         self._write()
 
     def _write(self) -> None:
-        for index, group in enumerate(self.optimizer.param_groups):
+        for index, group in enumerate(self.optimizer.param_groups[: self._known]):
             rate = self.rate(self.last_batch_iteration + 1, index)
             # A rate that the caller holds in a tensor stays one: captured steps read it there.
             if isinstance(group["lr"], Tensor):
@@ -61,7 +63,7 @@ class Schedule(ABC):
     def get_lr(self) -> list[float]:
         """The present rate of each param group."""
         n = self.last_batch_iteration + 1
-        return [self.rate(n, index) for index in range(len(self.optimizer.param_groups))]
+        return [self.rate(n, index) for index in range(self._known)]
 
     def get_last_lr(self) -> list[float]:
         """The rates that were written last."""
@@ -319,7 +321,7 @@ class OneCycle(Schedule):
         super()._write()
         if self._cycles_momentum:
             n = self.last_batch_iteration + 1
-            for index, group in enumerate(self.optimizer.param_groups):
+            for index, group in enumerate(self.optimizer.param_groups[: self._known]):
                 group["betas"] = (self.momentum(n, index), _SECOND_BETA, *group["betas"][2:])
 
 

@@ -36,6 +36,9 @@ class Stepper(Protocol):
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
 
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group, whose parameters are `members`."""
+
 
 class FlatStepper:
     """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
@@ -46,6 +49,12 @@ class FlatStepper:
         for group in optimizer.param_groups:
             group["params"] = []
         self._pieces = {one: lay_pieces(optimizer, one) for one in gradients}
+
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group."""
+        self._optimizer.param_groups[-1]["params"] = []
+        self._gradients += gradients
+        self._pieces |= {one: lay_pieces(self._optimizer, one) for one in gradients}
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""

@@ -256,6 +256,12 @@ class WholeStepper:
         for group, members in zip(optimizer.param_groups, parameters, strict=True):
             hand_over(optimizer, group, members, self._wholes)
 
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group, whose parameters are `members`."""
+        self._gradients += gradients
+        self._wholes.add(gradients)
+        hand_over(self._optimizer, self._optimizer.param_groups[-1], members, self._wholes)
+
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
         self._wholes.fetch(multiplier)

@@ -14,13 +14,14 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
 from hadal.errors import MismatchError
 
-END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS, FINE, AT_FAULT = -1, -2, -3, -4, -5
+END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS, FINE, AT_FAULT, REGROUP = -1, -2, -3, -4, -5, -6
 _MARKERS = {
     FINE: "the beginning of a backward",
     AT_FAULT: "the beginning of a backward, with a fault",
     END_OF_FORWARD: "the end of a forward",
     END_OF_BACKWARD: "the end of a backward",
     END_OF_ACCESS: "the end of GatheredParameters or of a step",
+    REGROUP: "optimizer.add_param_group",
 }
 
 

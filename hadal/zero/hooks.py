@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hadal.zero.bucket import Bucket
+from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.runtime import ZeroRuntime
 
@@ -49,13 +50,17 @@ class Hooks:
         self._forward = ExitStack()
         self._depth = 0
         self._exception_before: BaseException | None = None
-        for gradients in runtime.gradients:
-            for index, parameter in enumerate(gradients.bucket.parameters):
-                self._handles.append(self._watch_gradient(gradients.bucket, index, parameter))
+        self.watch_gradients(runtime.gradients)
         for unit in runtime.gathered_units:
             self._watch_unit(unit)
         if runtime.gathered_units:
             self._watch_model(model)
+
+    def watch_gradients(self, many: Iterable[Gradients]) -> None:
+        """Collect the gradients of these buckets as they arrive."""
+        for gradients in many:
+            for index, parameter in enumerate(gradients.bucket.parameters):
+                self._handles.append(self._watch_gradient(gradients.bucket, index, parameter))
 
     def remove(self) -> None:
         """Take every hook off."""

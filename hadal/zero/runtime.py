@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import gather_codes, max_
+from hadal.comm.collectives import max_
 from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero.agreement import (
     AT_FAULT,
@@ -20,6 +20,7 @@ from hadal.zero.agreement import (
     END_OF_BACKWARD,
     END_OF_FORWARD,
     FINE,
+    REGROUP,
     Agreement,
 )
 from hadal.zero.bucket import Bucket, Weights
@@ -68,7 +69,8 @@ class ZeroRuntime:
         self._gradients_of = {g.bucket: g for g in self.gradients}
         self._number = {bucket: number for number, bucket in enumerate(self.buckets)}
         self._uses: dict[Unit, list[Bucket]] = {}
-        self._plan_uses(units, limits)
+        self._limits = limits
+        self._plan_uses(units)
         self._agreement = Agreement(ranks, self._gather, self._lend)
         self._running: list[Unit] = []
         # How many `whole` contexts hold a bucket: nothing inside them may free it.
@@ -94,10 +96,13 @@ class ZeroRuntime:
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
-    def _plan_uses(self, units: Sequence[Unit], limits: Limits) -> None:
+    def _plan_kept(self) -> None:
         sharded = [bucket for bucket in self.buckets if bucket.partition.weights]
-        kept = kept_until_backward([bucket.layout.numel for bucket in sharded], limits)
+        kept = kept_until_backward([bucket.layout.numel for bucket in sharded], self._limits)
         self._kept = {bucket for bucket, keep in zip(sharded, kept, strict=True) if keep}
+
+    def _plan_uses(self, units: Sequence[Unit]) -> None:
+        self._plan_kept()
         for unit in units:
             mine = dict.fromkeys(self.bucket_of[member.parameter] for member in unit.members)
             uses = [bucket for bucket in mine if bucket.partition.weights]
@@ -229,10 +234,7 @@ class ZeroRuntime:
 
     def any_fault(self, mine: bool) -> bool:
         """Whether any rank is at fault here, at the beginning of a backward."""
-        marker = AT_FAULT if mine else FINE
-        if self._uses and self.ranks.size > 1:
-            return AT_FAULT in self._agreement.finish(marker)
-        return AT_FAULT in gather_codes(marker, self.ranks)
+        return AT_FAULT in self._agreement.finish(AT_FAULT if mine else FINE)
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
@@ -413,6 +415,43 @@ class ZeroRuntime:
             gradients.clear()
         if self._unused is not None:
             self._unused.clear()
+
+    # ---- parameters that come to be trained later ------------------------------------------------
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether nothing runs, nobody reads, and no gradient waits for an update."""
+        idle = self.phase is Phase.IDLE and not any(self._pins.values())
+        return idle and all(g.state is Arrival.EMPTY for g in self.gradients)
+
+    def meet_to_regroup(self) -> None:
+        """Wait until every rank wants buckets replaced.
+
+        Raises:
+            MismatchError: a rank is elsewhere.
+        """
+        self._agreement.finish(REGROUP)
+
+    def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
+        """Put new buckets in the place of an untrained one whose parameters they have taken over.
+
+        What is known of all others (their order, what to expect, who uses them) stays.
+        """
+        self._storages.pop(old.storage_key, None)
+        place = self._number[old]
+        self.buckets[place : place + 1] = parts
+        self._number = {bucket: number for number, bucket in enumerate(self.buckets)}
+        self.bucket_of.update((p, bucket) for bucket in parts for p in bucket.parameters)
+        for uses in self._uses.values():
+            if old in uses:
+                place = uses.index(old)
+                uses[place : place + 1] = parts
+        self._plan_kept()
+        self._gradients_of |= {bucket: Gradients(bucket) for bucket in parts if bucket.trainable}
+        self.gradients = [self._gradients_of[bucket] for bucket in self.buckets if bucket.trainable]
+        for one in self.gradients:
+            self._expected.setdefault(one, [1] * len(one.bucket.parameters))
+        self._order = [g for g in reversed(self.gradients) if any(self._expected[g])]
 
     # ---- the end, and after a load ---------------------------------------------------------------
 
