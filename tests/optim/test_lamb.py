@@ -13,8 +13,9 @@ from ranks import RankPools
 from torch import Tensor
 
 from hadal import comm
+from hadal.comm import collectives
 from hadal.errors import OptimizerError
-from hadal.optim import lamb, step
+from hadal.optim import lamb
 from hadal.optim.build import build_optimizer
 from hadal.optim.lamb import Lamb, LambStepper
 
@@ -180,7 +181,7 @@ def test_blocks_do_not_change_the_norms(ranks: RankPools) -> None:
 
 def count_sums(stage: int) -> list[int]:
     counts: list[int] = []
-    whole = step.sum_
+    whole = collectives.sum_
 
     def counting(tensor: Tensor, *rest: Any) -> None:
         counts.append(tensor.numel())
