@@ -79,6 +79,10 @@ class Bucket:
         self._pending: Pending | None = None
         self._adopt()
 
+    def divided(self, plan: BucketPlan) -> Bucket:
+        """A bucket like this one, which takes over the parameters of `plan` from it."""
+        return Bucket(plan, self.precision, self.ranks, self.device, self._refresh)
+
     # ---- laying down -----------------------------------------------------------------------------
 
     def _adopt(self) -> None:

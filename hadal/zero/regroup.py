@@ -30,7 +30,7 @@ def train_later(
         runtime.need(old)
         old.check_links()
         plans = _plans(old, chosen, group)
-        parts = [Bucket(plan, old.precision, old.ranks, old.device) for plan in plans]
+        parts = [old.divided(plan) for plan in plans]
         runtime.replace(old, parts)
         for bucket in parts:
             bucket.reshard()
@@ -50,4 +50,4 @@ def _plans(old: Bucket, chosen: Iterable[nn.Parameter], group: int) -> Iterator[
         if members:
             is_all = len(members) == len(pairs)
             name = old.name if is_all else f"{old.name}[{members[0].name}..]"
-            yield BucketPlan(name, old.partition, members, [])
+            yield BucketPlan(name, old.partition, members, [], old.row_numel)

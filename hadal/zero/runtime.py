@@ -70,6 +70,7 @@ class ZeroRuntime:
         self._number = {bucket: number for number, bucket in enumerate(self.buckets)}
         self._uses: dict[Unit, list[Bucket]] = {}
         self._limits = limits
+        self._reduction = reduction
         self._plan_uses(units)
         self._agreement = Agreement(ranks, self._gather, self._lend)
         self._running: list[Unit] = []
@@ -447,11 +448,15 @@ class ZeroRuntime:
                 place = uses.index(old)
                 uses[place : place + 1] = parts
         self._plan_kept()
-        self._gradients_of |= {bucket: Gradients(bucket) for bucket in parts if bucket.trainable}
+        self._gradients_of |= {
+            bucket: Gradients(bucket, self._reduction) for bucket in parts if bucket.trainable
+        }
         self.gradients = [self._gradients_of[bucket] for bucket in self.buckets if bucket.trainable]
         for one in self.gradients:
             self._expected.setdefault(one, [1] * len(one.bucket.parameters))
         self._order = [g for g in reversed(self.gradients) if any(self._expected[g])]
+        if self._unused is not None:
+            self._unused = UnusedCheck(self.gradients, self.ranks)
 
     # ---- the end, and after a load ---------------------------------------------------------------
 

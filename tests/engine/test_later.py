@@ -263,6 +263,36 @@ def test_later_parameters_have_masters(stage: int, ranks: RankPools) -> None:
     assert ranks(2).run(add_in_bf16, stage) == [[1 - 2.0**-7] * 4] * 2
 
 
+def add_up(stage: int) -> list[float]:
+    """The keys of the wire hold for later groups too: gradients are added, and none may lack."""
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    model.weight.requires_grad_(False)
+    zero = {"stage": stage, "ignore_unused_parameters": False}
+    engine = engine_of(
+        stage,
+        model,
+        {"optimizer": torch.optim.SGD([model.bias], lr=0.25)},
+        optimizer=None,
+        zero_optimization={**zero, "stage3_param_persistence_threshold": 0},
+        gradient_allreduce_op="sum",
+    )
+    model.weight.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [model.weight]})
+    engine.backward(engine(torch.ones(3, 4)).mean())
+    engine.step()
+    with pytest.raises(ModelError, match=r"no gradient came in this update for weight"):
+        engine.backward(engine.module.bias.sum())
+    engine.destroy()
+    return model.weight.detach().flatten().tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_later_groups_travel_as_the_others_do(stage: int, ranks: RankPools) -> None:
+    assert ranks(2).run(add_up, stage) == [[0.5] * 4] * 2
+
+
 def compute_in_bf16(stage: int) -> None:
     model = model_of()
     engine = engine_of(stage, model, {"model_parameters": model[3].parameters()}, **BF16)
