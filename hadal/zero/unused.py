@@ -17,26 +17,31 @@ class UnusedCheck:
 
     def __init__(self, gradients: Sequence[Gradients], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._names = {
-            g: [slot.name for slot in g.bucket.layout.slots if slot.numel] for g in gradients
-        }
-        self._missing = self._everything()
-
-    def _everything(self) -> dict[Gradients, dict[str, None]]:
-        return {g: dict.fromkeys(names) for g, names in self._names.items()}
+        self._gradients = list(gradients)
+        self._came: set[tuple[Gradients, int]] = set()
 
     def came(self, gradients: Gradients, index: int) -> None:
         """A gradient came for parameter number `index` of a bucket."""
-        name = gradients.bucket.layout.slots[index].name
-        self._missing[gradients].pop(name, None)
+        self._came.add((gradients, index))
 
     def clear(self) -> None:
         """After an update: everything is missing anew."""
-        self._missing = self._everything()
+        self._came.clear()
+
+    def _missing(self) -> list[str]:
+        """Full names of what has elements, is not frozen meanwhile, and got nothing."""
+        return [
+            slot.name
+            for one in self._gradients
+            for index, slot in enumerate(one.bucket.layout.slots)
+            if slot.numel
+            and one.bucket.parameters[index].requires_grad
+            and (one, index) not in self._came
+        ]
 
     def fault(self) -> ModelError | None:
         """The same error on every rank, where a parameter got no gradient on some rank."""
-        mine = [name for missing in self._missing.values() for name in missing]
+        mine = self._missing()
         if not any(gather_codes(len(mine), self._ranks)):
             return None
         ranks_of: dict[str, list[int]] = {}

@@ -74,6 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", sorted(chosen, key=world_of), ids=id_of)
 
 
+@pytest.mark.claims("zero_optimization.stage")
 def test_every_stage_trains_as_one_process_does(cell: Cell, ranks: RankPools) -> None:
     """The cell's model, trained by all ranks together, is what one process trains."""
     expected = trained_by_reference(cell)

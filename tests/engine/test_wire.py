@@ -624,6 +624,9 @@ def refuse_unused(stage: int) -> None:
         assert_equal(engine.state_dict(), before)
         micro_step(True)  # the same micro-step again: nothing of the refused one is left
     assert engine.global_steps == len(plan)
+    engine.module.right.requires_grad_(False)
+    micro_step(False)
+    micro_step(False)  # what is frozen meanwhile is not missed
     engine.destroy()
     lenient = engine_of(stage, Halves())
     lenient.backward(loss_of(lenient(inputs, False), targets))
