@@ -36,7 +36,7 @@ class Communication(Section):
     sparse_gradients: Boolean = key(
         False,
         "Send the gradients of nn.Embedding and nn.EmbeddingBag as the rows that are not zero, "
-        "wherever that takes fewer bytes.",
+        "wherever that takes fewer bytes. Those that are trained from the start.",
     )
     disable_allgather: Boolean = key(
         False, "An old switch, which DeepSpeed does not read either.", mark=NO_EFFECT

@@ -86,11 +86,8 @@ class ZeroRuntime:
         self._started = 0
         self._in_flight: list[Gradients] = []
         self._overlaps = limits.overlap
-        # Gradients that are cut over the ranks are not held whole until the end of backward.
-        self._reduces_inside = reduction.inside_backward or any(
-            gradients.partitioned for gradients in self.gradients
-        )
-        self._unused = UnusedCheck(self.gradients, ranks) if reduction.refuses_unused else None
+        self._unused: UnusedCheck | None = None
+        self._plan_reductions()
         self._reduces = False
         self._keeps = False
         self._moves = False
@@ -109,6 +106,13 @@ class ZeroRuntime:
             uses = [bucket for bucket in mine if bucket.partition.weights]
             if uses:
                 self._uses[unit] = uses
+
+    def _plan_reductions(self) -> None:
+        # Gradients that are cut over the ranks are not held whole until the end of backward.
+        is_cut = any(gradients.partitioned for gradients in self.gradients)
+        self._reduces_inside = self._reduction.inside_backward or is_cut
+        if self._reduction.refuses_unused:
+            self._unused = UnusedCheck(self.gradients, self.ranks)
 
     @property
     def gathered_units(self) -> Iterable[Unit]:
@@ -455,8 +459,7 @@ class ZeroRuntime:
         for one in self.gradients:
             self._expected.setdefault(one, [1] * len(one.bucket.parameters))
         self._order = [g for g in reversed(self.gradients) if any(self._expected[g])]
-        if self._unused is not None:
-            self._unused = UnusedCheck(self.gradients, self.ranks)
+        self._plan_reductions()
 
     # ---- the end, and after a load ---------------------------------------------------------------
 

@@ -127,6 +127,28 @@ def the_norm_and_the_clip_of_a_sum() -> None:
         engine.destroy()
 
 
+def add_up_what_comes_later() -> None:
+    """Parameters that are thawed and added as a group travel like those of the start."""
+    world, late = comm.get_world_size(), (1, 3)
+    for stage in STAGES[:3]:
+        model = zero_leaves()
+        members = [model.leaves[index].requires_grad_(False) for index in late]
+        strict = {"ignore_unused_parameters": False, "allgather_partitions": False}
+        engine = engine_at(stage, model, strict, gradient_allreduce_op="sum")
+        for step in range(2):
+            if step == 1:
+                for member in members:
+                    member.requires_grad_(True)
+                engine.optimizer.add_param_group({"params": members, "lr": 1.0})
+            engine.backward(engine(mine(step)))
+            engine.step()
+        first, second = (mean_gradients(SHAPES, step) for step in range(2))
+        for index, value in enumerate(engine.state_dict().values()):
+            seen = second[index] if index in late else first[index] + second[index]
+            torch.testing.assert_close(-value, seen * world)
+        engine.destroy()
+
+
 def divide_before() -> None:
     """The same mean, whenever it is divided."""
     for stage in STAGES:
@@ -169,7 +191,9 @@ def run(check: Callable[[], None], world: int, ranks: RankPools) -> None:
 @pytest.mark.claims("gradient_allreduce_op")
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
-    "check", [add_up, the_norm_and_the_clip_of_a_sum], ids=lambda c: c.__name__
+    "check",
+    [add_up, add_up_what_comes_later, the_norm_and_the_clip_of_a_sum],
+    ids=lambda c: c.__name__,
 )
 def test_sums(check: Callable[[], None], world: int, ranks: RankPools) -> None:
     run(check, world, ranks)
