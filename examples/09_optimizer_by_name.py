@@ -1,6 +1,6 @@
 """Name the optimizer in the configuration, with its arguments; parameters may come in groups.
 
-    python examples/08_optimizer_by_name.py
+    python examples/09_optimizer_by_name.py
 
 Built-in names (Adam, AdamW, Lion, Adagrad) are written in any case; any other class of
 torch.optim by its exact name. Each gives the same numbers at every ZeRO stage.

@@ -1,0 +1,109 @@
+"""Every row of the everyday sections has a test of what it does, which claims it by name."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import csv
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitlines()
+ROWS = [row["path"] for row in csv.DictReader(TABLE)]
+
+EVERYDAY = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("managed_gradient_accumulation", "sequence_parallel_size", "data_parallel_size"),
+    *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "amp", "torch_autocast", "data_types"),
+    *("communication_data_type", "seq_parallel_communication_data_type", "gradient_allreduce_op"),
+    *("prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "disable_allgather"),
+    *("gradient_clipping", "zero_optimization", "allgather_size"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
+    *("timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
+    *("disable_python_gc", "compile"),
+}
+# Rows of these sections that belong to a feature of its own, by the feature.
+_ZERO = "zero_optimization."
+OF_A_FEATURE = {
+    "optimizer.params{type=OneBit*": "1-bit optimizers",
+    "optimizer.params{type=ZeroOneAdam*": "1-bit optimizers",
+    f"{_ZERO}stage3_*": "gathering on use",
+    f"{_ZERO}sub_group_size": "gathering on use",
+    f"{_ZERO}prefetch_bucket_size": "gathering on use",
+    f"{_ZERO}param_persistence_threshold": "gathering on use",
+    f"{_ZERO}model_persistence_threshold": "gathering on use",
+    f"{_ZERO}max_live_parameters": "gathering on use",
+    f"{_ZERO}max_reuse_distance": "gathering on use",
+    f"{_ZERO}module_granularity_threshold": "gathering on use",
+    f"{_ZERO}use_all_reduce_for_fetch_params": "gathering on use",
+    f"{_ZERO}allgather_sequential": "gathering on use",
+    f"{_ZERO}memory_efficient_linear": "gathering on use",
+    f"{_ZERO}log_trace_cache_warnings": "gathering on use",
+    f"{_ZERO}enable_sanity_checks": "gathering on use",
+    f"{_ZERO}leaf_module*": "gathering on use",
+    f"{_ZERO}gather_16bit_weights_on_model_save": "checkpoints",
+    f"{_ZERO}load_from_fp32_weights": "checkpoints",
+    f"{_ZERO}elastic_checkpoint": "checkpoints",
+    f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
+    f"{_ZERO}zero_hpz_partition_size": "compressed and hierarchical communication",
+    f"{_ZERO}zero_quantized_*": "compressed and hierarchical communication",
+    f"{_ZERO}zeropp_loco_param*": "compressed and hierarchical communication",
+    f"{_ZERO}mics_*": "compressed and hierarchical communication",
+    f"{_ZERO}offload_*": "offload",
+    f"{_ZERO}cpu_offload*": "offload",
+    f"{_ZERO}zenflow*": "offload",
+    f"{_ZERO}save_muon_momentum_buffer_in_memory": "offload",
+}
+
+
+def is_everyday(row: str) -> bool:
+    return row.split(".")[0] in EVERYDAY
+
+
+def feature_of(row: str) -> str | None:
+    for pattern, feature in OF_A_FEATURE.items():
+        if fnmatch.fnmatchcase(row, pattern):
+            return feature
+    return None
+
+
+def claimed_rows() -> Iterator[tuple[str, str]]:
+    """Each row that a test claims, and where. Nothing is imported: claims are read as text."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        constants: dict[str, object] = {}
+        for statement in module.body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                with contextlib.suppress(ValueError):
+                    constants[statement.targets[0].id] = ast.literal_eval(statement.value)
+        for node in ast.walk(module):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and node.func.attr == "claims":
+                rows = ast.Expression(ast.Tuple(node.args, ast.Load()))
+                code = compile(ast.fix_missing_locations(rows), str(path), "eval")
+                where = f"{path.relative_to(TESTS)}:{node.lineno}"
+                yield from ((row, where) for row in eval(code, constants))
+
+
+CLAIMED = list(claimed_rows())
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if is_everyday(row) and not feature_of(row)])
+def test_the_effect_of_every_everyday_key_is_tested(row):
+    assert row in {claimed for claimed, _ in CLAIMED}, f"no test claims {row}"
+
+
+def test_claims_name_rows_of_the_table():
+    wrong = [f"{row} ({where})" for row, where in CLAIMED if row not in ROWS]
+    assert wrong == []
+
+
+def test_the_table_of_features_names_rows():
+    everyday = [row for row in ROWS if is_everyday(row)]
+    empty = [pattern for pattern in OF_A_FEATURE if not fnmatch.filter(everyday, pattern)]
+    assert empty == []
