@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hadal import comm, zero
+    from hadal import comm, utils, zero
     from hadal.engine.arguments import (
         add_config_arguments,
         add_tuning_arguments,
@@ -50,7 +50,7 @@ _HOMES = {
     "init_distributed": "hadal.comm",
     "initialize": "hadal.engine.assemble",
 }
-_SUBPACKAGES = ("comm", "zero")
+_SUBPACKAGES = ("comm", "utils", "zero")
 
 __all__ = [
     "CheckpointError",
@@ -75,6 +75,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "schedule_from_args",
+    "utils",
     "zero",
 ]
 

@@ -86,6 +86,7 @@ def test_the_face_is_exactly_this() -> None:
         "init_distributed",
         "initialize",
         "schedule_from_args",
+        "utils",
         "zero",
     }
     assert len(hadal.__all__) == len(set(hadal.__all__))
@@ -105,7 +106,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 # ---- light imports ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["hadal", "hadal.errors", "hadal.config", "hadal.cli.main"])
+@pytest.mark.parametrize(
+    "module", ["hadal", "hadal.errors", "hadal.config", "hadal.cli.main", "hadal.utils"]
+)
 def test_imports_no_torch(module: str) -> None:
     importlib.import_module(module)  # a missing module should read as one
     loaded = python(f"import sys, {module}; print('torch' in sys.modules)")

@@ -208,9 +208,8 @@ class ZeroOptimization(Section):
     )
     override_module_apply: Boolean = key(
         True,
-        "Inside zero.Init, gather around functions given to `Module.apply`. Whatever touches a "
-        "parameter there always sees its values: false changes nothing.",
-        mark=NO_EFFECT,
+        "At stage 3 and in `zero.Init`, gather what functions given to `Module.apply` touch, and "
+        "keep rank 0's changes; false leaves them NaN.",
     )
     log_trace_cache_warnings: Boolean = key(
         False, "Tell when the recorded order of modules no longer holds.", mark=UNBUILT_AT_STAGE_3

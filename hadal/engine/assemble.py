@@ -56,8 +56,9 @@ from hadal.engine.wishes import (
 )
 from hadal.errors import UsageError
 from hadal.optim.steppers import build_stepper
-from hadal.zero import access, init
+from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
+from hadal.zero.external import announced_uses
 from hadal.zero.grouping import (
     LeafModules,
     Unit,
@@ -155,6 +156,7 @@ def _admit(
         raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, Engine):
         raise UsageError("initialize got an engine; give it the module, engine.module")
+    init.show_as_given(model.parameters())
     config = load_config(
         source,
         world_size=ranks.size,
@@ -185,6 +187,9 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
     runtime = _build_runtime(admitted, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)
     access.register(runtime, runtime.bucket_of)
+    apply.watch_apply()
+    if not config.zero_optimization.override_module_apply:
+        apply.leave_alone(runtime.bucket_of)
     runtime.reducing = clocks.reduce
     readers = topology.data_parallel
     loading = make_loading(wishes, config, readers.size, readers.rank)
@@ -281,5 +286,9 @@ def _build_runtime(admitted: _Admitted, ranks: Ranks, device: torch.device) -> Z
         bucket.reshard()
         buckets.append(bucket)
     return ZeroRuntime(
-        units, buckets, ranks, limits, reduction_of(config, config.sequence_parallel_size)
+        [*units, *announced_uses(model, units)],
+        buckets,
+        ranks,
+        limits,
+        reduction_of(config, config.sequence_parallel_size),
     )

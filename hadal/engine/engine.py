@@ -28,7 +28,8 @@ from hadal.errors import CheckpointError, HadalError, LossError, NotBuiltYetErro
 from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
 from hadal.optim.norm import clip_coefficient, global_norm
 from hadal.optim.overflow import first_overflow, has_overflow
-from hadal.zero import access
+from hadal.optim.step import Stepper
+from hadal.zero import access, place
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Engine(nn.Module):
         self._counters = Counters()
         self._cycle = Cycle()
         self._collector = hold_collector(self) if parts.holds_collector else None
+        place.attend(parts.runtime, self)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module."""
@@ -60,12 +62,25 @@ class Engine(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse `copy.deepcopy` and `pickle`: an engine holds processes and a place among them."""
+        raise UsageError(
+            f"rank {self._parts.ranks.rank}: an engine cannot be copied or pickled. Copy its"
+            " module, inside `with hadal.zero.GatheredParameters(engine.module.parameters()):`, or"
+            " save it with engine.save_checkpoint(folder)"
+        )
+
     # ---- what it is made of ----------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer; its param groups hold this rank's flat cuts of the master weights."""
         return self._training.optimizer if self._training else None
+
+    @property
+    def stepper(self) -> Stepper | None:
+        """What steps the optimizer; None until there is something to train with."""
+        return self._training.stepper if self._training else None
 
     @property
     def lr_scheduler(self) -> Any:

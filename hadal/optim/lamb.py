@@ -177,6 +177,10 @@ class LambStepper:
         for one in gradients:
             self._lay(one)
 
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
+        return None
+
     def _lay(self, one: Gradients) -> None:
         layout, begin = one.bucket.layout, one.bucket.span[0]
         first = len(self._groups)

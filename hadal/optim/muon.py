@@ -262,6 +262,10 @@ class MuonStepper:
         self._empty(self._optimizer.param_groups[-1], members)
         self._pieces |= {one: self._lay(one) for one in gradients}
 
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
+        return self._wholes.values.get(parameter)
+
     def _empty(self, group: dict[str, Any], members: Sequence[nn.Parameter]) -> None:
         """Put a group's whole matrices in the place of its parameters, or leave room for cuts."""
         if group["use_muon"]:

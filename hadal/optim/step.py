@@ -39,6 +39,9 @@ class Stepper(Protocol):
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Take up the buckets of the newest param group, whose parameters are `members`."""
 
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
+
 
 class FlatStepper:
     """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
@@ -64,6 +67,10 @@ class FlatStepper:
             self._step_at_once(multiplier)
         else:
             self._step_in_blocks(begin, multiplier)
+
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
+        return None
 
     def _step_in_blocks(self, begin: Beginner, multiplier: float) -> None:
         """Cast, scale, step and write back a cache-sized block at a time."""

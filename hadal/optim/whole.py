@@ -262,6 +262,10 @@ class WholeStepper:
         self._wholes.add(gradients)
         hand_over(self._optimizer, self._optimizer.param_groups[-1], members, self._wholes)
 
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
+        return self._wholes.values.get(parameter)
+
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
         self._wholes.fetch(multiplier)

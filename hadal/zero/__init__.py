@@ -13,6 +13,12 @@ master    the values that the optimizer updates
 """
 
 from hadal.zero.access import GatheredParameters
+from hadal.zero.external import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

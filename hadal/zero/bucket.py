@@ -89,8 +89,11 @@ class Bucket:
         """Take over the parameters' values, rank 0's on every rank, before any cast."""
         given = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            given[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
+            place = given[slot.offset : slot.stop]
+            place.copy_(parameter.detach().reshape(-1))
             parameter.grad = None
+            # One parameter's old memory after the other: never a second copy of all of them.
+            parameter.data = place.view(slot.shape)
         broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
         start, stop = self.span
         self.full: Tensor = given.to(self.precision.compute)
@@ -121,6 +124,14 @@ class Bucket:
         for index, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
             parameter.data = value
             self._versions[index] = parameter._version
+
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Make the parameters look at values that are not this bucket's own, while SHARDED."""
+        self._point_at(values)
+
+    def hide(self) -> None:
+        """Undo `show`: the parameters hold placeholders again."""
+        self._point_at(self._placeholders)
 
     # ---- moving between SHARDED and FULL ---------------------------------------------------------
 

@@ -77,6 +77,53 @@ class Gradients:
         """Whether there are gradients here that no reduction has taken along."""
         return self.state is Arrival.LOCAL or bool(self._late)
 
+    @property
+    def share(self) -> float:
+        """What the sum of all ranks' gradients is multiplied with: 1 / ranks for a mean."""
+        return self._factors.before * self._factors.after
+
+    @property
+    def reduced(self) -> Tensor | None:
+        """The mean of what has been reduced since the last update, over the bucket's `span`."""
+        if self.state is Arrival.MEAN:
+            return self._mean
+        if self._kept is not None:
+            return self._kept
+        return self._mean if self.partitioned and self._mean_holds else None
+
+    def collected(self, index: int) -> Tensor | None:
+        """This rank's own gradient of parameter number `index` that no reduction has taken along.
+
+        1-D; None where there is none.
+        """
+        found = [self._late[index]] if index in self._late else []
+        if self.state is Arrival.LOCAL and self._filled[index]:
+            found.append(self._views[index])
+        return sum(found[1:], found[0]).reshape(-1) if found else None
+
+    def replace(self, index: int, values: Tensor, *, is_local: bool) -> None:
+        """Put 1-D `values`, the same on all ranks, in the place of a parameter's mean gradient.
+
+        With `is_local`, some rank's own gradients wait for a reduction: the values wait with them.
+        """
+        if is_local:
+            self._open()
+            self._late.pop(index, None)
+            view = self._views[index]
+            view.copy_((values / (self.bucket.ranks.size * self.share)).view(view.shape))
+            self._filled[index] = 1
+            values = torch.zeros_like(values)
+        elif self.state is Arrival.EMPTY:
+            self.count_as_zero()
+            self._mean_holds = True
+        reduced = self.reduced
+        if reduced is not None:
+            slot, (low, high) = self.bucket.layout.slots[index], self.bucket.span
+            start, stop = max(low, slot.offset), min(high, slot.stop)
+            if start < stop:
+                part = values[start - slot.offset : stop - slot.offset]
+                reduced[start - low : stop - low].copy_(part)
+
     def place_views(self) -> None:
         """Let autograd add to what is collected already, in place, where that saves a copy."""
         if self.state is Arrival.LOCAL and self._dtype == self.bucket.precision.compute:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +39,30 @@ def _outside_graphs(function: _F) -> _F:
         return shielded(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+class _Own:
+    """A hook of one model: a copy of the model, deep or pickled, is free of it."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._act(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _left_behind, ()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _left_behind() -> Callable[..., None]:
+    return _nothing
 
 
 class Hooks:
@@ -100,19 +124,20 @@ class Hooks:
             runtime.after_use(unit)
 
         module = unit.module
+        check = _Own(lambda *_: runtime.check_readable(unit))
         self._handles += [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(_Own(before), prepend=True, with_kwargs=True),
             # Last in line: the user's own hooks may still read the weights.
-            module.register_forward_hook(after, with_kwargs=True, always_call=True),
-            module.register_state_dict_pre_hook(lambda *_: runtime.check_readable(unit)),
-            module.register_load_state_dict_pre_hook(lambda *_: runtime.check_readable(unit)),
+            module.register_forward_hook(_Own(after), with_kwargs=True, always_call=True),
+            module.register_state_dict_pre_hook(check),
+            module.register_load_state_dict_pre_hook(check),
         ]
 
     def _watch_model(self, model: nn.Module) -> None:
         # Registered after the units' hooks, so that the model's own come first and last.
         self._handles += [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
+            model.register_forward_pre_hook(_Own(self._begin), prepend=True),
+            model.register_forward_hook(_Own(self._end), always_call=True),
         ]
 
     @_outside_graphs
@@ -137,11 +162,22 @@ def _reading(runtime: ZeroRuntime) -> Iterator[None]:
     if not runtime.gathered_units:
         yield
         return
-    with (
-        saved_tensors_hooks(_packer(runtime), _unpacker(runtime)),
-        ReadWatcher(_outside_graphs(runtime.on_read)),
-    ):
+    with saving(runtime), _watcher(runtime):
         yield
+
+
+def _watcher(runtime: ZeroRuntime) -> ReadWatcher:
+    return ReadWatcher(_outside_graphs(runtime.on_read), runtime.on_view)
+
+
+def saving(runtime: ZeroRuntime) -> AbstractContextManager[None]:
+    """A context in which what autograd saves of gathered weights may be freed until backward."""
+    context: AbstractContextManager[None] = (
+        saved_tensors_hooks(_packer(runtime), _unpacker(runtime))
+        if runtime.gathered_units
+        else nullcontext()
+    )
+    return context
 
 
 class _Saved:
@@ -201,11 +237,19 @@ _ASKS = frozenset(
 
 
 class ReadWatcher(TorchFunctionMode):
-    """Sees every operation's arguments before it runs, and announces the parameters among them."""
+    """Sees every operation's arguments before it runs, and announces the parameters among them.
 
-    def __init__(self, on_read: Callable[[nn.Parameter], None]) -> None:
+    Plain tensors are announced to `on_view`, where it is given: they may be views of parameters.
+    """
+
+    def __init__(
+        self,
+        on_read: Callable[[nn.Parameter], None],
+        on_view: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
         self._on_read = on_read
+        self._on_view = on_view
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -221,6 +265,10 @@ class ReadWatcher(TorchFunctionMode):
         for value in values:
             if type(value) is nn.Parameter:
                 self._on_read(value)
+            elif type(value) is Tensor:
+                # Not in a graph that is being compiled: a look at every tensor would break it up.
+                if self._on_view is not None and not torch.compiler.is_compiling():
+                    self._on_view(value)
             elif type(value) in (list, tuple):
                 self._look(value)
 

@@ -24,10 +24,11 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import broadcast_
+from hadal.comm.collectives import broadcast_, start_all_gather
 from hadal.device import current_device
-from hadal.errors import NotBuiltYetError
-from hadal.zero import access
+from hadal.errors import NotBuiltYetError, UsageError
+from hadal.zero import access, apply
+from hadal.zero.birth import Birth, birth_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member, is_foreign
 from hadal.zero.hooks import ReadWatcher
@@ -41,14 +42,21 @@ _STAY_WHOLE = 8
 
 
 class _Nursery:
-    """The parameters that were born sharded and that no engine has taken over yet."""
+    """The parameters that were born sharded and that no engine has taken over yet.
+
+    Owns their buckets. Where a parameter is shown in another dtype than it was given in, its bucket
+    keeps the given values as masters, so that a later initialisation and `initialize` find them as
+    exact as they were.
+    """
 
     def __init__(self) -> None:
         self.bucket_of: MutableMapping[nn.Parameter, Bucket] = WeakIdKeyDictionary()
         self._touched: OrderedDict[Bucket, None] = OrderedDict()
+        # The gathered masters that parameters look at instead of their own bucket's buffer.
+        self._given: dict[Bucket, Tensor] = {}
         self._moves = False
 
-    def bear(self, parameters: Iterable[nn.Parameter], name: str, ranks: Ranks) -> None:
+    def bear(self, parameters: Iterable[nn.Parameter], name: str, ranks: Ranks) -> list[Bucket]:
         """Cut the values of new parameters over the ranks."""
         by_dtype: dict[torch.dtype, list[Member]] = {}
         for parameter in dict.fromkeys(parameters):
@@ -56,58 +64,138 @@ class _Nursery:
             if not known and parameter.numel() > 1 and parameter.device.type != "meta":
                 member = Member(f"{name}[{len(by_dtype)}]", parameter, -1)
                 by_dtype.setdefault(parameter.dtype, []).append(member)
-        device = current_device()
-        for dtype, members in by_dtype.items():
-            plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
-            bucket = Bucket(plan, Precision(dtype, dtype, dtype, dtype), ranks, device)
+        return [
+            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), ranks)
+            for dtype, members in by_dtype.items()
+        ]
+
+    def _lay_down(
+        self, name: str, members: list[Member], precision: Precision, ranks: Ranks
+    ) -> Bucket:
+        plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
+        bucket = Bucket(plan, precision, ranks, current_device())
+        bucket.reshard()
+        for parameter in bucket.parameters:
+            self.bucket_of[parameter] = bucket
+        access.register(self, bucket.parameters)
+        return bucket
+
+    def show_as(self, buckets: Iterable[Bucket], dtype: torch.dtype) -> None:
+        """Show parameters in `dtype`, and keep what they were given as masters."""
+        for bucket in buckets:
+            given = bucket.precision.compute
+            if given == dtype or any(
+                self.bucket_of.get(p) is not bucket for p in bucket.parameters
+            ):
+                continue
+            # Masters belong to what is trained: param group 0 stands for that.
+            members = [
+                Member(slot.name, parameter, 0)
+                for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+            ]
+            with self._own_moves():
+                bucket.unshard()
+                precision = Precision(dtype, given, dtype, dtype)
+                self._lay_down(bucket.name, members, precision, bucket.ranks)
+
+    # ---- seeing what was given -------------------------------------------------------------------
+
+    def _reveal(self, bucket: Bucket) -> None:
+        """Make parameters look at their values as given."""
+        if bucket.master is None:
+            bucket.unshard()
+        elif bucket not in self._given:
+            given = torch.empty(
+                bucket.layout.numel, dtype=bucket.master.dtype, device=bucket.device
+            )
+            given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
+            start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}").wait()
+            self._show(bucket, bucket.views_of(given))
+            self._given[bucket] = given
+
+    def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
+        """Make what is still ours of a bucket look at `values`."""
+        pairs = zip(bucket.parameters, values, strict=True)
+        bucket.show([v if self.bucket_of.get(p) is bucket else p.data for p, v in pairs])
+
+    def _cut_again(self, bucket: Bucket) -> None:
+        """Keep what was written, by way of `.data` too, and free the full values."""
+        label = f"rank 0's first values of {bucket.name}"
+        given = self._given.pop(bucket, None)
+        if given is not None:
+            assert bucket.master is not None  # it was revealed
+            for parameter, view in zip(bucket.parameters, bucket.views_of(given), strict=True):
+                if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
+                    view.copy_(parameter.detach())
+            broadcast_(given, 0, bucket.ranks, label)
+            bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
+            bucket.write_back(0, bucket.master.numel())
+            bucket.hide()
+        elif bucket.state is Weights.FULL:
+            bucket.take_back()
+            broadcast_(bucket.full, 0, bucket.ranks, label)
             bucket.reshard()
-            for parameter in bucket.parameters:
-                self.bucket_of[parameter] = bucket
-            access.register(self, bucket.parameters)
+
+    @contextmanager
+    def _own_moves(self) -> Iterator[None]:
+        """While buckets are moved, what the moves touch is no read."""
+        before, self._moves = self._moves, True
+        try:
+            yield
+        finally:
+            self._moves = before
 
     def on_read(self, parameter: nn.Parameter) -> None:
         """A parameter is about to be read or written by an operation."""
         bucket = None if self._moves else self.bucket_of.get(parameter)
-        if bucket is None:
-            return
-        self._moves = True
-        try:
-            bucket.unshard()
+        if bucket is None or (bucket.state is Weights.FULL and bucket not in self._touched):
+            return  # nobody's, or whole already for somebody who will free it
+        with self._own_moves():
+            self._reveal(bucket)
             self._touched[bucket] = None
             self._touched.move_to_end(bucket)
             if len(self._touched) > _STAY_WHOLE:
                 self._cut_again(self._touched.popitem(last=False)[0])
-        finally:
-            self._moves = False
 
     def settle(self) -> None:
         """Cut everything again that was touched."""
-        self._moves = True
-        try:
+        with self._own_moves():
             while self._touched:
                 self._cut_again(self._touched.popitem(last=False)[0])
-        finally:
-            self._moves = False
 
-    def _cut_again(self, bucket: Bucket) -> None:
-        """Keep what was written, by way of `.data` too, and free the full values."""
-        if bucket.state is Weights.FULL:
-            bucket.take_back()
-            broadcast_(bucket.full, 0, bucket.ranks, f"rank 0's first values of {bucket.name}")
-            bucket.shard.copy_(bucket.full[bucket.span[0] : bucket.span[1]])
-            bucket.reshard()
+    @contextmanager
+    def editing(self, bucket: Bucket) -> Iterator[None]:
+        """Show a bucket's values as given (`Module.apply` before `initialize`)."""
+        self._reveal(bucket)
+        try:
+            yield
+        finally:
+            self._cut_again(bucket)
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable for a while (`GatheredParameters` before `initialize`)."""
-        cut = [b for b in dict.fromkeys(buckets) if b.state is not Weights.FULL]
+        held = dict.fromkeys(buckets)
+        cut = [b for b in held if b.state is not Weights.FULL and b not in self._given]
         for bucket in cut:
+            if bucket.parameters[0].dtype != bucket.precision.compute:
+                bucket.hide()  # an `initialize` that failed left it shown as given
             bucket.unshard()
         try:
             yield
         finally:
             for bucket in cut:
+                bucket.take_back()
                 bucket.reshard()
+
+    # ---- handing over ----------------------------------------------------------------------------
+
+    def show_as_given(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let parameters say the dtype they were given in: `initialize` decides by it."""
+        for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters if p in self.bucket_of):
+            if bucket.master is not None:
+                nan = torch.full((), torch.nan, dtype=bucket.master.dtype, device=bucket.device)
+                self._show(bucket, [nan.expand(slot.shape) for slot in bucket.layout.slots])
 
     @contextmanager
     def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -115,14 +203,18 @@ class _Nursery:
         born = [p for p in parameters if p in self.bucket_of]
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
         for bucket in buckets:
-            bucket.unshard()
+            self._reveal(bucket)
         yield
         for parameter in born:
             del self.bucket_of[parameter]
+        for bucket in buckets:
+            if all(self.bucket_of.get(parameter) is not bucket for parameter in bucket.parameters):
+                self._given.pop(bucket, None)
 
 
 _nursery = _Nursery()
 taking_over = _nursery.taking_over
+show_as_given = _nursery.show_as_given
 
 
 def born_over(parameter: nn.Parameter) -> Ranks | None:
@@ -134,27 +226,46 @@ def born_over(parameter: nn.Parameter) -> Ranks | None:
 class Init:
     """A context in which modules are born sharded. All ranks must build the same modules in it.
 
-    The values are those that building outside would have given on rank 0, bit for bit.
+    The values are those that building outside would have given on rank 0, bit for bit. Contexts may
+    be nested: what is built belongs to the innermost one that is enabled. Making the object starts
+    `torch.distributed`, if nobody has.
+
+    Modules built on `meta` stay there until they are given memory; what is materialised inside is
+    cut when the context ends, and `Init(module=block)` cuts one block at once. Parameters of a
+    single element, of integers, or of a class of their own stay whole.
 
     Args:
         module: a module that exists already, to be cut at once.
         data_parallel_group: the ranks to cut over, where not all hold the same model; by default
             all ranks. `initialize(mpu=...)` must be given the same.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
-        remote_device: "none" or None; other tiers are not built yet.
+        remote_device: where the shards rest: None or "none" is the device that computes. "cpu"
+            means the same where that is the CPU, and is not built yet elsewhere; nor is "nvme".
         pin_memory: means something for other tiers only.
-        config_dict_or_path: accepted; nothing in it changes how modules are born, because the cast
-            to the training dtype is made by `initialize`, from the values as they were given.
+        config_dict_or_path: a configuration. Its precision gives `dtype`, and
+            `zero_optimization.override_module_apply` says whether functions given to `apply` find
+            values; nothing else is read before `initialize`.
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.
-        dtype: cast floating-point parameters to this dtype as they are born.
+        dtype: what floating-point parameters are shown in once the context ends; by default that of
+            the configuration's fp16 or bf16. Values are kept as they were given besides, until
+            `initialize` makes masters of them.
         mpu: gives the data-parallel group, by its `get_data_parallel_group()`.
+        zero_param_parallel_group: not built yet.
+        zero_quantized_weights: not built yet.
+        zero_quantized_nontrainable_weights: not built yet.
+        sequence_data_parallel_group: as `data_parallel_group`, which is the shorter name for the
+            same: the ranks that hold the same model.
+        param_swapper: not built yet.
 
     Raises:
         NotBuiltYetError: an argument whose work is not done yet.
+        UsageError: arguments that contradict each other.
+        ConfigError: the configuration's precision or `zero_optimization` section has faults.
     """
 
-    _active: ClassVar[ExitStack | None] = None
+    _contexts: ClassVar[list[Init]] = []
+    _watching: ClassVar[ExitStack] = ExitStack()
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
         self,
@@ -168,35 +279,50 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
     ) -> None:
-        if remote_device not in (None, "none"):
-            raise NotBuiltYetError(
-                f"zero.Init(remote_device={remote_device!r}) is not built yet; leave it out"
-            )
+        self._enabled = enabled
+        if not enabled:
+            return
+        _refuse_unbuilt(
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights or None,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
+            param_swapper=param_swapper,
+        )
+        _check_remote_device(remote_device)
         if mpu is not None and data_parallel_group is None:
             data_parallel_group = mpu.get_data_parallel_group()
-        self._group = data_parallel_group
-        self._enabled = enabled
-        self._dtype = dtype
-        self._owns_context = False
+        self._group = _one_of(
+            data_parallel_group=data_parallel_group,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+        )
+        birth = birth_of(_one_of(config_dict_or_path=config_dict_or_path, config=config))
+        self._birth = birth if dtype is None else Birth(dtype, birth.gathers_in_apply)
+        self._born: list[Bucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
-        if module is not None and enabled:
-            init_distributed()
+        init_distributed()
+        apply.watch_apply()
+        if module is not None:
             self._bear_all(module)
+            self._show()
 
     def __enter__(self) -> Init:
-        # An inner context changes nothing: the outer one cuts what is built in it.
-        if self._enabled and Init._active is None:
-            init_distributed()
-            stack = ExitStack()
-            stack.enter_context(ReadWatcher(_nursery.on_read))
-            for handle in (
-                register_module_module_registration_hook(self._on_attach),
-                register_module_parameter_registration_hook(self._on_parameter),
-            ):
-                stack.callback(handle.remove)
-            Init._active = stack
-            self._owns_context = True
+        if self._enabled:
+            if not Init._contexts:
+                stack = Init._watching
+                stack.enter_context(apply.attended())
+                stack.enter_context(ReadWatcher(_nursery.on_read))
+                for handle in (
+                    register_module_module_registration_hook(_on_attach),
+                    register_module_parameter_registration_hook(_on_parameter),
+                ):
+                    stack.callback(handle.remove)
+            Init._contexts.append(self)
         return self
 
     def __exit__(
@@ -205,33 +331,78 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._owns_context or Init._active is None:
+        if not self._enabled:
             return
-        Init._active.close()
-        Init._active = None
-        self._owns_context = False
+        Init._contexts.remove(self)
+        if not Init._contexts:
+            Init._watching.close()
+        begun, self._begun = self._begun, []
         if kind is None:
             # What was attached to nothing: the outermost modules' own parameters.
-            for reference in self._begun:
+            for reference in begun:
                 module = reference()
                 if module is not None:
                     self._bear_all(module)
             _nursery.settle()
+            self._show()
 
-    def _on_attach(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def begin(self, module: nn.Module) -> None:
+        """A module has been given a parameter of its own."""
+        self._begun.append(weakref.ref(module))
+
+    def bear(self, module: nn.Module) -> None:
         """A module has been built and becomes part of another one."""
-        if child is not None:
-            _nursery.settle()
-            self._bear_all(child)
-
-    def _on_parameter(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
-        if parameter is not None:
-            self._begun.append(weakref.ref(module))
+        _nursery.settle()
+        self._bear_all(module)
 
     def _bear_all(self, module: nn.Module) -> None:
-        fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
-        for parameter in fresh:
-            if self._dtype is not None and parameter.is_floating_point():
-                parameter.data = parameter.data.to(self._dtype)
         ranks = Ranks.world() if self._group is None else Ranks.of(self._group)
-        _nursery.bear(fresh, type(module).__name__, ranks)
+        fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
+        self._born += _nursery.bear(fresh, type(module).__name__, ranks)
+        if not self._birth.gathers_in_apply:
+            apply.leave_alone(fresh)
+
+    def _show(self) -> None:
+        """Show what was born here in the wanted dtype, now that initialisations are through."""
+        born, self._born = self._born, []
+        if self._birth.dtype is not None:
+            floating = [bucket for bucket in born if bucket.precision.compute.is_floating_point]
+            _nursery.show_as(floating, self._birth.dtype)
+
+
+def _on_attach(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is not None:
+        Init._contexts[-1].bear(child)
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    if parameter is not None:
+        Init._contexts[-1].begin(module)
+
+
+def _refuse_unbuilt(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise NotBuiltYetError(f"zero.Init({name}={value!r}) is not built yet; leave it out")
+
+
+def _check_remote_device(remote_device: str | None) -> None:
+    kind = current_device().type
+    if remote_device in (None, "none") or remote_device == kind == "cpu":
+        return
+    if remote_device in ("cpu", "nvme"):
+        raise NotBuiltYetError(
+            f"zero.Init(remote_device={remote_device!r}) is not built yet: shards rest on the"
+            f" device that computes, {kind}; leave it out"
+        )
+    raise UsageError(
+        f"zero.Init(remote_device={remote_device!r}): expected None, 'none', 'cpu' or 'nvme'"
+    )
+
+
+def _one_of(**given: Any) -> Any:
+    """The argument that was given of several that say the same."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) > 1:
+        raise UsageError(f"zero.Init got {' and '.join(found)}, which say the same; give one")
+    return next(iter(found.values()), None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import max_
+from hadal.comm.collectives import broadcast_, max_
 from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero.agreement import (
     AT_FAULT,
@@ -94,13 +94,17 @@ class ZeroRuntime:
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
-    def _plan_kept(self) -> None:
+    def _plan_sharded(self) -> None:
         sharded = [bucket for bucket in self.buckets if bucket.partition.weights]
+        # The buckets of sharded weights, by the storage of their full buffer, which outlives its
+        # contents: torch gives one object for one storage as long as somebody holds it.
+        storages = [bucket.full.untyped_storage() for bucket in sharded]
+        self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, sharded, strict=True)}
         kept = kept_until_backward([bucket.layout.numel for bucket in sharded], self._limits)
         self._kept = {bucket for bucket, keep in zip(sharded, kept, strict=True) if keep}
 
     def _plan_uses(self, units: Sequence[Unit]) -> None:
-        self._plan_kept()
+        self._plan_sharded()
         for unit in units:
             mine = dict.fromkeys(self.bucket_of[member.parameter] for member in unit.members)
             uses = [bucket for bucket in mine if bucket.partition.weights]
@@ -209,7 +213,17 @@ class ZeroRuntime:
         A read that no unit announces (a module that reaches into another one) is remembered: from
         now on the running unit gathers that bucket too.
         """
-        bucket = self.bucket_of.get(parameter)
+        self._read(self.bucket_of.get(parameter))
+
+    def on_view(self, tensor: Tensor) -> None:
+        """A plain tensor is about to be read: it may look into weights that are freed by now.
+
+        A module may return a view of its weight (`weight.t()`), for another one to use.
+        """
+        held = self._fulls.get(id(tensor.untyped_storage()))
+        self._read(None if held is None else held[1])
+
+    def _read(self, bucket: Bucket | None) -> None:
         if bucket is None or bucket.state is Weights.FULL or self._moves:
             return
         if self._running and bucket not in self._uses[self._running[-1]]:
@@ -257,6 +271,15 @@ class ZeroRuntime:
             self._pins.subtract(held)
             for bucket in gathered:
                 self._drop(bucket)
+
+    @contextmanager
+    def editing(self, bucket: Bucket) -> Iterator[None]:
+        """Keep a bucket readable for a while; afterwards rank 0's values hold, on every rank."""
+        with self.whole([bucket]):
+            try:
+                yield
+            finally:
+                broadcast_(bucket.full, 0, self.ranks, f"rank 0's edits of {bucket.name}")
 
     def check_links(self) -> None:
         """Raise `ModelError` for a parameter that no longer looks into its bucket."""
@@ -451,7 +474,7 @@ class ZeroRuntime:
             if old in uses:
                 place = uses.index(old)
                 uses[place : place + 1] = parts
-        self._plan_kept()
+        self._plan_sharded()
         self._gradients_of |= {
             bucket: Gradients(bucket, self._reduction) for bucket in parts if bucket.trainable
         }

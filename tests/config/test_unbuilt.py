@@ -116,7 +116,6 @@ def test_what_is_built_loads_in_silence(keys):
         {"stage3_gather_16bit_weights_on_model_save": True},
         {"round_robin_gradients": True},
         {"contiguous_gradients": False},
-        {"override_module_apply": False},
     ],
 )
 def test_what_changes_nothing_says_so(keys):

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
-from engine.toys import alone, assert_close, backward, engine_of, model_of, train
+from engine.toys import (
+    alone,
+    assert_close,
+    assert_equal,
+    backward,
+    batch_of,
+    engine_of,
+    loss_of,
+    model_of,
+    train,
+)
 from ranks import RankPools
 from torch import nn
 
 import hadal
-from hadal import comm
+from hadal import comm, utils
+from hadal.errors import ShardedAccessError
 from hadal.zero import GatheredParameters
 
 
@@ -137,6 +149,125 @@ def before_initialize(stage: int) -> None:
     engine.destroy()
 
 
+def anything(stage: int) -> None:
+    """What nobody holds is passed over; what is given twice counts once."""
+    model = model_of()
+    engine = engine_of(stage, model)
+    weight, bias = model[0].weight, model[0].bias
+    mixed = [None, weight, torch.ones(2), weight, nn.Parameter(torch.ones(3)), bias]
+    with GatheredParameters(mixed, modifier_rank=0), torch.no_grad():
+        assert torch.equal(weight, model_of()[0].weight)
+        weight.fill_(float(comm.get_rank()))
+    with GatheredParameters(p for p in (weight, None)):
+        assert bool((weight == 0).all())
+    engine.destroy()
+
+
+def one_rank_fails(stage: int) -> None:
+    """What was written before an exception is kept, on every rank, whichever of them raised."""
+    model, plain = model_of(), model_of()
+    engine = engine_of(stage, model, bf16={"enabled": True})
+    for culprit in range(comm.get_world_size()):
+        outcome = pytest.raises(KeyError) if comm.get_rank() == culprit else nullcontext()
+        with outcome, GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
+            model[0].weight.fill_(0.5 + culprit + 4 * comm.get_rank())
+            if comm.get_rank() == culprit:
+                raise KeyError("mine")
+        state = engine.state_dict()
+        assert bool((state["0.weight"] == 0.5 + culprit).all())
+        master = utils.safe_get_full_fp32_param(model[0].weight)
+        assert bool((master == 0.5 + culprit).all())
+        assert torch.equal(state["3.weight"], plain[3].weight.detach().bfloat16())
+    assert is_whole(model[0].weight) == (stage < 3)
+    engine.destroy()
+
+
+class Gathers(nn.Module):
+    """Reads and writes a whole weight of another module inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model_of()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        other = self.body[3].weight
+        with GatheredParameters(other, modifier_rank=0):
+            if not self.training and comm.get_rank() == 0:
+                other.data.fill_(0.5)
+            norm = other.detach().norm()
+        outputs: torch.Tensor = self.body(inputs) * norm
+        return outputs
+
+
+def inside_forward(stage: int) -> None:
+    model, plain = Gathers(), Gathers()
+    engine = engine_of(stage, model)
+    train(engine, range(2))
+    assert_close(engine.state_dict(), alone(plain, [[0], [1]]))
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.ones(1, 6))
+    assert bool((engine.state_dict()["body.3.weight"] == 0.5).all())
+    assert bool((utils.safe_get_full_fp32_param(model.body[3].weight) == 0.5).all())
+    engine.destroy()
+
+
+def in_the_loss(stage: int) -> None:
+    """A penalty on weights, computed outside of forward: backward finds the values again."""
+    model, plain = model_of(), model_of()
+    engine = engine_of(stage, model)
+
+    def penalty(trained: nn.Sequential) -> torch.Tensor:
+        return 0.1 * (
+            trained[0].weight.square().sum() + (trained[3].weight @ trained[0].weight).sum()
+        )
+
+    for step in range(2):
+        inputs, targets = batch_of(step)
+        with GatheredParameters([model[0].weight, model[3].weight]):
+            loss = loss_of(engine(inputs), targets) + penalty(model)
+        engine.backward(loss)
+        engine.step()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            inputs, targets = batch_of(step, rank)
+            ((loss_of(plain(inputs), targets) + penalty(plain)) / 2).backward()
+        optimizer.step()
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    assert_close(engine.state_dict(), expected)
+    engine.destroy()
+
+
+def loading(stage: int) -> None:
+    """`load_state_dict` of the module inside, and of the engine outside, reach the masters."""
+    model = model_of()
+    engine = engine_of(stage, model, bf16={"enabled": True})
+    source = model_of(seed=8).state_dict()
+    if stage == 3:
+        with pytest.raises(ShardedAccessError, match=r"engine\.state_dict\(\).*GatheredParameters"):
+            model.state_dict()
+        with pytest.raises(ShardedAccessError, match="GatheredParameters"):
+            model.load_state_dict(source)
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        model.load_state_dict(source)
+        found = model.state_dict()
+        assert torch.equal(found["0.weight"], source["0.weight"].bfloat16())
+    rounded = source["0.weight"].bfloat16().float()
+    assert torch.equal(utils.safe_get_full_fp32_param(model[0].weight), rounded)
+    part = {"0.weight": torch.full((9, 6), 0.5), "unknown": torch.ones(1)}
+    told = engine.load_state_dict(part, strict=False)
+    assert (told.unexpected_keys, "3.bias" in told.missing_keys) == (["unknown"], True)
+    assert bool((utils.safe_get_full_fp32_param(model[0].weight) == 0.5).all())
+    with pytest.raises(RuntimeError, match="unknown"):
+        engine.load_state_dict(part)
+    engine.load_state_dict(source)
+    assert_equal(engine.state_dict(), {k: v.bfloat16() for k, v in source.items()})
+    train(engine, range(1))
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "case",
@@ -149,6 +280,11 @@ def before_initialize(stage: int) -> None:
         between_backward_and_step,
         strangers,
         before_initialize,
+        anything,
+        one_rank_fails,
+        inside_forward,
+        in_the_loss,
+        loading,
     ],
     ids=lambda case: case.__name__,
 )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from contracts.test_memory import held_nbytes
 from engine.toys import TINY, assert_equal, engine_of, model_of, train
 from ranks import RankPools
 from torch import nn
 
 import hadal
-from hadal import comm
-from hadal.errors import NotBuiltYetError
+from hadal import comm, utils
+from hadal.errors import ConfigError, NotBuiltYetError, UsageError
 from hadal.zero import GatheredParameters
 
 
@@ -233,8 +236,23 @@ def use_options() -> None:
         raise KeyError("mine")
     assert not is_cut(model_of()[0].weight)
 
-    with pytest.raises(NotBuiltYetError, match="remote_device"):
-        hadal.zero.Init(remote_device="cpu")
+    for tier in ("cpu", "none", None):  # here all of them are where it computes
+        with hadal.zero.Init(remote_device=tier, pin_memory=True):
+            resting = model_of()
+        assert is_cut(resting[0].weight)
+    for option in (
+        {"param_swapper": object()},
+        {"remote_device": "nvme"},
+        {"zero_quantized_weights": True},
+        {"zero_param_parallel_group": object()},
+    ):
+        with pytest.raises(NotBuiltYetError, match=next(iter(option))):
+            hadal.zero.Init(**option)
+        hadal.zero.Init(enabled=False, **option)
+    with pytest.raises(UsageError, match="expected None, 'none', 'cpu' or 'nvme'"):
+        hadal.zero.Init(remote_device="disk")
+    with pytest.raises(UsageError, match="config_dict_or_path and config, which say the same"):
+        hadal.zero.Init(config={}, config_dict_or_path={})
 
 
 def test_options(ranks: RankPools) -> None:
@@ -280,3 +298,215 @@ def tie_after_birth(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_may_be_tied_after_birth(stage: int, ranks: RankPools) -> None:
     ranks(2).run(tie_after_birth, stage)
+
+
+# ---- the dtype ------------------------------------------------------------------------------
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
+
+
+def show_in_dtype(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Parameters say the configured dtype, and start training from the values as given."""
+    outside = Applied()
+    states = []
+    for context in (hadal.zero.Init(config_dict_or_path=settings), contextlib.nullcontext()):
+        torch.manual_seed(5)
+        with context:
+            model = Applied()
+        if isinstance(context, hadal.zero.Init):
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            assert is_cut(model.layers[0].weight)
+            assert_equal(
+                values_of(model),
+                {name: value.to(dtype) for name, value in plain_state(outside, 5).items()},
+            )
+            # An initialisation sees, and leaves, values as exact as outside.
+            assert dtypes_in_apply(model) == {torch.float32}
+        torch.manual_seed(6)
+        model.apply(model.start)
+        engine = engine_of(3, model, **settings)
+        states.append({n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()})
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        engine.destroy()
+    assert_equal(*states)
+    assert not torch.equal(states[0]["layers.0.weight"], states[0]["layers.0.weight"].to(dtype))
+
+
+def dtypes_in_apply(model: nn.Module) -> set[torch.dtype]:
+    seen: set[torch.dtype] = set()
+    model.apply(lambda module: seen.update(p.data.dtype for p in module.parameters(recurse=False)))
+    return seen
+
+
+def plain_state(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return dict(type(model)().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [(BF16, torch.bfloat16), (FP16, torch.float16)],
+    ids=["bf16", "fp16"],
+)
+def test_the_configuration_gives_the_dtype(
+    settings: dict[str, Any], dtype: torch.dtype, ranks: RankPools
+) -> None:
+    ranks(2).run(show_in_dtype, settings, dtype)
+
+
+def write_what_is_shown() -> None:
+    with hadal.zero.Init(dtype=torch.bfloat16):
+        model = model_of()
+    weight, first = model[0].weight, model_of()[0].weight.detach()
+    with GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+        assert torch.equal(weight, first.bfloat16())
+        if comm.get_rank() == 1:
+            weight[0] = 0.5
+    engine = engine_of(3, model, **BF16)
+    master = utils.safe_get_full_fp32_param(weight)
+    assert bool((master[0] == 0.5).all())
+    assert torch.equal(master[1:], first[1:])  # what was left alone stays exact
+    engine.destroy()
+
+
+def test_writes_reach_the_exact_values(ranks: RankPools) -> None:
+    ranks(2).run(write_what_is_shown)
+
+
+def nest() -> None:
+    """What is built belongs to the innermost context that is enabled."""
+    with hadal.zero.Init(dtype=torch.bfloat16):
+        with hadal.zero.Init(dtype=torch.float16):
+            inner = model_of()
+        with hadal.zero.Init(enabled=False, dtype=torch.float64):
+            outer = model_of()
+    assert {p.dtype for p in inner.parameters()} == {torch.float16}
+    assert {p.dtype for p in outer.parameters()} == {torch.bfloat16}
+    autos = {"fp16": {"enabled": "auto"}, "zero_optimization": {"reduce_bucket_size": "auto"}}
+    with hadal.zero.Init(config={**autos, "train_batch_size": "auto", "scheduler": {"type": "?"}}):
+        plain = model_of()
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
+        hadal.zero.Init(config={"zero_optimization": {"stage": 7}})
+
+
+def test_contexts_nest(ranks: RankPools) -> None:
+    ranks(2).run(nest)
+
+
+# ---- from meta, and over some of the ranks --------------------------------------------------
+
+
+def materialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if list(module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()
+
+
+def build_on_meta(where: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 9), nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9)))
+
+    with torch.device("meta"):
+        expected = make()
+    torch.manual_seed(3)
+    materialise(expected)
+    torch.manual_seed(3)
+    if where == "inside":
+        with hadal.zero.Init():
+            with torch.device("meta"):
+                model = make()
+            materialise(model)
+    elif where == "assigned":
+        with hadal.zero.Init(), torch.device("meta"):
+            model = make()
+        model.load_state_dict(expected.state_dict(), assign=True)
+        hadal.zero.Init(module=model)
+    else:
+        with hadal.zero.Init(), torch.device("meta"):
+            model = make()
+        for block in model:
+            materialise(block)
+            hadal.zero.Init(module=block)
+    assert all(is_cut(parameter) for parameter in model.parameters())
+    assert_equal(values_of(model), dict(expected.state_dict()))
+    engine = engine_of(3, model)
+    assert_equal(engine.state_dict(), dict(expected.state_dict()))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("where", ["inside", "assigned", "block by block"])
+def test_models_on_meta_may_be_materialised(where: str, ranks: RankPools) -> None:
+    ranks(2).run(build_on_meta, where)
+
+
+class Mpu:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+def build_in_groups() -> None:
+    """Each group has a model of its own, cut over its ranks; its first rank's values count."""
+    rank = comm.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = groups[rank // 2]
+    for options in ({"data_parallel_group": mine}, {"mpu": Mpu(mine)}):
+        torch.manual_seed(10 * (rank // 2) + rank)
+        with hadal.zero.Init(**options):
+            model = nn.Sequential(nn.Linear(6, 6))
+        assert is_cut(model[0].weight)
+        torch.manual_seed((0, 0, 12)[rank])
+        assert_equal(values_of(model), dict(nn.Sequential(nn.Linear(6, 6)).state_dict()))
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def test_ranks_of_a_group(ranks: RankPools) -> None:
+    ranks(3).run(build_in_groups)
+
+
+# ---- memory ---------------------------------------------------------------------------------
+
+
+WIDTH, DEPTH = 128, 24
+
+
+class Weighed(nn.Linear):
+    """Notes what all tensors of this rank take, at the worst moment: before it is cut."""
+
+    peak = 0
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        Weighed.peak = max(Weighed.peak, held_nbytes())
+
+
+def build_deep() -> tuple[int, int]:
+    gc.collect()
+    already, Weighed.peak = held_nbytes(), 0
+    with hadal.zero.Init():
+        model = nn.Sequential(*(nn.Sequential(Weighed(), nn.ReLU()) for _ in range(DEPTH)))
+    gc.collect()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    held = held_nbytes()
+    del model
+    gc.collect()
+    assert numel == DEPTH * (WIDTH**2 + WIDTH)
+    return Weighed.peak - already, held - already
+
+
+def test_the_peak_is_the_shards_and_the_largest_module(ranks: RankPools) -> None:
+    layer = 4 * (WIDTH**2 + WIDTH)
+    small = 64 * 1024  # bytes: placeholders, the generator's state, padding
+    for world in (2, 3):
+        for peak, held in ranks(world).run(build_deep):
+            shards = DEPTH * layer / world
+            assert shards <= held <= shards + small
+            assert peak <= shards + layer + small < DEPTH * layer

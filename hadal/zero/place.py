@@ -1,0 +1,261 @@
+"""Where one parameter lies: its bucket, its fragment, and its part of the optimizer's memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_, max_
+from hadal.comm.faults import told_to_all
+from hadal.errors import UsageError
+from hadal.zero import access
+from hadal.zero.access import Keeper
+from hadal.zero.bucket import Bucket
+from hadal.zero.gradients import Arrival, Gradients
+from hadal.zero.layout import Slot
+from hadal.zero.runtime import Phase, ZeroRuntime
+
+
+class Stepper(Protocol):
+    """What knows where whole parameters lie in an optimizer."""
+
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The whole values that the optimizer has for a parameter, if this rank owns them."""
+
+
+class Trainer(Protocol):
+    """Whoever steps the parameters of a runtime: an engine."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied with."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """None until there is one."""
+
+    @property
+    def stepper(self) -> Stepper | None:
+        """None until there is one."""
+
+
+_trainers: weakref.WeakKeyDictionary[ZeroRuntime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def attend(runtime: ZeroRuntime, trainer: Trainer) -> None:
+    """Make known who steps the parameters of `runtime`."""
+    _trainers[runtime] = weakref.ref(trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of one parameter that an optimizer steps on this rank."""
+
+    state: MutableMapping[str, Any]
+    values: nn.Parameter
+    """What the optimizer has in its param groups: a flat piece, or the whole parameter."""
+    offset: int
+    """Where the part begins in `values`, in elements."""
+    start: int
+    """Where it begins in the parameter."""
+    numel: int
+
+    def is_elementwise(self, key: str) -> bool:
+        """Whether a value is kept for each element."""
+        value = self.state[key]
+        # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
+        alike = isinstance(value, Tensor) and value.shape == self.values.shape
+        return alike and key != "step"
+
+    def elements(self, key: str) -> Tensor:
+        """This part's elements of a value, as a 1-D view."""
+        flat: Tensor = self.state[key].view(-1)
+        return flat[self.offset : self.offset + self.numel]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One parameter, its bucket and whoever keeps and steps it."""
+
+    bucket: Bucket
+    index: int
+    keeper: Keeper
+    trainer: Trainer | None
+
+    @property
+    def slot(self) -> Slot:
+        """The parameter's name, shape and offset in its bucket."""
+        return self.bucket.layout.slots[self.index]
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the bucket."""
+        return self.bucket.ranks
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied with."""
+        return 1.0 if self.trainer is None else self.trainer.loss_scale
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether masters, and the gradients for them, are cut over the ranks."""
+        return self.bucket.partition.optimizer or self.bucket.partition.weights
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def master(self) -> Tensor:
+        """The exact values of the bucket's `span`, with the user's edits."""
+        self.bucket.absorb_edits()
+        return self.bucket.shard if self.bucket.master is None else self.bucket.master
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """The (start, stop) of a rank's fragment, counted from the parameter's start."""
+        if not self.is_cut:
+            return 0, self.slot.numel
+        low, high = self.bucket.layout.span(rank)
+        start = min(max(low - self.slot.offset, 0), self.slot.numel)
+        return start, min(max(high - self.slot.offset, start), self.slot.numel)
+
+    def cut(self, values: Tensor) -> Tensor:
+        """This rank's fragment in `values`, which lie like the bucket's `span`: a 1-D view."""
+        start, stop = self.bounds(self.ranks.rank)
+        first = self.slot.offset + start - self.bucket.span[0]
+        return values[first : first + stop - start] if start < stop else values[:0]
+
+    def fragment_of(self, full: Tensor) -> Tensor:
+        """This rank's fragment in the parameter's own values, 1-D."""
+        start, stop = self.bounds(self.ranks.rank)
+        return full[start:stop]
+
+    def joined(self, mine: Tensor) -> Tensor:
+        """The parameter's values on every rank, 1-D, from each rank's fragment of them.
+
+        Where nothing is cut they are rank 0's.
+        """
+        label = f"the gather of {self.slot.name}"
+        if not self.is_cut:
+            full = mine.clone()
+            broadcast_(full, 0, self.ranks, label)
+            return full
+        full = torch.empty(self.slot.numel, dtype=mine.dtype, device=mine.device)
+        for rank in range(self.ranks.size):
+            start, stop = self.bounds(rank)
+            if rank == self.ranks.rank:
+                full[start:stop].copy_(mine)
+            broadcast_(full[start:stop], rank, self.ranks, label)
+        return full
+
+    def own(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
+        """What a caller gave, checked on all ranks."""
+        with told_to_all(self.ranks, name, UsageError):
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise UsageError(
+                    f"rank {self.ranks.rank}: {name} for {self.slot.name} expects a tensor of"
+                    f" shape {shape}, got {found}"
+                )
+        given: Tensor = value
+        return given.detach().to(self.bucket.device)
+
+    def spread(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
+        """Rank 0's values of what all ranks gave, 1-D, in fp32 or wider."""
+        exact = torch.promote_types(self.master().dtype, torch.float32)
+        given = self.own(value, shape, name).to(exact, copy=True).reshape(-1).contiguous()
+        broadcast_(given, 0, self.ranks, f"the new values of {self.slot.name}")
+        return given
+
+    # ---- gradients -------------------------------------------------------------------------------
+
+    def gradients(self) -> Gradients | None:
+        """The gradients of the bucket, where it is trained by an engine."""
+        if not isinstance(self.keeper, ZeroRuntime):
+            return None
+        if self.keeper.phase is not Phase.IDLE:
+            raise UsageError(
+                f"rank {self.ranks.rank}: the gradient of {self.slot.name} was asked for inside"
+                " forward or backward; ask between engine.backward(loss) and engine.step()"
+            )
+        return next((g for g in self.keeper.gradients if g.bucket is self.bucket), None)
+
+    def agree_on(self, gradients: Gradients) -> tuple[bool, bool]:
+        """Whether any rank has gradients since the last update, and here unreduced ones."""
+        assert isinstance(self.keeper, ZeroRuntime)  # it has gradients
+        begun = any(g.state is not Arrival.EMPTY for g in self.keeper.gradients)
+        report = torch.tensor(
+            [begun, gradients.waits], dtype=torch.uint8, device=self.bucket.device
+        )
+        max_(report, self.ranks, "the agreement on gradients asked for")
+        any_begun, any_waits = report.tolist()
+        return bool(any_begun), bool(any_waits)
+
+    # ---- the optimizer ---------------------------------------------------------------------------
+
+    def part_of_optimizer(self) -> Part | None:
+        """What of this parameter the optimizer steps here; None where it steps nothing of it."""
+        trainer, bucket = self.trainer, self.bucket
+        if trainer is None or trainer.optimizer is None or bucket.master is None:
+            return None
+        state = trainer.optimizer.state
+        stepper = trainer.stepper
+        whole = None if stepper is None else stepper.values_of(bucket.parameters[self.index])
+        if whole is not None:
+            return Part(state.get(whole, {}), whole, 0, 0, self.slot.numel)
+        mine = self.cut(bucket.master)
+        if not mine.numel():
+            return None
+        for group in trainer.optimizer.param_groups:
+            for piece in group["params"]:
+                offset = _offset_in(piece, mine)
+                if offset is not None:
+                    start = self.bounds(self.ranks.rank)[0]
+                    return Part(state.get(piece, {}), piece, offset, start, mine.numel())
+        return None
+
+
+def _offset_in(piece: Tensor, mine: Tensor) -> int | None:
+    """Where `mine` begins in `piece`, in elements, if it is a part of the same memory."""
+    if piece.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
+        return None
+    offset = (mine.data_ptr() - piece.data_ptr()) // mine.itemsize
+    return offset if offset >= 0 and offset + mine.numel() <= piece.numel() else None
+
+
+def place_of(param: nn.Parameter) -> Place | None:
+    """Where a parameter lies; None for one that neither an engine nor `Init` holds."""
+    keeper = access.keeper_of(param)
+    if keeper is None:
+        return None
+    bucket = keeper.bucket_of[param]
+    index = next(i for i, known in enumerate(bucket.parameters) if known is param)
+    trainer = _trainers.get(keeper) if isinstance(keeper, ZeroRuntime) else None
+    return Place(bucket, index, keeper, None if trainer is None else trainer())
+
+
+def held_place(param: nn.Parameter, name: str) -> Place:
+    """Where a parameter lies, for the function `name` that is about to change it.
+
+    Raises:
+        UsageError: nobody holds it.
+    """
+    place = place_of(param)
+    if place is None:
+        raise UsageError(
+            f"{name} got a parameter of shape {tuple(param.shape)} that no engine holds; change it"
+            " in place"
+        )
+    return place
+
+
+def exact(values: Tensor) -> Tensor:
+    """Floating-point values in fp32, or wider where it is wider."""
+    if not values.is_floating_point():
+        return values
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,329 @@
+"""What stands behind one parameter: its fp32 value, its gradient and the optimizer's memory of it.
+
+"full" is the whole tensor on every rank, "local" this rank's fragment of it as a flat tensor. All
+ranks call these functions together, for the same parameters in the same order, outside of forward
+and backward. What they return is a copy. They answer None for a parameter that no engine holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm.collectives import broadcast_, gather_objects, sum_
+from hadal.errors import UsageError
+from hadal.zero.bucket import Weights
+from hadal.zero.place import Part, Place, exact, held_place, place_of
+
+# ---- the fp32 value ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The master of a parameter, in its shape; of a frozen one its weight, in fp32."""
+    place = place_of(param)
+    if place is None:
+        return None
+    return exact(place.joined(place.cut(place.master()))).view(param.shape)
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's fragment of the master, 1-D; empty where it holds none of the parameter."""
+    place = place_of(param)
+    return None if place is None else exact(place.cut(place.master()).clone())
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter new values (rank 0's count), in its master and its weight on all ranks.
+
+    Raises:
+        UsageError: `value` has another shape, or no engine holds the parameter.
+    """
+    place = held_place(param, "safe_set_full_fp32_param")
+    _put_master(place, place.spread(value, tuple(param.shape), "safe_set_full_fp32_param"))
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Give this rank's fragment new values: a 1-D tensor, empty on a rank that holds none.
+
+    Where masters are whole on every rank (stage 0), rank 0's values count.
+
+    Raises:
+        UsageError: `value` has another length, or no engine holds the parameter.
+    """
+    place = held_place(param, "safe_set_local_fp32_param")
+    cut = place.cut(place.master())
+    mine = place.own(value, (cut.numel(),), "safe_set_local_fp32_param").to(cut.dtype)
+    _put_master(place, place.joined(mine))
+
+
+def _put_master(place: Place, full: Tensor) -> None:
+    """Put `full`, the same on all ranks, where it belongs on this one."""
+    bucket, master = place.bucket, place.master()
+    cut = place.cut(master)
+    cut.copy_(place.fragment_of(full))
+    if bucket.master is not None and cut.numel():
+        start = (cut.data_ptr() - master.data_ptr()) // master.itemsize
+        bucket.write_back(start, start + cut.numel())
+    if bucket.state is Weights.FULL:
+        # By way of the master's dtype, as a step does it: rounding twice may differ from once.
+        bucket.full[place.slot.offset : place.slot.stop].copy_(full.to(master.dtype))
+
+
+# ---- the gradient --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient that the next update would use, in fp32 and in the parameter's shape.
+
+    It is what all ranks have accumulated since the last update (their mean, unless the
+    configuration adds them up), where each micro-step counts 1 / gradient_accumulation_steps:
+    without the loss scale, and before clipping.
+    Zeros for a parameter that took no part. None before the first backward of an update, and for
+    what is not trained.
+    """
+    place = place_of(param)
+    full = None if place is None else _gradient(place)
+    return None if full is None else full.view(param.shape)
+
+
+@torch.no_grad()
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """`safe_get_full_grad`, cut to this rank's fragment: 1-D, and empty where it holds none."""
+    place = place_of(param)
+    full = None if place is None else _gradient(place)
+    if place is None or full is None:
+        return None
+    return place.fragment_of(full).clone()
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the gradient that `safe_get_full_grad` gives (rank 0's values count).
+
+    Raises:
+        UsageError: `value` has another shape, or there is no gradient to replace.
+    """
+    place = held_place(param, "safe_set_full_grad")
+    _put_gradient(place, place.spread(value, tuple(param.shape), "safe_set_full_grad"))
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's fragment of the gradient: a 1-D tensor, empty where it holds none.
+
+    Raises:
+        UsageError: `value` has another length, or there is no gradient to replace.
+    """
+    place = held_place(param, "safe_set_local_grad")
+    numel = place.fragment_of(torch.empty(place.slot.numel)).numel()
+    mine = place.own(value, (numel,), "safe_set_local_grad").float()
+    _put_gradient(place, place.joined(mine))
+
+
+@torch.no_grad()
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _gradient(place: Place) -> Tensor | None:
+    """The mean gradient of all ranks, unscaled, 1-D; the same on every rank."""
+    gradients = place.gradients()
+    if gradients is None:
+        return None
+    begun, uncollected = place.agree_on(gradients)
+    if not begun:
+        return None
+    numel, device = place.slot.numel, place.bucket.device
+    total = torch.zeros(numel, dtype=torch.float32, device=device)
+    reduced = gradients.reduced
+    if reduced is not None:
+        total = exact(place.joined(place.cut(reduced)))
+    if uncollected:
+        local = gradients.collected(place.index)
+        part = torch.zeros_like(total) if local is None else local.to(total.dtype, copy=True)
+        sum_(part, place.ranks, f"the sum of the gradients of {place.slot.name}")
+        total += part * gradients.share
+    return total / place.loss_scale
+
+
+def _put_gradient(place: Place, full: Tensor) -> None:
+    gradients = place.gradients()
+    begun, uncollected = (False, False) if gradients is None else place.agree_on(gradients)
+    if gradients is None or not begun:
+        raise UsageError(
+            f"rank {place.ranks.rank}: {place.slot.name} has no gradient to replace; it is set"
+            " between engine.backward(loss) and engine.step(), and for trained parameters only"
+        )
+    gradients.replace(place.index, full * place.loss_scale, is_local=uncollected)
+
+
+# ---- the optimizer's memory ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
+    """What the optimizer remembers of a parameter under a key (`exp_avg`): in its shape, in fp32.
+
+    What is not kept for each element (a count of steps, a factored moment) comes as it is. None
+    before the first update, and for what is not trained.
+
+    Raises:
+        UsageError: the optimizer keeps nothing of that name.
+    """
+    place = place_of(param)
+    if place is None or place.trainer is None:
+        return None
+    part = place.part_of_optimizer()
+    held = gather_objects(_announced(part, optim_state_key), place.ranks)
+    _expect_key(place, held, optim_state_key)
+    plain = [one for one in held if isinstance(one, _Plain)]
+    if plain:
+        return plain[0].value
+    cuts = [(rank, one) for rank, one in enumerate(held) if isinstance(one, _Elements)]
+    if not cuts:
+        return None
+    full = torch.empty(place.slot.numel, dtype=cuts[0][1].dtype, device=place.bucket.device)
+    covered = 0
+    for rank, one in sorted(cuts, key=lambda cut: cut[1].start):
+        if one.start + one.numel <= covered:
+            continue
+        piece = full[one.start : one.start + one.numel]
+        if rank == place.ranks.rank and part is not None:
+            piece.copy_(part.elements(optim_state_key))
+        broadcast_(piece, rank, place.ranks, f"the {optim_state_key} of {place.slot.name}")
+        covered = one.start + one.numel
+    return exact(full).view(param.shape)
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
+    """What of it lies on this rank: 1-D, empty where none does. No other rank need call it.
+
+    Where whole parameters are stepped (Muon, Adafactor) all of it lies on the rank that owns the
+    parameter.
+    """
+    place = place_of(param)
+    if place is None or place.trainer is None or place.trainer.optimizer is None:
+        return None
+    part = place.part_of_optimizer()
+    if part is None:
+        return torch.empty(0, device=place.bucket.device) if place.gradients() else None
+    if not part.state:
+        return None
+    _expect_key(place, [_announced(part, optim_state_key)], optim_state_key)
+    if part.is_elementwise(optim_state_key):
+        return exact(part.elements(optim_state_key).clone())
+    return _copied(part.state[optim_state_key])
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace what the optimizer remembers under a key (rank 0's values count).
+
+    Raises:
+        UsageError: another shape, no such key, nothing remembered yet (before the first update), or
+            a value that all parameters of a flat piece share, such as a count of steps.
+    """
+    name = "safe_set_full_optimizer_state"
+    place = held_place(param, name)
+    part = place.part_of_optimizer()
+    held = gather_objects(_announced(part, optim_state_key), place.ranks)
+    _expect_key(place, held, optim_state_key)
+    _expect_elements(place, held, optim_state_key)
+    full = place.spread(value, tuple(param.shape), name)
+    if part is not None:
+        part.elements(optim_state_key).copy_(full[part.start : part.start + part.numel])
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
+    """Replace what of it lies on this rank: a 1-D tensor, empty where none does.
+
+    Where the state is whole on every rank (stage 0), all ranks must give the same.
+
+    Raises:
+        UsageError: as `safe_set_full_optimizer_state`.
+    """
+    name = "safe_set_local_optimizer_state"
+    place = held_place(param, name)
+    part = place.part_of_optimizer()
+    held = gather_objects(_announced(part, optim_state_key), place.ranks)
+    _expect_key(place, held, optim_state_key)
+    _expect_elements(place, held, optim_state_key)
+    numel = 0 if part is None else part.numel
+    mine = place.own(value, (numel,), name)
+    if part is not None:
+        part.elements(optim_state_key).copy_(mine)
+
+
+class _Elements(NamedTuple):
+    """A rank's word that it holds these elements of a parameter's state."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+
+
+class _Plain(NamedTuple):
+    """A value that is not kept for each element."""
+
+    value: Any
+
+
+class _Missing(NamedTuple):
+    """A rank's word that the optimizer keeps other things than the one asked for."""
+
+    keys: tuple[str, ...]
+
+
+def _announced(part: Part | None, key: str) -> object:
+    if part is None or not part.state:
+        return None
+    if key not in part.state:
+        return _Missing(tuple(sorted(part.state)))
+    if part.is_elementwise(key):
+        return _Elements(part.start, part.numel, part.state[key].dtype)
+    return _Plain(_copied(part.state[key]))
+
+
+def _expect_key(place: Place, held: Iterable[object], key: str) -> None:
+    missing = [one for one in held if isinstance(one, _Missing)]
+    if missing:
+        raise UsageError(
+            f"rank {place.ranks.rank}: the optimizer keeps no {key!r} of {place.slot.name}; it"
+            f" keeps {', '.join(missing[0].keys)}"
+        )
+
+
+def _expect_elements(place: Place, held: Iterable[object], key: str) -> None:
+    kinds = {type(one) for one in held if one is not None}
+    if not kinds:
+        raise UsageError(
+            f"rank {place.ranks.rank}: the optimizer remembers nothing of {place.slot.name} yet;"
+            " set its state after the first update"
+        )
+    if _Plain in kinds:
+        raise UsageError(
+            f"rank {place.ranks.rank}: {key!r} of {place.slot.name} is not kept for each element,"
+            " and parameters may share it; change it in engine.optimizer.state"
+        )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
