@@ -21,6 +21,7 @@ from hadal.config import Config
 from hadal.engine.collector import hold_collector
 from hadal.engine.fetch import Collate
 from hadal.engine.loader import Reading, ShardedLoader
+from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
 from hadal.engine.report import Progress
 from hadal.engine.topology import Topology
@@ -51,6 +52,7 @@ class Engine(nn.Module):
         self._counters = Counters()
         self._cycle = Cycle()
         self._collector = hold_collector(self) if parts.holds_collector else None
+        self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
         place.attend(parts.runtime, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -297,7 +299,8 @@ class Engine(nn.Module):
 
         Raises:
             LossError: `loss` is not a scalar that depends on trainable parameters.
-            UsageError: nothing is trainable.
+            UsageError: nothing is trainable, or the model has a parameter since `initialize` that
+                asks for gradients and is not trained.
         """
         self._expect_alive()
         self._check_loss_everywhere(loss)
@@ -342,6 +345,8 @@ class Engine(nn.Module):
                 f"{where} has nothing to train: no parameter of the model that requires a gradient"
                 " is given to the optimizer"
             )
+        if not self._cycle.backwards:
+            self._newcomers.check(where)
         if not isinstance(loss, Tensor):
             raise LossError(
                 f"{where} expects a tensor, got {type(loss).__name__}; give the loss itself, for"
