@@ -13,12 +13,22 @@ master    the values that the optimizer updates
 """
 
 from hadal.zero.access import GatheredParameters
+from hadal.zero.estimate import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from hadal.zero.external import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "register_external_parameter",
     "unregister_external_parameter",
 ]
