@@ -5,6 +5,7 @@
 
 Reading needs every rank to enter. Writing is done by one rank, `modifier_rank`, and what it wrote
 is on every rank, in the weights and in the optimizer's fp32 values, when the block ends.
+`hadal.utils` reads and writes the master, gradient and optimizer state of one parameter.
 """
 
 import torch
@@ -46,7 +47,10 @@ def main() -> None:
     first = engine(x)
     torch.testing.assert_close(first[0], first[1])  # the input no longer matters
     engine.backward(first.square().mean())
+    gradient = hadal.utils.safe_get_full_grad(weight)
+    assert gradient.shape == (12, 6)  # the mean of all ranks, in fp32
     engine.step()
+    assert hadal.utils.safe_get_full_optimizer_state(weight, "exp_avg").shape == (12, 6)
     assert not torch.equal(engine(x), first)
     if rank == 0:
         print(
