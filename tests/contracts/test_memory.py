@@ -105,8 +105,9 @@ def held_nbytes() -> int:
                 for tensor in (found, found.grad if found.is_leaf else None):
                     if tensor is None or tensor.layout is not torch.strided:
                         continue
-                    if tensor.device.type != "meta":
-                        storage = tensor.untyped_storage()
+                    # What a compiler traced with says cpu, and its storage is on meta.
+                    storage = tensor.untyped_storage()
+                    if storage.device.type != "meta":
                         storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
