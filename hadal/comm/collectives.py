@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm.ranks import Ranks
+from hadal.comm.watchdog import Letter, watched
 from hadal.errors import CommunicationError
 
 # torch 2.13 renamed these; the library supports 2.11 too.
@@ -73,10 +74,11 @@ class Pending:
         if self.done:
             return
         try:
-            if self._watch is None:
-                _wait_for(self.works)
-            else:
-                self._watch.join()
+            with watched(self.label, self.works):
+                if self._watch is None:
+                    _wait_for(self.works)
+                else:
+                    self._watch.join()
             following = self.then()
         except (RuntimeError, dist.DistError) as error:
             raise _failure(self.label, error) from error
@@ -196,6 +198,21 @@ def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:
         group = ranks.group_for(cut)
         works.append(dist.broadcast(cut, group=group, group_src=source, async_op=True))
     return Pending(label, works)
+
+
+def start_gather_by_sum(full: Tensor, ranks: Ranks, label: str) -> Pending:
+    """As `start_all_gather`, by an all-reduce of buffers that are zero but for their own slice.
+
+    What is added are the bits, as whole numbers, so that they arrive as they were sent. `full` has
+    a multiple of 8 bytes.
+    """
+    if ranks.size == 1:
+        return _finished(label)
+    for other in ranks.others:
+        slice_of(full, other, ranks).zero_()
+    group = ranks.group_for(full)
+    work = dist.all_reduce(full.view(torch.int64), dist.ReduceOp.SUM, group, async_op=True)
+    return Pending(label, [work])
 
 
 def start_reduce_scatter(
@@ -466,13 +483,13 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] = [None] * ranks.size
-    dist.all_gather_object(values, value, group=ranks.host_group)
+    with watched("an exchange of objects between ranks"):
+        dist.all_gather_object(values, value, group=ranks.host_group)
     return values
 
 
-def gather_codes(code: int, ranks: Ranks) -> list[int]:
+def gather_codes(code: int, ranks: Ranks, label: str = "an agreement between ranks") -> list[int]:
     """Every rank's whole number, by rank: one small exchange on the host, two where they differ."""
-    label = "an agreement between ranks"
     if ranks.size == 1:
         return [code]
     codes = torch.empty(ranks.size, dtype=torch.int64)
@@ -494,7 +511,8 @@ def gather_codes(code: int, ranks: Ranks) -> list[int]:
 def barrier() -> None:
     """Wait until every rank of the world has come here."""
     if dist.is_initialized():
-        dist.barrier()
+        with watched("a barrier"):
+            dist.barrier()
 
 
 def _finished(label: str) -> Pending:
@@ -510,7 +528,7 @@ def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work
     except RuntimeError as error:
         raise _failure(label, error) from error
     assert work is not None  # this rank is in the group
-    return work
+    return Letter(work, other)
 
 
 def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
@@ -520,7 +538,7 @@ def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> W
     except RuntimeError as error:
         raise _failure(label, error) from error
     assert work is not None  # this rank is in the group
-    return work
+    return Letter(work, other)
 
 
 def _failure(label: str, error: Exception) -> CommunicationError:
@@ -541,6 +559,7 @@ def _small_reduction(
     if ranks.size == 1:
         return
     try:
-        dist.all_reduce(tensor, op=operation, group=ranks.group_for(tensor))
+        with watched(label):
+            dist.all_reduce(tensor, op=operation, group=ranks.group_for(tensor))
     except (RuntimeError, dist.DistError) as error:
         raise _failure(label, error) from error

@@ -15,6 +15,7 @@ from hadal.errors import CommunicationError
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_WATCHDOG_S = 300.0
 
 
 class Place(NamedTuple):
@@ -156,6 +157,24 @@ def local_rank() -> int:
     """This process's number on its host, as its launcher told it; 0 without a launcher."""
     told = _told(os.environ)
     return told.local_rank if told else 0
+
+
+def watchdog_limit() -> float:
+    """Seconds after which a rank tells that it waits for another one (HADAL_WATCHDOG_S; 0: never).
+
+    Raises:
+        CommunicationError: the variable does not hold such a number.
+    """
+    told = os.environ.get("HADAL_WATCHDOG_S", "")
+    try:
+        limit = float(told or DEFAULT_WATCHDOG_S)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < float("inf"):
+        raise CommunicationError(
+            f"the variable HADAL_WATCHDOG_S must be a number of seconds, or 0, found {told!r}"
+        )
+    return limit
 
 
 def _whole_number(variables: Mapping[str, str], key: str) -> int:

@@ -1,0 +1,114 @@
+"""Tells who waits too long for whom: a hang that says where it is.
+
+One daemon thread looks at the waits that have begun and not ended. A wait costs an append to a
+list and a removal.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from hadal.comm.ranks import get_rank
+from hadal.comm.start import watchdog_limit
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_SLEEP_S = 15.0
+
+
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+class Letter:
+    """One send or receive under way, and the rank at its other end."""
+
+    __slots__ = ("_work", "is_over", "other")
+
+    def __init__(self, work: _Waitable, other: int) -> None:
+        self._work = work
+        self.other = other
+        self.is_over = False
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._work.wait()
+        self.is_over = True
+
+
+class Wait:
+    """A wait that has begun: what for, since when, and when it is worth a line next."""
+
+    __slots__ = ("label", "since", "told_at", "works")
+
+    def __init__(self, label: str, works: Sequence[object], now: float) -> None:
+        self.label = label
+        self.works = works
+        self.since = now
+        self.told_at = 0.0
+
+    def is_due(self, now: float, limit: float) -> bool:
+        """Whether to tell of it: at the limit, at twice the limit, at four times, and so on."""
+        return now - self.since >= max(limit, 2 * self.told_at)
+
+    def tell(self, now: float) -> str:
+        """The line that says what is waited for; who is missing, where that is known."""
+        self.told_at = now - self.since
+        # They are waited for in their order, so the first that is not over is the one that hangs.
+        letters = (work for work in self.works if isinstance(work, Letter))
+        missing = next((letter.other for letter in letters if not letter.is_over), None)
+        who = "another rank" if missing is None else f"rank {missing}"
+        return (
+            f"rank {get_rank()} has waited {self.told_at:.0f} s for {self.label}: {who} has not"
+            " come. It died, hangs, or runs another program: look at its log and its stack."
+            " (HADAL_WATCHDOG_S sets after how many seconds this is told; 0: never)"
+        )
+
+
+class Watchdog:
+    """Looks at all waits of this process, and tells of those longer than `limit` seconds."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._waits: list[Wait] = []
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def over(self, label: str, works: Sequence[object] = ()) -> Iterator[None]:
+        """Around one wait."""
+        if not self._limit:
+            yield
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="hadal-watchdog", daemon=True)
+            self._thread.start()
+        wait = Wait(label, works, time.monotonic())
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(min(self._limit / 4, _LONGEST_SLEEP_S))
+            now = time.monotonic()
+            for wait in tuple(self._waits):
+                if wait.is_due(now, self._limit):
+                    _log.warning("%s", wait.tell(now))
+
+
+_watchdog: Watchdog | None = None
+
+
+def watched(label: str, works: Sequence[object] = ()) -> AbstractContextManager[None]:
+    """A context around one wait of this process for others."""
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = Watchdog(watchdog_limit())
+    return _watchdog.over(label, works)

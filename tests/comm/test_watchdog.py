@@ -1,0 +1,104 @@
+"""A rank that waits too long says for whom, for what and since when."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import nn
+
+import hadal
+from hadal.comm.start import DEFAULT_WATCHDOG_S, watchdog_limit
+from hadal.comm.watchdog import Letter, Wait, Watchdog
+from hadal.errors import CommunicationError
+
+
+class Arrives:
+    def wait(self) -> None:
+        pass
+
+
+def test_a_wait_is_told_ever_more_rarely() -> None:
+    wait = Wait("the gather of blocks.1", [], 100.0)
+    told = []
+    for now in range(100, 200):
+        if wait.is_due(now, 5.0):
+            wait.tell(now)
+            told.append(now - 100)
+    assert told == [5, 10, 20, 40, 80]
+
+
+def test_the_missing_rank_is_the_first_that_is_not_over() -> None:
+    letters = [Letter(Arrives(), other) for other in (1, 1, 2, 2, 3)]
+    for letter in letters[:3]:
+        letter.wait()
+    line = Wait("the gather of blocks.1", letters, 0.0).tell(7.0)
+    assert "rank 0 has waited 7 s for the gather of blocks.1: rank 2 has not come" in line
+    assert "another rank has not come" in Wait("a barrier", [], 0.0).tell(7.0)
+
+
+def test_a_watchdog_that_is_off_does_nothing() -> None:
+    watchdog = Watchdog(0.0)
+    with watchdog.over("a barrier"):
+        assert watchdog._thread is None
+        assert not watchdog._waits
+
+
+def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADAL_WATCHDOG_S", raising=False)
+    assert watchdog_limit() == DEFAULT_WATCHDOG_S
+    for told, limit in (("0", 0.0), ("2.5", 2.5), ("", DEFAULT_WATCHDOG_S)):
+        monkeypatch.setenv("HADAL_WATCHDOG_S", told)
+        assert watchdog_limit() == limit
+    for told in ("soon", "-1", "inf", "nan"):
+        monkeypatch.setenv("HADAL_WATCHDOG_S", told)
+        with pytest.raises(CommunicationError, match="HADAL_WATCHDOG_S"):
+            watchdog_limit()
+
+
+def wait_for_a_sleeper() -> list[str]:
+    """Rank 1 sleeps once before a gather that is announced, and once before one that is planned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+    }
+    engine, _, _, _ = hadal.initialize(model=model, config=config)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hadal.comm.watchdog").addHandler(handler)
+    for step in range(3):
+        if os.environ["RANK"] == "1" and step != 1:
+            model[0].register_forward_hook(lambda *_: time.sleep(1.5))
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        model[0]._forward_hooks = type(model[0]._forward_hooks)(
+            list(model[0]._forward_hooks.items())[:1]
+        )
+    engine.destroy()
+    return lines
+
+
+def test_a_rank_that_waits_says_for_whom_and_where(
+    fresh_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HADAL_WATCHDOG_S", "0.5")
+    waiting, sleeping = fresh_ranks(2).run(wait_for_a_sleeper)
+    assert sleeping == []
+    announced = "for the agreement to gather 1.0: rank 1 has not come"
+    planned = "for the gather of 1.0 (1.0.weight and 1 more): rank 1 has not come"
+    for told in (announced, planned):
+        assert any(told in line for line in waiting), waiting
