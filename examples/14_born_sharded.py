@@ -1,6 +1,6 @@
 """A model too large for one device is born sharded: `zero.Init` cuts each module as it is built.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/11_born_sharded.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/14_born_sharded.py
 
 The weights are those that building outside gives on rank 0, bit for bit, whatever initialises them
 and when: constructors, parents, or a function given to `model.apply` afterwards.
