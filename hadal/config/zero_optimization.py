@@ -162,7 +162,8 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: Boolean = key(
         True,
         "Let parameters without a gradient pass: it counts as zero. false: an error at the end of "
-        "an update's last backward pass names those that got none on some rank.",
+        "an update's last backward pass (or in its step, where no pass is known to be the last) "
+        "names those that got none on some rank.",
     )
     legacy_stage1: Literal[False] = key(False, "The first form of stage 1, which is gone.")
     round_robin_gradients: Boolean = key(

@@ -323,11 +323,15 @@ class ZeroRuntime:
         for bucket in self.buckets:
             if not (self._keeps and bucket in self._kept):
                 self._drop(bucket)
-        if boundary and self._unused is not None:
-            fault = self._unused.fault()
-            if fault is not None:
-                self.clear_gradients()
-                raise fault
+        if boundary:
+            self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise `ModelError` for what got no gradient in the update, where that is to be told."""
+        fault = None if self._unused is None else self._unused.fault()
+        if fault is not None:
+            self.clear_gradients()
+            raise fault
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
         """Autograd has put a gradient on parameter number `index` of a bucket.
@@ -420,7 +424,12 @@ class ZeroRuntime:
         return self.buckets[0].device
 
     def reduce_all(self) -> None:
-        """Before a step: average whatever no backward has averaged yet."""
+        """Before a step: average whatever no backward has averaged yet.
+
+        Raises:
+            ModelError: as `backward`, where no backward was known to be the update's last.
+        """
+        self._refuse_unused()
         waiting = [g.waits for g in self.gradients]
         report = torch.tensor(waiting, dtype=torch.uint8, device=self._device)
         max_(report, self.ranks, "the agreement on unreduced gradients")
@@ -450,7 +459,12 @@ class ZeroRuntime:
     def is_between_updates(self) -> bool:
         """Whether nothing runs, nobody reads, and no gradient waits for an update."""
         idle = self.phase is Phase.IDLE and not any(self._pins.values())
-        return idle and all(g.state is Arrival.EMPTY for g in self.gradients)
+        return idle and not self.holds_gradients
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients wait for an update."""
+        return any(g.state is not Arrival.EMPTY for g in self.gradients)
 
     def meet_to_regroup(self) -> None:
         """Wait until every rank wants buckets replaced.

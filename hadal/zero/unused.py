@@ -19,6 +19,7 @@ class UnusedCheck:
         self._ranks = ranks
         self._gradients = list(gradients)
         self._came: set[tuple[Gradients, int]] = set()
+        self._passed = False
 
     def came(self, gradients: Gradients, index: int) -> None:
         """A gradient came for parameter number `index` of a bucket."""
@@ -27,6 +28,7 @@ class UnusedCheck:
     def clear(self) -> None:
         """After an update: everything is missing anew."""
         self._came.clear()
+        self._passed = False
 
     def _missing(self) -> list[str]:
         """Full names of what has elements, is not frozen meanwhile, and got nothing."""
@@ -40,9 +42,13 @@ class UnusedCheck:
         ]
 
     def fault(self) -> ModelError | None:
-        """The same error on every rank, where a parameter got no gradient on some rank."""
-        mine = self._missing()
-        if not any(gather_codes(len(mine), self._ranks)):
+        """The same error on every rank, where a parameter got no gradient on some rank.
+
+        Ranks talk until nothing is missing, and no more in that update.
+        """
+        mine = [] if self._passed else self._missing()
+        if self._passed or not any(gather_codes(len(mine), self._ranks)):
+            self._passed = True
             return None
         ranks_of: dict[str, list[int]] = {}
         for rank, names in enumerate(gather_objects(mine, self._ranks)):

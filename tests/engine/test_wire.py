@@ -658,11 +658,34 @@ def refuse_unused(stage: int) -> None:
     lenient.destroy()
 
 
+def refuse_unused_at_the_step(stage: int) -> None:
+    """No backward is known to be the last: the step tells."""
+    strict = {"stage": stage, **TINY, "ignore_unused_parameters": False}
+    inputs, targets = batch_of(0)
+    for managed in (True, False):
+        engine = engine_of(
+            stage, Halves(), zero_optimization=strict, managed_gradient_accumulation=managed
+        )
+        before = engine.state_dict()
+        for uses, is_refused in ((False, True), (comm.get_rank() > 0, True), (True, False)):
+            with engine.no_sync():
+                engine.backward(loss_of(engine(inputs, uses), targets))
+            if is_refused:
+                with pytest.raises(ModelError, match=r"right.weight \(rank 0"):
+                    engine.step()
+                assert_equal(engine.state_dict(), before)
+            else:
+                engine.step()
+        assert engine.global_steps == 1
+        engine.destroy()
+
+
 @pytest.mark.claims("zero_optimization.ignore_unused_parameters")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_parameters_without_a_gradient_may_be_refused(world: int, ranks: RankPools) -> None:
     for stage in STAGES:
         ranks(world).run(refuse_unused, stage, timeout=30)
+        ranks(world).run(refuse_unused_at_the_step, stage, timeout=30)
 
 
 # ---- embeddings ----------------------------------------------------------------------------------
