@@ -31,8 +31,10 @@ _log = logging.getLogger(__name__)
 
 LATEST = "latest"
 _INDEX = "index.json"
+# What a rank's own file says besides its tensors.
 _LOADER = "loader"
-_FORMAT = 1
+_STEPPED = "optimizer"
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def _try_to_write(folder: Path, state: Saved) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = _shard_path(folder, rank)
-        save_file(dict(_tensors(state)), path.with_suffix(".part"), _place(state))
+        save_file(dict(_tensors(state)), path.with_suffix(".part"), _own_values(state))
         os.replace(path.with_suffix(".part"), path)
         if rank == 0:
             _write_text(folder / _INDEX, json.dumps(_index(state), indent=1))
@@ -114,15 +116,22 @@ def _try_to_write(folder: Path, state: Saved) -> str | None:
     return None
 
 
-def _place(state: Saved) -> dict[str, str]:
-    """Where this rank stands in the data: in its own file, as it may differ from rank to rank."""
-    if state.loader is None:
-        return {}
-    try:
-        place = state.loader.state_dict()
-    except Exception as error:  # the data set's own code
-        raise CheckpointError(f"the training loader cannot tell its place: {error!r}") from error
-    return {_LOADER: json.dumps(encoded(place, "the state of the training loader"))}
+def _own_values(state: Saved) -> dict[str, str]:
+    """Plain values that may differ from rank to rank, as JSON.
+
+    The optimizer's are of the parameters that this rank steps; and where it stands in the data.
+    """
+    stepped = {} if state.optimizer is None else _optimizer_scalars(state.optimizer)
+    own = {_STEPPED: json.dumps(encoded(stepped, "the optimizer's state"))}
+    if state.loader is not None:
+        try:
+            place = state.loader.state_dict()
+        except Exception as error:  # the data set's own code
+            raise CheckpointError(
+                f"the training loader cannot tell its place: {error!r}"
+            ) from error
+        own[_LOADER] = json.dumps(encoded(place, "the state of the training loader"))
+    return own
 
 
 def load(folder: Path, state: Saved) -> dict[str, Any]:
@@ -136,16 +145,17 @@ def load(folder: Path, state: Saved) -> dict[str, Any]:
     runtime = state.runtime
     runtime.reshard_all()
     with told_to_all(runtime.ranks, "load_checkpoint", CheckpointError):
-        index, tensors = _read(folder, state)
-        place = _read_place(folder, state)
+        own = _read_own_values(folder, state.runtime.ranks.rank)
+        index, values = _read(folder, state, own)
+        place = _read_place(folder, state, own)
     if state.optimizer is not None:
         for group, saved in zip(state.optimizer.param_groups, index["param_groups"], strict=True):
             _restore_group(group, saved)
         state.optimizer.state.clear()
-        for parameter, key, value in _found_state(state.optimizer, index, tensors, folder):
+        for parameter, key, value in _found_state(state.optimizer, values, folder):
             state.optimizer.state[parameter][key] = value
     for name, target in _weights(state):
-        target.copy_(tensors[name])
+        target.copy_(values[name])
     runtime.after_load()
     if state.schedule is not None and index["schedule"] is not None:
         state.schedule.load_state_dict(decoded(index["schedule"]))
@@ -155,45 +165,55 @@ def load(folder: Path, state: Saved) -> dict[str, Any]:
     return scalars
 
 
-def _read(folder: Path, state: Saved) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """This rank's part of a checkpoint, checked against what it will be put into."""
+def _read_own_values(folder: Path, rank: int) -> dict[str, Any]:
+    """What `_own_values` wrote."""
+    path = _shard_path(folder, rank)
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: decoded(json.loads(text)) for key, text in (file.metadata() or {}).items()}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"rank {rank} cannot read {path}: {error}") from error
+
+
+def _read(folder: Path, state: Saved, own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's part of a checkpoint, checked against what it will be put into.
+
+    Returns:
+        The index, and all values of this rank by name.
+    """
     rank = state.runtime.ranks.rank
+    path = _shard_path(folder, rank)
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        tensors = load_file(_shard_path(folder, rank))
+        values: dict[str, Any] = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"rank {rank} cannot read {folder}: {error}") from error
-    keys = ("scalars", "schedule", "param_groups", "optimizer_state")
+    keys = ("scalars", "schedule", "param_groups")
     if not isinstance(index, dict) or any(key not in index for key in keys):
         raise CheckpointError(f"{folder / _INDEX} is no index of a checkpoint")
     _check_fit(folder, index, state)
+    values |= own[_STEPPED]
     if state.optimizer is not None:
         groups, saved = state.optimizer.param_groups, index["param_groups"]
         if len(saved) != len(groups):
             raise CheckpointError(
                 f"{folder}: {len(saved)} param groups were saved, {len(groups)} are expected"
             )
-        for _ in _found_state(state.optimizer, index, tensors, folder):
+        for _ in _found_state(state.optimizer, values, folder):
             pass
     for name, target in _weights(state):
-        source = tensors.get(name)
+        source = values.get(name)
         if source is None or source.shape != target.shape or source.dtype != target.dtype:
             raise CheckpointError(
-                f"{_shard_path(folder, rank)}: {name} is missing or has another shape or dtype;"
+                f"{path}: {name} is missing or has another shape or dtype;"
                 f" expected {tuple(target.shape)} {target.dtype}"
             )
-    return index, tensors
+    return index, values
 
 
-def _read_place(folder: Path, state: Saved) -> Any:
+def _read_place(folder: Path, state: Saved, own: dict[str, Any]) -> Any:
     """This rank's place in the data; None where the checkpoint or the engine has no loader."""
-    path = _shard_path(folder, state.runtime.ranks.rank)
-    try:
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(_LOADER)
-        place = None if text is None else decoded(json.loads(text))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    place = own.get(_LOADER)
     if (place is None) == (state.loader is None):
         return place
     holder, lacks = ("engine", "checkpoint") if place is None else ("checkpoint", "engine")
@@ -226,7 +246,6 @@ def _index(state: Saved) -> dict[str, Any]:
         "scalars": state.scalars,
         "schedule": _schedule_state(state.schedule),
         "param_groups": [] if optimizer is None else [_plain(g) for g in optimizer.param_groups],
-        "optimizer_state": {} if optimizer is None else _optimizer_scalars(optimizer),
     }
 
 
@@ -314,11 +333,12 @@ def _tensors(state: Saved) -> Iterator[tuple[str, Tensor]]:
 
 
 def _found_state(
-    optimizer: Optimizer, index: dict[str, Any], tensors: dict[str, Tensor], folder: Path
+    optimizer: Optimizer, values: dict[str, Any], folder: Path
 ) -> Iterator[tuple[Tensor, str, Any]]:
     """The saved optimizer state: (parameter, key, value)."""
-    found = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
-    for name, value in {**index["optimizer_state"], **found}.items():
+    for name, value in values.items():
+        if not name.startswith("optimizer."):
+            continue
         _, g, p, key = name.split(".", 3)
         try:
             parameter = optimizer.param_groups[int(g)]["params"][int(p)]

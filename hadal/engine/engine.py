@@ -190,13 +190,20 @@ class Engine(nn.Module):
                 the middle of an update.
         """
         batches = self._batches.with_train(train_batch_size)
-        managed, micro_steps = self._batches.managed, self._counters.micro_steps
-        inside = managed and micro_steps % self._batches.accumulation
-        if inside or self._cycle.backwards:
+        if self._inside_accumulation or self._cycle.backwards:
             raise UsageError("set_train_batch_size was called inside an accumulation; step first")
         self._batches = batches
-        if managed:
-            self._counters.micro_steps = self._counters.global_steps * batches.accumulation
+        self._begin_accumulation()
+
+    @property
+    def _inside_accumulation(self) -> bool:
+        batches, micro_steps = self._batches, self._counters.micro_steps
+        return batches.managed and micro_steps % batches.accumulation != 0
+
+    def _begin_accumulation(self) -> None:
+        """Count micro-steps so that the next one is the first of an update."""
+        if self._batches.managed:
+            self._counters.micro_steps = self._counters.global_steps * self._batches.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-step ends in an update.
@@ -309,7 +316,8 @@ class Engine(nn.Module):
         factor = self._scale.scale
         if scale_wrt_gas:
             factor /= self._batches.accumulation
-        scaled = loss if factor == 1.0 else loss.float() * factor
+        exact = torch.promote_types(loss.dtype, torch.float32)
+        scaled = loss if factor == 1.0 else loss.to(exact) * factor
         boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
         parts = self._parts
         with (
@@ -527,6 +535,7 @@ class Engine(nn.Module):
         """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
 
         The place in the training loader is among it: how much of its epoch was handed out.
+        Gradients are not: where some wait for an update, that is told, and a load begins it anew.
 
         Args:
             save_dir: the folder; it is made where it does not exist.
@@ -541,6 +550,13 @@ class Engine(nn.Module):
         self._expect_whole_model("save_checkpoint")
         name = tag or f"global_step{self._counters.global_steps}"
         self._validate_tag(name)
+        if self._parts.runtime.holds_gradients and self._parts.ranks.rank == 0:
+            _log.warning(
+                "checkpoint %s is saved in the middle of an update: what its micro-steps so far"
+                " have brought is not saved, and their samples are not read again; save after an"
+                " engine.step() that ended in an update",
+                name,
+            )
         checkpoint.save(Path(save_dir), name, self._saved_state(client_state or {}), save_latest)
         return True
 
@@ -587,6 +603,9 @@ class Engine(nn.Module):
         self._counters = Counters(**loaded["counters"])
         self._scale = ScaleState(*loaded["scale"])
         self._cycle.backwards = 0
+        if self._inside_accumulation:
+            # Gradients are not saved, and today's accumulation may be another one.
+            self._begin_accumulation()
         return str(folder), loaded["client_state"]
 
     def _saved_state(self, client_state: Mapping[str, Any]) -> checkpoint.Saved:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.toys import assert_equal, backward, engine_of, model_of, train
+from engine.logs import logged
+from engine.toys import alone, assert_close, assert_equal, backward, engine_of, model_of, train
 from ranks import RankPools
 from torch import nn
 
+from hadal import comm
 from hadal.errors import CheckpointError
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -101,6 +103,89 @@ def test_training_goes_on_bit_for_bit(
     name: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(go_on, stage, name, str(tmp_path))
+
+
+def accumulate_anew(folder: str) -> None:
+    """Gradients are not saved: what is loaded begins an update, whatever was counted before."""
+    first = engine_of(2, gradient_accumulation_steps=2)
+    with logged() as silence:
+        train(first, range(6))
+        first.save_checkpoint(folder, tag="whole")
+    assert not silence
+    backward(first, 6)
+    with logged() as told:
+        first.save_checkpoint(folder, tag="before the step")
+    first.step()
+    with logged() as told_again:
+        first.save_checkpoint(folder, tag="middle")
+    count = 1 if comm.get_rank() == 0 else 0
+    assert len(told) == len(told_again) == count
+    assert all("in the middle of an update" in message for message in (*told, *told_again))
+    first.destroy()
+
+    half, all_of_it = [range(2), range(2, 4), range(4, 6)], range(6, 10)
+    for tag in ("whole", "before the step", "middle"):
+        for accumulation in (2, 4):
+            again = engine_of(2, model_of(9), gradient_accumulation_steps=accumulation)
+            again.load_checkpoint(folder, tag)
+            train(again, all_of_it)
+            rest = [all_of_it] if accumulation == 4 else [range(6, 8), range(8, 10)]
+            assert again.global_steps == 3 + len(rest)
+            assert_close(again.state_dict(), alone(model_of(), [*half, *rest]))
+            again.destroy()
+
+
+def test_an_update_that_was_under_way_is_begun_anew(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(accumulate_anew, str(tmp_path))
+
+
+class Counting(torch.optim.Optimizer):
+    """Looks at whole parameters, and remembers plain numbers of each."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                state["shape"] = tuple(parameter.shape)
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["steps"])
+
+
+def go_on_with_plain_state(stage: int, folder: str) -> None:
+    """Each rank steps other parameters, and not equally many."""
+
+    def engine_with_counts() -> Any:
+        model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4, bias=False))
+        model.load_state_dict(start)
+        wishes = {"optimizer": Counting(model.parameters())}
+        return engine_of(stage, model, wishes, optimizer=None)
+
+    torch.manual_seed(1)
+    start = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4, bias=False)).state_dict()
+    through = engine_with_counts()
+    train(through, FIRST)
+    through.save_checkpoint(folder)
+    train(through, SECOND)
+    again = engine_with_counts()
+    again.load_checkpoint(folder)
+    for parameter in again.optimizer.param_groups[0]["params"]:
+        state = again.optimizer.state[parameter]
+        assert state == {"steps": len(FIRST), "shape": tuple(parameter.shape)}
+    train(again, SECOND)
+    assert_equal(again.state_dict(), through.state_dict())
+    again.destroy()
+    through.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_plain_state_is_of_the_parameters_that_a_rank_steps(
+    stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(go_on_with_plain_state, stage, str(tmp_path))
 
 
 def go_on_without_a_named_optimizer(folder: str) -> None:
