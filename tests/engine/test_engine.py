@@ -54,6 +54,23 @@ def count(stage: int) -> None:
     engine.destroy()
 
 
+def scale_in_float64(stage: int) -> None:
+    engine = engine_of(stage, model_of().double(), gradient_accumulation_steps=3)
+    for step in range(3):
+        inputs, targets = batch_of(step)
+        engine.backward((engine(inputs.double()) - targets.double()).square().mean())
+        engine.step()
+    model, world = model_of().double(), comm.get_world_size()
+    for step in range(3):
+        for rank in range(world):
+            inputs, targets = batch_of(step, rank)
+            loss = (model(inputs.double()) - targets.double()).square().mean()
+            (loss / (3 * world)).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-14)
+    engine.destroy()
+
+
 def resize(stage: int) -> None:
     engine = engine_of(stage, gradient_accumulation_steps=2)
     world = comm.get_world_size()
@@ -229,6 +246,7 @@ def end(stage: int) -> None:
     "case",
     [
         count,
+        scale_in_float64,
         resize,
         hold_synchronization_back,
         hand_out,
