@@ -21,6 +21,12 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
             "gradient_predivide_factor",
             "has no effect: prescale_gradients does all of the division before adding up",
         )
+    shared, key = config.sequence_parallel_size, "communication_data_type"
+    other = f"seq_parallel_{key}"
+    if shared > 1 and prepared.get(key) is not None:
+        report.note(key, f"has no effect where {shared} ranks share a sequence: {other} has")
+    if shared == 1 and prepared.get(other) is not None:
+        report.note(other, "has no effect where no ranks share a sequence")
 
 
 def _written(prepared: Mapping[str, Any], name: str) -> set[str]:

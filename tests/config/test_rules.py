@@ -456,3 +456,17 @@ def test_a_type_must_be_named(section):
         f"{section}.type",
         f'"auto" is filled in by nobody; name the {section}',
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "shared", "silent"),
+    [
+        ("communication_data_type", 2, "seq_parallel_communication_data_type"),
+        ("seq_parallel_communication_data_type", 1, "communication_data_type"),
+    ],
+)
+def test_the_wire_dtype_that_does_not_act_is_told(written: str, shared: int, silent: str) -> None:
+    for key in (written, silent):
+        text = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": shared, key: "bf16"}
+        told = [note for note in load_config(text, world_size=2).notes if "has no effect" in note]
+        assert [note.split(":")[0] for note in told] == ([written] if key == written else [])
