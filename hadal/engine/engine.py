@@ -446,9 +446,12 @@ class Engine(nn.Module):
             blown = parts.skip_overflow and has_overflow(gradients, parts.ranks, model_parallel)
             return None, blown
         norm = global_norm(gradients, parts.ranks, model_parallel) / self._scale.scale
-        if parts.skip_overflow and not math.isfinite(norm):
-            return math.inf, True  # a NaN says no more, and callers look for infinity
-        return norm, False
+        blown = parts.skip_overflow and not math.isfinite(norm)
+        if parts.skip_overflow and model_parallel is not None:
+            # The norm counts on the first rank alone what is not marked as a part: look at it all.
+            blown = has_overflow(gradients, parts.ranks, model_parallel) or blown
+        # A NaN says no more than infinity, and callers look for that.
+        return (math.inf, True) if blown else (norm, False)
 
     def _move_scale(self, overflow: bool, culprit: str | None) -> None:
         """Bring the loss scale up to date, and tell of an overflow, at the floor too."""

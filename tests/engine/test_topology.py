@@ -332,7 +332,7 @@ def test_parts_of_a_model_train_like_the_whole(stage: int, born: bool, ranks: Ra
     ranks(4).run(train_parts, stage, born)
 
 
-def overflow_in_one_part(stage: int) -> None:
+def overflow_in_one_part(stage: int, is_marked: bool) -> None:
     part = comm.get_rank() % PARTS
     engine = engine_over(
         stage, Part(part), fp16={"enabled": True, "loss_scale": 1.0}, gradient_clipping=0.0
@@ -340,8 +340,10 @@ def overflow_in_one_part(stage: int) -> None:
     before = engine.state_dict()
     for _ in range(2):
         loss = engine(torch.ones(ROWS, WIDTH, dtype=torch.float16)).float().mean()
-        with hadal.zero.GatheredParameters(engine.module.up):
-            blown = engine.module.up.float().sum() * torch.inf
+        # The norm counts what is not marked as a part on the first rank alone.
+        parameter = engine.module.up if is_marked else engine.module.bias
+        with hadal.zero.GatheredParameters(parameter):
+            blown = parameter.float().sum() * torch.inf
         engine.backward(loss + blown if part == 1 else loss)
         engine.step()
     assert engine.overflow
@@ -352,8 +354,11 @@ def overflow_in_one_part(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_what_overflows_in_one_part_is_skipped_in_all(stage: int, ranks: RankPools) -> None:
-    ranks(4).run(overflow_in_one_part, stage)
+@pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
+def test_what_overflows_in_one_part_is_skipped_in_all(
+    stage: int, is_marked: bool, ranks: RankPools
+) -> None:
+    ranks(4).run(overflow_in_one_part, stage, is_marked)
 
 
 def read_over_parts() -> list[int]:
