@@ -432,7 +432,8 @@ class Engine(nn.Module):
                 culprits = gather_objects(culprit, model_parallel)
                 culprit = next(filter(None, culprits), None)
         else:
-            training.stepper.step(clip / self._scale.scale)
+            with runtime.holding_frozen():
+                training.stepper.step(clip / self._scale.scale)
             if training.schedule is not None:
                 training.schedule.step()
         runtime.clear_gradients()

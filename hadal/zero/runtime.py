@@ -28,6 +28,7 @@ from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.planner import kept_until_backward
 from hadal.zero.policy import Limits, Reduction
+from hadal.zero.still import has_frozen, held_still
 from hadal.zero.unused import UnusedCheck
 
 # How long a rank in backward waits for the others' part of an earlier reduction. Ranks that do the
@@ -85,6 +86,8 @@ class ZeroRuntime:
         self._missing: dict[Gradients, int] = {}
         self._started = 0
         self._in_flight: list[Gradients] = []
+        # The buckets that hold a parameter which any rank has frozen meanwhile.
+        self._frozen: list[Bucket] = []
         self._overlaps = limits.overlap
         self._unused: UnusedCheck | None = None
         self._plan_reductions()
@@ -430,16 +433,23 @@ class ZeroRuntime:
             ModelError: as `backward`, where no backward was known to be the update's last.
         """
         self._refuse_unused()
-        waiting = [g.waits for g in self.gradients]
-        report = torch.tensor(waiting, dtype=torch.uint8, device=self._device)
+        seen = [[g.waits, has_frozen(g.bucket)] for g in self.gradients]
+        report = torch.tensor(seen, dtype=torch.uint8, device=self._device)
         max_(report, self.ranks, "the agreement on unreduced gradients")
-        for gradients, is_waiting in zip(self.gradients, report.tolist(), strict=True):
+        self._frozen = []
+        for gradients, (is_waiting, is_frozen) in zip(self.gradients, report.tolist(), strict=True):
             if is_waiting:
                 self._start(gradients)
+            if is_frozen:
+                self._frozen.append(gradients.bucket)
         self._finish_reductions()
         for gradients in self.gradients:
             if gradients.state is Arrival.EMPTY:
                 gradients.count_as_zero()
+
+    def holding_frozen(self) -> AbstractContextManager[None]:
+        """Around an update, behind `reduce_all`: what was frozen since the start does not move."""
+        return held_still(self._frozen)
 
     def _finish_reductions(self) -> None:
         for gradients in self._in_flight:

@@ -1,0 +1,44 @@
+"""Parameters that are frozen while their bucket is trained: an update leaves their values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from hadal.zero.bucket import Bucket
+
+
+def has_frozen(bucket: Bucket) -> bool:
+    """Whether a parameter of a trained bucket requires no gradient now."""
+    return not all(parameter.requires_grad for parameter in bucket.parameters)
+
+
+@contextmanager
+def held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
+    """Around an update: give what is frozen in these buckets its values back.
+
+    A gradient of zero is none: momentum and weight decay would move a frozen parameter on. All
+    ranks must name the same buckets. What the optimizer remembers does see a gradient of zero.
+    """
+    held = [(bucket, list(_frozen_cuts(bucket))) for bucket in buckets]
+    kept = [[cut.clone() for cut in cuts] for _, cuts in held]
+    yield
+    pendings = []
+    for (bucket, cuts), values in zip(held, kept, strict=True):
+        for cut, value in zip(cuts, values, strict=True):
+            cut.copy_(value)
+        bucket.write_back(0, bucket.span[1] - bucket.span[0])
+        pendings.append(bucket.start_refresh())
+    for pending in pendings:
+        if pending is not None:
+            pending.wait()
+
+
+def _frozen_cuts(bucket: Bucket) -> Iterator[Tensor]:
+    """The master values of frozen parameters in this rank's span."""
+    assert bucket.master is not None  # it is trained
+    for part in bucket.layout.fragments(*bucket.span):
+        if not bucket.parameters[part.slot].requires_grad:
+            yield bucket.master[part.offset : part.offset + part.numel]
