@@ -310,7 +310,8 @@ class Engine(nn.Module):
                 asks for gradients and is not trained.
         """
         self._expect_alive()
-        self._check_loss_everywhere(loss)
+        boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
+        self._check_loss_everywhere(loss, boundary)
         if self._training is None:
             self._training = self._parts.make_training()
         factor = self._scale.scale
@@ -318,7 +319,6 @@ class Engine(nn.Module):
             factor /= self._batches.accumulation
         exact = torch.promote_types(loss.dtype, torch.float32)
         scaled = loss if factor == 1.0 else loss.to(exact) * factor
-        boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
         parts = self._parts
         with (
             parts.clocks.backward,
@@ -333,14 +333,14 @@ class Engine(nn.Module):
         if self._cycle.destroyed:
             raise UsageError("this engine was destroyed; use its module, or initialize anew")
 
-    def _check_loss_everywhere(self, loss: object) -> None:
+    def _check_loss_everywhere(self, loss: object, boundary: bool) -> None:
         """Raise on every rank where the loss of one is at fault: none may wait for it."""
         fault: HadalError | None = None
         try:
             self._check_loss(loss)
         except HadalError as error:
             fault = error
-        if self._parts.runtime.any_fault(fault is not None):
+        if self._parts.runtime.any_fault(fault is not None, boundary=boundary):
             raise fault or LossError(
                 "engine.backward(loss) was refused, or left out, on another rank, which tells why;"
                 " no rank has computed gradients"

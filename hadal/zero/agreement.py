@@ -15,8 +15,10 @@ from hadal.comm.collectives import gather_codes
 from hadal.errors import MismatchError
 
 END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS, FINE, AT_FAULT, REGROUP = -1, -2, -3, -4, -5, -6
+FINE_AND_LAST = -7
 _MARKERS = {
-    FINE: "the beginning of a backward",
+    FINE: "the beginning of a backward that does not end an update",
+    FINE_AND_LAST: "the beginning of an update's last backward",
     AT_FAULT: "the beginning of a backward, with a fault",
     END_OF_FORWARD: "the end of a forward",
     END_OF_BACKWARD: "the end of a backward",
@@ -54,11 +56,14 @@ class Agreement:
             wanted = sorted({code for code in codes if code >= 0})
             self._serve(wanted, marker)
             markers = {code for code in codes if code < 0}
-            if not wanted and len(markers) > 1 and markers != {FINE, AT_FAULT}:
+            # A rank at fault stands at the beginning of a backward too, whichever it is.
+            excused = {AT_FAULT} if markers <= {AT_FAULT, FINE, FINE_AND_LAST} else set()
+            if not wanted and len(markers - excused) > 1:
                 told = ", ".join(f"rank {r}: {_MARKERS[code]}" for r, code in enumerate(codes))
                 raise MismatchError(
                     f"the ranks' programs differ: they came to different points ({told}). Call"
-                    " forward, backward and step on every rank, equally often."
+                    " forward, backward and step on every rank, equally often, with the same"
+                    " boundaries between updates."
                 )
             if not wanted:
                 return markers

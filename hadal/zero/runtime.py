@@ -20,6 +20,7 @@ from hadal.zero.agreement import (
     END_OF_BACKWARD,
     END_OF_FORWARD,
     FINE,
+    FINE_AND_LAST,
     REGROUP,
     Agreement,
 )
@@ -254,9 +255,14 @@ class ZeroRuntime:
         if self._uses and self.ranks.size > 1:
             self._agreement.finish(marker)
 
-    def any_fault(self, mine: bool) -> bool:
-        """Whether any rank is at fault here, at the beginning of a backward."""
-        return AT_FAULT in self._agreement.finish(AT_FAULT if mine else FINE)
+    def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
+        """Whether any rank is at fault here, at the beginning of a backward.
+
+        Raises:
+            MismatchError: the ranks disagree on whether it ends an update.
+        """
+        fine = FINE_AND_LAST if boundary else FINE
+        return AT_FAULT in self._agreement.finish(AT_FAULT if mine else fine)
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:

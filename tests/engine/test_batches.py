@@ -12,10 +12,10 @@ from ranks import RankPools
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from engine.toys import ROWS, assert_close, batch_of, engine_of, loss_of, model_of
+from engine.toys import ROWS, assert_close, batch_of, engine_of, loss_of, model_of, train
 from hadal import comm
 from hadal.engine.batches import BatchSizes
-from hadal.errors import UsageError
+from hadal.errors import MismatchError, UsageError
 
 STAGES = [0, 1, 2, 3]
 RATE = 0.05
@@ -160,6 +160,24 @@ def test_the_caller_owns_the_boundary(
 
 
 # ---- uneven last batches ------------------------------------------------------------------------
+
+
+def disagree_on_the_boundary(stage: int) -> None:
+    """Other sizes on another rank: told at the first backward, where else ranks would wait."""
+    engine = engine_of(stage)
+    train(engine, range(1))
+    engine.set_train_batch_size(ROWS * comm.get_world_size() * (1 + comm.get_rank()))
+    with pytest.raises(MismatchError, match=r"rank 0: .* last backward, rank 1: .* not end"):
+        train(engine, range(1, 2))
+    engine.set_train_batch_size(ROWS * comm.get_world_size())
+    train(engine, range(1, 2))
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_must_agree_on_the_boundary(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(disagree_on_the_boundary, stage, timeout=30)
 
 
 def rows(count: int) -> TensorDataset:
