@@ -549,9 +549,11 @@ class Engine(nn.Module):
 
         Raises:
             CheckpointError: the folder cannot be written, or `client_state` cannot be saved.
+            MismatchError: another rank goes on without saving.
         """
         self._expect_alive()
         self._expect_whole_model("save_checkpoint")
+        self._parts.runtime.meet_at_checkpoint()
         name = tag or f"global_step{self._counters.global_steps}"
         self._validate_tag(name)
         if self._parts.runtime.holds_gradients and self._parts.ranks.rank == 0:
@@ -596,6 +598,7 @@ class Engine(nn.Module):
         """
         self._expect_alive()
         self._expect_whole_model("load_checkpoint")
+        self._parts.runtime.meet_at_checkpoint()
         folder = checkpoint.find(Path(load_dir), tag, self._parts.ranks)
         if folder is None:
             return None, {}

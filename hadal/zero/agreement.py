@@ -15,7 +15,7 @@ from hadal.comm.collectives import gather_codes
 from hadal.errors import MismatchError
 
 END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS, FINE, AT_FAULT, REGROUP = -1, -2, -3, -4, -5, -6
-FINE_AND_LAST = -7
+FINE_AND_LAST, CHECKPOINT = -7, -8
 _MARKERS = {
     FINE: "the beginning of a backward that does not end an update",
     FINE_AND_LAST: "the beginning of an update's last backward",
@@ -24,6 +24,7 @@ _MARKERS = {
     END_OF_BACKWARD: "the end of a backward",
     END_OF_ACCESS: "the end of GatheredParameters or of a step",
     REGROUP: "optimizer.add_param_group",
+    CHECKPOINT: "engine.save_checkpoint or load_checkpoint",
 }
 
 
@@ -62,8 +63,8 @@ class Agreement:
                 told = ", ".join(f"rank {r}: {_MARKERS[code]}" for r, code in enumerate(codes))
                 raise MismatchError(
                     f"the ranks' programs differ: they came to different points ({told}). Call"
-                    " forward, backward and step on every rank, equally often, with the same"
-                    " boundaries between updates."
+                    " forward, backward, step, and what saves and loads, on every rank, equally"
+                    " often, with the same boundaries between updates."
                 )
             if not wanted:
                 return markers

@@ -16,6 +16,7 @@ from hadal.comm.collectives import broadcast_, max_
 from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero.agreement import (
     AT_FAULT,
+    CHECKPOINT,
     END_OF_ACCESS,
     END_OF_BACKWARD,
     END_OF_FORWARD,
@@ -481,6 +482,14 @@ class ZeroRuntime:
     def holds_gradients(self) -> bool:
         """Whether gradients wait for an update."""
         return any(g.state is not Arrival.EMPTY for g in self.gradients)
+
+    def meet_at_checkpoint(self) -> None:
+        """Wait until every rank wants to save or to load.
+
+        Raises:
+            MismatchError: a rank is elsewhere.
+        """
+        self._agreement.finish(CHECKPOINT)
 
     def meet_to_regroup(self) -> None:
         """Wait until every rank wants buckets replaced.

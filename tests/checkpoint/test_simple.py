@@ -16,7 +16,7 @@ from ranks import RankPools
 from torch import nn
 
 from hadal import comm
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, MismatchError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"gradient_accumulation_steps": 2},
@@ -137,6 +137,23 @@ def accumulate_anew(folder: str) -> None:
 
 def test_an_update_that_was_under_way_is_begun_anew(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(accumulate_anew, str(tmp_path))
+
+
+def save_on_one_rank(stage: int, folder: str) -> None:
+    engine = engine_of(stage)
+    train(engine, range(1))
+    with pytest.raises(MismatchError, match=r"rank 0: engine.save_checkpoint or load_checkpoint"):
+        if comm.get_rank() == 0:
+            engine.save_checkpoint(folder)
+        else:
+            train(engine, range(1, 2))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_saves_alone_is_told(stage: int, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_on_one_rank, stage, str(tmp_path), timeout=30)
+    assert not list(tmp_path.iterdir())
 
 
 class Counting(torch.optim.Optimizer):
