@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Helper modules beside the tests (`ranks`, `contracts`) are imported by these names, here and in
 # the ranks' processes, whatever import mode pytest runs in.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import RankPool, RankPools
+
+# The machine may be busy: how long an example takes says nothing about what it shows.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every cell of the equivalence matrix, not only its pairwise cover",
     )
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Every test draws the same random numbers, whichever tests ran before it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def source_with(path):
     return {**BASE, **source}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(typos())
 def test_a_typo_is_told_with_the_key_that_was_meant(typo):
     path, name, model = typo
@@ -86,7 +86,7 @@ def test_a_typo_in_params(name):
 JUNK = st.sampled_from([None, True, 3, -1, 2.5, "x", "auto", [], [1], ["x"], {}, {"x": 1}])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
 def test_whatever_stands_there_loads_or_is_refused_in_words(values):
     source = {**BASE}

@@ -82,6 +82,7 @@ def test_nothing_is_done_where_nothing_is_asked():
 
 def test_autocast_overrides_the_callers_and_keeps_no_stale_weights():
     layer = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(layer.weight, 0.5)  # exact in bfloat16, and so is what is added below
     casting = Casting(autocast=torch.bfloat16)
     inputs = torch.ones(1, 2)
     with torch.autocast("cpu", dtype=torch.float16):

@@ -17,10 +17,10 @@ from engine.toys import (
     assert_close,
     assert_equal,
     backward,
+    backward_alone,
     batch_of,
     config_of,
     engine_of,
-    loss_of,
     model_of,
     train,
 )
@@ -181,9 +181,7 @@ def evaluate_and_then_train(stage: int) -> None:
     schedule = WarmupDecayLR(optimizer, 100_000)
     for step in range(3):
         optimizer.zero_grad()
-        for rank in range(comm.get_world_size()):
-            inputs, targets = batch_of(step, rank)
-            (loss_of(plain(inputs), targets) / comm.get_world_size()).backward()
+        backward_alone(plain, [step])
         optimizer.step()
         schedule.step()
     assert engine.get_lr() == [optimizer.param_groups[0]["lr"]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -27,7 +27,6 @@ def every_replica(count: int, sharding: Sharding, done: int = 0) -> list[list[li
     ]
 
 
-@settings(deadline=None)
 @given(COUNTS, SHARDINGS)
 def test_replicas_get_equal_batches_that_hold_every_sample(count: int, sharding: Sharding) -> None:
     replicas = every_replica(count, sharding)
@@ -43,7 +42,6 @@ def test_replicas_get_equal_batches_that_hold_every_sample(count: int, sharding:
         assert len(read) - count < sharding.replicas  # what is read twice only fills up
 
 
-@settings(deadline=None)
 @given(COUNTS, SHARDINGS, st.integers(0, 20))
 def test_a_break_leaves_no_trace(count: int, sharding: Sharding, batches: int) -> None:
     whole = every_replica(count, sharding)
@@ -51,7 +49,6 @@ def test_a_break_leaves_no_trace(count: int, sharding: Sharding, batches: int) -
     assert rest == [one[batches:] for one in whole]
 
 
-@settings(deadline=None)
 @given(COUNTS, SHARDINGS, SHARDINGS, st.integers(0, 20))
 def test_the_rest_goes_to_other_replicas(
     count: int, before: Sharding, after: Sharding, batches: int

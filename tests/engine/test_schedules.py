@@ -16,13 +16,13 @@ import hadal
 from engine.toys import (
     alone,
     assert_close,
+    backward_alone,
     batch_of,
     engine_of,
     loss_of,
     model_of,
     train,
 )
-from hadal import comm
 from hadal.errors import OptimizerError
 from hadal.optim.schedules import OneCycle
 
@@ -111,9 +111,7 @@ def momentum_acts(stage: int) -> None:
     fixed = alone(model_of(), [[step] for step in range(6)], lr=0.01)
     for step in range(6):
         optimizer.zero_grad()
-        for rank in range(comm.get_world_size()):
-            inputs, targets = batch_of(step, rank)
-            (loss_of(plain(inputs), targets) / comm.get_world_size()).backward()
+        backward_alone(plain, [step])
         optimizer.step()
         schedule.step()
     assert_close(engine.state_dict(), dict(plain.state_dict()))

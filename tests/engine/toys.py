@@ -73,18 +73,23 @@ def train(engine: Any, steps: range) -> list[Tensor]:
     return losses
 
 
+def backward_alone(model: nn.Module, steps: Sequence[int]) -> None:
+    """Collect in plain torch the mean gradients of all ranks' batches of these micro-steps."""
+    world = comm.get_world_size()
+    for step in steps:
+        for rank in range(world):
+            inputs, targets = batch_of(step, rank)
+            (loss_of(model(inputs), targets) / (world * len(steps))).backward()
+
+
 def alone(model: nn.Module, updates: Sequence[Sequence[int]], **settings: Any) -> dict[str, Tensor]:
     """Train in plain torch on all ranks' batches; each update adds up the given micro-steps."""
     optimizer = torch.optim.AdamW(
         model.parameters(), **{"lr": 0.01, "weight_decay": 0.0, **settings}
     )
-    world = comm.get_world_size()
     for steps in updates:
         optimizer.zero_grad()
-        for step in steps:
-            for rank in range(world):
-                inputs, targets = batch_of(step, rank)
-                (loss_of(model(inputs), targets) / (world * len(steps))).backward()
+        backward_alone(model, steps)
         optimizer.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -99,6 +104,20 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Steps along each whole gradient's direction: an optimizer that must see whole parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                length = parameter.grad.norm() + 1e-3 if parameter.numel() else 1.0
+                parameter.add_(parameter.grad / length, alpha=-group["lr"])
 
 
 class Leaves(nn.Module):

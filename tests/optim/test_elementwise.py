@@ -169,7 +169,7 @@ MULTIPLIERS = st.sampled_from([1.0, 2.0**-16, 0.37])
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)), multiplier=MULTIPLIERS)
 def test_blocks_move_weights_as_whole_tensors_do(name, data, dtype, multiplier):
     made, reference, options = KINDS[name]
@@ -344,7 +344,6 @@ def test_an_infinite_norm_leaves_nan_where_gradients_are_infinite_only(name):
 # ---- the norm ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 300),
     st.sampled_from([BF16, F16, F32, torch.float64]),

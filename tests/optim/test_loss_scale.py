@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.errors import HadalError, LossScaleError
 from hadal.optim.loss_scale import ScaleRule, first_scale, next_scale
-
-patient = settings(deadline=None)  # the machine may be busy
 
 
 def trace(rule: ScaleRule, letters: str) -> tuple[list[float], list[int]]:
@@ -89,7 +87,6 @@ def test_a_hysteresis_of_zero_never_halves():
     assert scales == [64] * 8
 
 
-@patient
 @given(st.text("O.", max_size=40), st.floats(1, 1e6))
 def test_a_static_scale_never_changes(letters, scale):
     rule = ScaleRule(scale, minimum=scale)
@@ -98,7 +95,6 @@ def test_a_static_scale_never_changes(letters, scale):
         assert next_scale(state, letter == "O", rule) == state
 
 
-@patient
 @given(st.text("O.", max_size=60), st.integers(1, 4))
 def test_without_zero_nothing_ends_training(letters, window):
     rule = dynamic(256, window, 1, 16, ends_at_floor=False, maximum=1024)
@@ -112,7 +108,6 @@ def test_without_zero_nothing_ends_training(letters, window):
         assert (state.scale <= before.scale) or letter == "."
 
 
-@patient
 @given(
     st.text("O.", max_size=60),
     st.integers(1, 4),

@@ -6,14 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from hadal.zero.grouping import BucketPlan, LeafModules, Unit, find_units, is_foreign, plan_buckets
 from hadal.zero.policy import STAGES, Limits, Partition, Precision
-
-patient = settings(deadline=None)  # the machine may be busy
 
 NO_LEAVES = LeafModules()
 
@@ -217,7 +215,6 @@ def groups_of(model: nn.Module) -> dict[nn.Parameter, int]:
     }
 
 
-@patient
 @given(trees())
 def test_every_managed_parameter_is_in_one_unit_that_stands_above_it(model):
     group_of = groups_of(model)
@@ -247,7 +244,6 @@ def test_every_managed_parameter_is_in_one_unit_that_stands_above_it(model):
     assert places == sorted(set(places))
 
 
-@patient
 @given(trees(), st.sampled_from(STAGES), st.integers(1, 20), st.integers(0, 6), st.integers(0, 20))
 def test_every_member_is_in_one_bucket_within_the_targets(model, partition, target, small, total):
     limits = Limits(bucket_numel=target, persistence_numel=small, persistent_total_numel=total)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, align, lay_out, share_out
-
-patient = settings(deadline=None)  # the machine may be busy
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 PARAMETERS = st.lists(st.tuples(SHAPES, st.integers(-1, 2)), max_size=8)
@@ -33,7 +31,6 @@ def numbered(layout: Layout) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return full, values
 
 
-@patient
 @given(PARAMETERS, WORLDS, ITEMSIZES)
 def test_slots_are_aligned_apart_and_in_order_of_their_groups(parameters, world, itemsize):
     layout = lay_out(named(parameters), world, itemsize)
@@ -53,7 +50,6 @@ def test_slots_are_aligned_apart_and_in_order_of_their_groups(parameters, world,
         assert mine == sorted(mine)
 
 
-@patient
 @given(PARAMETERS, WORLDS, ITEMSIZES)
 def test_shards_are_even_and_start_on_aligned_borders(parameters, world, itemsize):
     layout = lay_out(named(parameters), world, itemsize)
@@ -68,7 +64,6 @@ def test_shards_are_even_and_start_on_aligned_borders(parameters, world, itemsiz
     assert layout.padding < max(1, unit * (len(parameters) + world))
 
 
-@patient
 @given(PARAMETERS, WORLDS, ITEMSIZES)
 def test_gaps_and_slots_cover_everything_once(parameters, world, itemsize):
     layout = lay_out(named(parameters), world, itemsize)
@@ -80,7 +75,6 @@ def test_gaps_and_slots_cover_everything_once(parameters, world, itemsize):
     assert sum(stop - start for start, stop in layout.gaps) == layout.padding
 
 
-@patient
 @given(PARAMETERS, WORLDS, ITEMSIZES)
 def test_the_fragments_of_all_ranks_make_every_parameter_whole(parameters, world, itemsize):
     layout = lay_out(named(parameters), world, itemsize)
@@ -97,7 +91,6 @@ def test_the_fragments_of_all_ranks_make_every_parameter_whole(parameters, world
     assert all(torch.equal(mine, value) for mine, value in zip(found, values, strict=True))
 
 
-@patient
 @given(PARAMETERS, WORLDS, ITEMSIZES)
 def test_runs_hold_all_fragments_of_their_own_group_and_no_others(parameters, world, itemsize):
     layout = lay_out(named(parameters), world, itemsize)
@@ -133,14 +126,12 @@ def test_no_parameters_make_an_empty_buffer():
     assert layout.runs(*layout.span(2)) == ()
 
 
-@patient
 @given(st.integers(0, 10**9), st.integers(1, 4096))
 def test_align_is_the_least_multiple_above(numel, unit):
     assert align(numel, unit) % unit == 0
     assert numel <= align(numel, unit) < numel + unit
 
 
-@patient
 @given(st.lists(st.integers(0, 10**6), max_size=30), WORLDS)
 def test_shares_are_complete_and_balanced(numels, world):
     share = share_out(numels, [0] * world)
