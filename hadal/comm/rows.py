@@ -177,7 +177,7 @@ def _start_pairs(
         if rows.values.numel():
             moving.append(send(rows.values, other, ranks, value_tag, label))
 
-    def fetch() -> Pending:
+    def exchange() -> Pending:
         pieces = []
         for other in ranks.others:
             count = int(counts[other])
@@ -192,7 +192,7 @@ def _start_pairs(
         return Pending(label, moving, lambda: act(pieces))
 
     # What moves is waited for only once everybody knows how much to expect.
-    return Pending(label, counting, fetch)
+    return Pending(label, counting, exchange)
 
 
 def _start_by_collectives(
@@ -209,7 +209,7 @@ def _start_by_collectives(
     counts = torch.zeros(ranks.size, dtype=torch.int64, device=full.device)
     counts[ranks.rank] = touched.numel()
 
-    def fetch() -> Pending:
+    def exchange() -> Pending:
         found = counts.tolist()
         most = max(found)
         if not _is_short(most * ranks.size, rows.shape[0], wire.row_numel, wire.dtype):
@@ -238,7 +238,7 @@ def _start_by_collectives(
         return Pending(label, works, unpack)
 
     gather = start_all_gather(counts, ranks, label)
-    gather.then = fetch
+    gather.then = exchange
     return gather
 
 

@@ -21,12 +21,12 @@ from hadal.device import current_device
 from hadal.engine.arguments import choose_config, with_schedule
 from hadal.engine.checks import check_birth, check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
-from hadal.engine.later import LaterGroups
+from hadal.engine.later_groups import LaterGroups
 from hadal.engine.loader import ShardedLoader
 from hadal.engine.log import hush, open_log
 from hadal.engine.parts import Parts, Training
 from hadal.engine.policies import (
-    batches_of,
+    batch_sizes_of,
     clocks_of,
     limits_of,
     reduction_of,
@@ -42,7 +42,7 @@ from hadal.engine.precision import (
     tell_bf16_weights,
 )
 from hadal.engine.report import tell_state
-from hadal.engine.topology import Shape, Topology, make_topology, shape_of
+from hadal.engine.topology import Topology, TopologyWish, make_topology, topology_wish_of
 from hadal.engine.wishes import (
     Groups,
     OptimizerMaker,
@@ -127,11 +127,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)
     with told_to_all(world, "initialize"):
-        shape = shape_of(mpu, mesh_param, world)
+        wish = topology_wish_of(mpu, mesh_param, world)
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
-        admitted = _admit(model, wishes, source, shape, world)
-    engine = _assemble(admitted, wishes, make_topology(shape, admitted.config, world), world)
+        admitted = _admit(model, wishes, source, wish, world)
+    engine = _assemble(admitted, wishes, make_topology(wish, admitted.config, world), world)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -150,7 +150,7 @@ class _Admitted:
 
 
 def _admit(
-    model: nn.Module | None, wishes: Wishes, source: Any, shape: Shape, ranks: Ranks
+    model: nn.Module | None, wishes: Wishes, source: Any, wish: TopologyWish, ranks: Ranks
 ) -> _Admitted:
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
@@ -160,8 +160,8 @@ def _admit(
     config = load_config(
         source,
         world_size=ranks.size,
-        sequence_parallel_size=shape.sequence_parallel_size,
-        data_parallel_size=shape.data_parallel_size,
+        sequence_parallel_size=wish.sequence_parallel_size,
+        data_parallel_size=wish.data_parallel_size,
         client_optimizer=wishes.optimizer is not None,
         client_scheduler=wishes.schedule is not None,
     )
@@ -182,7 +182,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
     device = current_device()
     with told_to_all(world, "initialize"):
         check_birth(model, ranks)
-    batches, clocks = batches_of(config, topology), clocks_of(config, device)
+    batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
     check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
     runtime = _build_runtime(admitted, ranks, device)
     _spread_the_rest(model, runtime, config, ranks, device)

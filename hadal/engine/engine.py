@@ -19,10 +19,10 @@ from hadal.checkpoint import simple as checkpoint
 from hadal.comm.collectives import gather_objects
 from hadal.config import Config
 from hadal.engine.collector import hold_collector
-from hadal.engine.fetch import Collate
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
+from hadal.engine.reading import Collate
 from hadal.engine.report import Progress
 from hadal.engine.topology import Topology
 from hadal.errors import CheckpointError, HadalError, LossError, NotBuiltYetError, UsageError

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from hadal.engine.fetch import (
+from hadal.engine.reading import (
     Batches,
     Collate,
-    Piece,
+    HandedBatch,
+    Request,
     Stream,
     StreamPlan,
     Trail,
-    Work,
     drawing_from,
     keeps_state,
     mixed,
@@ -172,14 +172,14 @@ class ShardedLoader:
 
     def _batches(self) -> Iterator[Any]:
         self._tell_epoch(self.dataset)
-        work = self._own_order() if self._reading.sampler is None else self._given_order()
-        yield from self._loader(Batches(self.dataset, self._collate), work)
+        requests = self._own_order() if self._reading.sampler is None else self._given_order()
+        yield from self._loader(Batches(self.dataset, self._collate), requests)
 
-    def _own_order(self) -> Iterator[Work]:
+    def _own_order(self) -> Iterator[Request]:
         order = order_of(self._count(), self.seed, self._epoch, self._reading.shuffle)
-        yield from self._works(batches_of(order, self.sharding, self._handed))
+        yield from self._requests(batches_of(order, self.sharding, self._handed))
 
-    def _given_order(self) -> Iterator[Work]:
+    def _given_order(self) -> Iterator[Request]:
         """The caller's sampler from its beginning; what was handed out is skipped, not read."""
         sampler, size = self._reading.sampler, self.sharding.batch_size
         assert sampler is not None  # whoever calls this has looked
@@ -190,7 +190,9 @@ class ShardedLoader:
             else:
                 self._sampler_state = state_of(sampler)
         done = self._handed // self.sharding.replicas
-        yield from self._works(_chunks(self._drawn(sampler), size, done, self.sharding.drop_last))
+        yield from self._requests(
+            _chunks(self._drawn(sampler), size, done, self.sharding.drop_last)
+        )
 
     def _drawn(self, sampler: Iterable[Any]) -> Iterator[Any]:
         """Its indices; torch's samplers draw what they shuffle by before the first one."""
@@ -201,10 +203,10 @@ class ShardedLoader:
             yield first
             yield from indices
 
-    def _works(self, batches: Iterator[list[Any]]) -> Iterator[Work]:
+    def _requests(self, batches: Iterator[list[Any]]) -> Iterator[Request]:
         place = self._handed + self.sharding.replica
         for indices in batches:
-            yield Work(mixed(self.seed, self._epoch, place), indices)
+            yield Request(mixed(self.seed, self._epoch, place), indices)
             place += self.sharding.stride
 
     # ---- streams ---------------------------------------------------------------------------------
@@ -221,13 +223,13 @@ class ShardedLoader:
         )
         self._trails, self._in_turn = trails, True
         number = sum(trail.batches for trail in trails)
-        for piece in self._loader(Stream(self.dataset, self._collate, plan)):
-            if piece is None:
+        for handed in self._loader(Stream(self.dataset, self._collate, plan)):
+            if handed is None:
                 continue
-            self._follow(piece, number)
+            self._follow(handed, number)
             number += 1
             if number > skipped:
-                yield piece.batch
+                yield handed.batch
 
     def _start_of_stream(self) -> tuple[tuple[Trail, ...], int, int]:
         """Where the workers begin, whose turn it is, and batches to be thrown away."""
@@ -242,22 +244,22 @@ class ShardedLoader:
         )
         return self._fresh_trails(), 0, done
 
-    def _follow(self, piece: Piece, number: int) -> None:
+    def _follow(self, handed: HandedBatch, number: int) -> None:
         """Note how far a worker has come, and whether they still take turns."""
-        self._in_turn &= piece.worker == number % len(self._trails)
+        self._in_turn &= handed.worker == number % len(self._trails)
         trails = list(self._trails)
-        batches = trails[piece.worker].batches + 1
-        trails[piece.worker] = Trail(batches, piece.state, piece.is_last)
+        batches = trails[handed.worker].batches + 1
+        trails[handed.worker] = Trail(batches, handed.state, handed.is_last)
         self._trails = tuple(trails)
 
     # ---- both ------------------------------------------------------------------------------------
 
-    def _loader(self, dataset: Any, work: Iterator[Work] | None = None) -> Iterable[Any]:
+    def _loader(self, dataset: Any, requests: Iterator[Request] | None = None) -> Iterable[Any]:
         """A loader whose items are whole batches, and which draws nothing from the program."""
         return DataLoader(
             dataset,
             batch_size=None,
-            sampler=work,
+            sampler=requests,
             num_workers=self._reading.workers,
             collate_fn=_as_it_is,
             pin_memory=self._reading.pin_memory,

@@ -7,11 +7,10 @@ import torch
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.dtypes import dtype_named
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.zero.policy import Limits, Reduction, Refresh, Route
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
@@ -19,7 +18,7 @@ def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype |
     chosen = config.communication_data_type
     if sequence_parallel_size > 1:
         chosen = config.seq_parallel_communication_data_type
-    return _DTYPES[chosen] if chosen else None
+    return dtype_named(chosen)
 
 
 def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
@@ -49,7 +48,7 @@ def refresh_of(config: Config) -> Refresh:
     )
 
 
-def batches_of(config: Config, topology: Topology) -> BatchSizes:
+def batch_sizes_of(config: Config, topology: Topology) -> BatchSizes:
     """The samples of one update."""
     return BatchSizes(
         micro=config.train_micro_batch_size_per_gpu,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hadal.config import Config
 from hadal.config.report import written
 from hadal.engine.casting import Casting
+from hadal.engine.dtypes import dtype_named
 from hadal.engine.policies import wire_dtype
 from hadal.errors import ConfigError, Fault
 from hadal.optim.loss_scale import ScaleRule
@@ -21,7 +22,6 @@ from hadal.zero.policy import Precision
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SAFE_PATH = "torch_autocast.lower_precision_safe_modules"
@@ -30,10 +30,6 @@ _SAFE_PATH = "torch_autocast.lower_precision_safe_modules"
 _AMP_SCALE = 2.0**16
 _AMP_WINDOW = 2000
 _NO_FLOOR = 2.0**-126  # the smallest normal float32: a scale must never become zero
-
-
-def _named(name: str | None) -> torch.dtype | None:
-    return None if name is None else _DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ def _amp_level(config: Config) -> _AmpLevel | None:
 
     said = amp.loss_scale
     return _AmpLevel(
-        cast=_named(amp.cast_model_type) or level.cast,
+        cast=dtype_named(amp.cast_model_type) or level.cast,
         patches=chosen(amp.patch_torch_functions, level.patches),
         keeps_batch_norm=chosen(amp.keep_batchnorm_fp32, level.keeps_batch_norm),
         keeps_masters=chosen(amp.master_weights, level.keeps_masters),
@@ -97,7 +93,7 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
         return torch.float16
     if autocast is None or not autocast.enabled:
         return None
-    return _named(autocast.dtype) or torch.get_autocast_dtype(device.type)
+    return dtype_named(autocast.dtype) or torch.get_autocast_dtype(device.type)
 
 
 def casting_of(config: Config, device: torch.device) -> Casting:
@@ -105,7 +101,7 @@ def casting_of(config: Config, device: torch.device) -> Casting:
     level, autocast = _amp_level(config), autocast_dtype(config, device)
     if level is None or config.amp is None:
         return Casting(torch.float16 if fp16_casts_inputs(config) else None, None, autocast)
-    outputs = _named(config.amp.cast_model_outputs) or (level.cast and torch.float32)
+    outputs = dtype_named(config.amp.cast_model_outputs) or (level.cast and torch.float32)
     return Casting(level.cast, outputs, autocast)
 
 
@@ -162,7 +158,7 @@ def _precision(
 ) -> Precision:
     """The dtypes of what was given in `given`, is cast to `cast`, and may travel in `wire`."""
     compute = cast or given
-    accumulate = _named(config.data_types.grad_accum_dtype) or _sums_of(config, compute)
+    accumulate = dtype_named(config.data_types.grad_accum_dtype) or _sums_of(config, compute)
     exact = torch.promote_types(given, torch.float32)
     master, state = given, None
     if cast is not None:
@@ -260,7 +256,7 @@ def buffer_rule_of(config: Config, model: nn.Module) -> BufferRule:
     whole_parts = "|".join(rf"(?:^|\.)(?:{pattern})(?:\.|$)" for pattern in patterns)
     level = _amp_level(config)
     return BufferRule(
-        _named(config.data_types.buffer_dtype) or model_dtype(config),
+        dtype_named(config.data_types.buffer_dtype) or model_dtype(config),
         re.compile(whole_parts) if whole_parts else None,
         level is not None and level.keeps_batch_norm,
     )

@@ -41,7 +41,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TopologyWish:
     """What a program says of its ranks before any group is made; None is left to the keys."""
 
     mpu: Any = None
@@ -54,7 +54,7 @@ class Shape:
         return self.mpu is not None and hasattr(self.mpu, "get_data_parallel_world_size")
 
 
-def shape_of(mpu: Any, mesh_param: Any, world: Ranks) -> Shape:
+def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
     """Read the sizes that `initialize(mpu=...)` or `initialize(mesh_param=...)` bring along.
 
     Raises:
@@ -63,19 +63,19 @@ def shape_of(mpu: Any, mesh_param: Any, world: Ranks) -> Shape:
     if mpu is not None and mesh_param is not None:
         raise UsageError("initialize got mpu= and mesh_param=, which say the same; give one")
     if mesh_param is not None:
-        return _shape_of_mesh(mesh_param, world)
+        return _wish_of_mesh(mesh_param, world)
     if mpu is None:
-        return Shape()
+        return TopologyWish()
     if hasattr(mpu, "get_sequence_parallel_world_size"):
         _expect(mpu, ["get_sequence_parallel_group", "get_sequence_parallel_rank"])
         shared = int(mpu.get_sequence_parallel_world_size())
     else:
         shared = 1
-    shape = Shape(mpu, None, shared)
-    if not shape.cuts_the_model:
+    wish = TopologyWish(mpu, None, shared)
+    if not wish.cuts_the_model:
         if shared == 1 and not hasattr(mpu, "get_sequence_parallel_world_size"):
             _expect(mpu, [f"get_data_parallel_{what}" for what in _ASKED])
-        return shape
+        return wish
     wanted = [f"get_data_parallel_{what}" for what in _ASKED]
     wanted += [f"get_{_model_name(mpu)}_{what}" for what in _ASKED]
     if shared > 1:
@@ -88,10 +88,10 @@ def shape_of(mpu: Any, mesh_param: Any, world: Ranks) -> Shape:
             f"initialize(mpu=...): {data} data-parallel x {shared} sequence-parallel x {model}"
             f" model-parallel ranks are {data * shared * model}, and there are {world.size}"
         )
-    return Shape(mpu, data, shared)
+    return TopologyWish(mpu, data, shared)
 
 
-def _shape_of_mesh(mesh_param: Any, world: Ranks) -> Shape:
+def _wish_of_mesh(mesh_param: Any, world: Ranks) -> TopologyWish:
     sizes = tuple(mesh_param) if isinstance(mesh_param, Sequence) else ()
     whole = all(isinstance(size, int) and size > 0 for size in sizes)
     if len(sizes) != 2 or not whole or sizes[0] * sizes[1] != world.size:
@@ -99,7 +99,7 @@ def _shape_of_mesh(mesh_param: Any, world: Ranks) -> Shape:
             f"initialize(mesh_param={mesh_param!r}): expected (data_parallel, sequence_parallel),"
             f" two integers whose product is the {world.size} ranks"
         )
-    return Shape(None, *sizes)
+    return TopologyWish(None, *sizes)
 
 
 def _model_name(mpu: Any) -> str:
@@ -116,14 +116,14 @@ def _expect(mpu: Any, methods: Sequence[str]) -> None:
         )
 
 
-def make_topology(shape: Shape, config: Config, world: Ranks) -> Topology:
+def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     """Find or make the groups. All ranks must call it.
 
     Raises:
         MismatchError: the ranks see themselves in different groups.
     """
-    shared = shape.sequence_parallel_size or config.sequence_parallel_size
-    sight = (shared, shape.data_parallel_size, type(shape.mpu).__name__)
+    shared = wish.sequence_parallel_size or config.sequence_parallel_size
+    sight = (shared, wish.data_parallel_size, type(wish.mpu).__name__)
     sights = gather_objects(sight, world)
     if len(set(sights)) > 1:
         told = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
@@ -131,13 +131,13 @@ def make_topology(shape: Shape, config: Config, world: Ranks) -> Topology:
             "the ranks were given different groupings (ranks of one sequence, ranks with different"
             f" samples, mpu): {told}; give the same on every rank"
         )
-    if shape.cuts_the_model:
-        return _topology_of_mpu(shape.mpu, shared)
+    if wish.cuts_the_model:
+        return _topology_of_mpu(wish.mpu, shared)
     if shared == 1:
         return Topology(world, world)
     sequence, data = world.in_blocks(shared)
-    if shape.mpu is not None:
-        mine = Ranks.of(shape.mpu.get_sequence_parallel_group()).numbers
+    if wish.mpu is not None:
+        mine = Ranks.of(wish.mpu.get_sequence_parallel_group()).numbers
         if mine != sequence.numbers:
             raise UsageError(
                 f"initialize(mpu=...): rank {world.rank} shares its sequence with ranks {mine};"

@@ -45,32 +45,32 @@ def drawing_from(seed: int) -> Iterator[None]:
         np.random.set_state(before[2])
 
 
-class Work(NamedTuple):
-    """One batch to be made: its samples, and what it draws from."""
+class Request(NamedTuple):
+    """A batch that is to be made: its samples, and what it draws from."""
 
     seed: int
     indices: list[Any]
 
 
 class Batches(Dataset[Any]):
-    """A data set's batches: item `work` is the batch of those samples."""
+    """A data set's batches: item `request` is the batch of those samples."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset = dataset
         self._collate = collate
 
-    def __getitem__(self, work: Work) -> Any:
+    def __getitem__(self, request: Request) -> Any:
         """Read the samples and make a batch of them."""
-        with drawing_from(work.seed):
+        with drawing_from(request.seed):
             several = getattr(self._dataset, "__getitems__", None)
             if several is not None:
-                samples = several(work.indices)
+                samples = several(request.indices)
             else:
-                samples = [self._dataset[index] for index in work.indices]
+                samples = [self._dataset[index] for index in request.indices]
             return self._collate(samples)
 
 
-class Piece(NamedTuple):
+class HandedBatch(NamedTuple):
     """What a stream hands over: a batch, who read it, and where its data set stands after it."""
 
     batch: Any
@@ -103,7 +103,7 @@ class StreamPlan:
     """Whose batch is the next one."""
 
 
-class Stream(IterableDataset[Piece | None]):
+class Stream(IterableDataset[HandedBatch | None]):
     """The batches of an `IterableDataset`, each with the state of the data set behind it."""
 
     def __init__(self, dataset: Any, collate: Collate, plan: StreamPlan) -> None:
@@ -111,7 +111,7 @@ class Stream(IterableDataset[Piece | None]):
         self._collate = collate
         self._plan = plan
 
-    def __iter__(self) -> Iterator[Piece | None]:
+    def __iter__(self) -> Iterator[HandedBatch | None]:
         """This worker's batches; first None where the next batch is another worker's.
 
         Batches are collected from the workers in turn, worker 0 first.
@@ -137,7 +137,7 @@ class Stream(IterableDataset[Piece | None]):
                 batch = self._collate(some)
             done += 1
             # In the program itself the data set is asked when its state is wanted.
-            yield Piece(batch, worker, info and state_of(self._dataset), is_last)
+            yield HandedBatch(batch, worker, info and state_of(self._dataset), is_last)
 
 
 def state_of(dataset: Any) -> Any:
