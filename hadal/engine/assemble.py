@@ -55,7 +55,7 @@ from hadal.engine.wishes import (
     make_schedule,
 )
 from hadal.errors import UsageError
-from hadal.optim.steppers import build_stepper
+from hadal.optim.build import build_stepper
 from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses

@@ -1,10 +1,10 @@
-"""The optimizer that a configuration or a caller asks for, and whether it may step flat shards."""
+"""The optimizer that a configuration or a caller asks for, and the stepper that fits it."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 from hadal.device import current_device, spared_import
 from hadal.errors import OptimizerError
 from hadal.optim.fused import UncorrectedAdam
-from hadal.optim.lamb import Lamb
+from hadal.optim.lamb import Lamb, LambStepper
 from hadal.optim.lion import Lion
-from hadal.optim.muon import Muon
+from hadal.optim.muon import Muon, MuonStepper
 from hadal.optim.mup import MUP_KINDS, build_mup
+from hadal.optim.step import FlatStepper, Stepper, refuse_other_state_dtype
+from hadal.optim.whole import WholeStepper
+from hadal.zero.gradients import Gradients
 
 # Their update of one element looks at that element's gradient and state alone, so cutting a tensor
 # anywhere changes nothing. Subclasses are not trusted: they may have overridden the update.
@@ -129,3 +132,34 @@ def refuse_unusable(kind: type[Optimizer]) -> None:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether this optimizer may step a flat cut of several parameters as if it were one tensor."""
     return type(optimizer) in _ELEMENTWISE
+
+
+def build_stepper(
+    optimizer: Optimizer,
+    gradients: Sequence[Gradients],
+    parameters: Sequence[Sequence[nn.Parameter]],
+) -> Stepper:
+    """Put the buckets under a user's optimizer.
+
+    The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
+    holds, per param group, the model's own parameters in their order.
+
+    State that the optimizer holds already goes along with its parameters.
+
+    Raises:
+        OptimizerError: the optimizer cannot work with reduced gradients, or its state does not fit.
+    """
+    refuse_unusable(type(optimizer))
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerError(
+            f"{type(optimizer).__name__}(differentiable=True) cannot be used: nothing can be"
+            " differentiated through the update of an engine; leave it out"
+        )
+    if is_elementwise(optimizer):
+        return FlatStepper(optimizer, gradients)
+    refuse_other_state_dtype(optimizer, gradients)
+    if type(optimizer) is Lamb:
+        return LambStepper(optimizer, gradients)
+    if type(optimizer) is Muon:
+        return MuonStepper(optimizer, gradients, parameters)
+    return WholeStepper(optimizer, gradients, parameters)

@@ -7,17 +7,16 @@ cache.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-State = dict[str, Any]
-Group = dict[str, Any]
+from hadal.optim.own import Group, OwnOptimizer, State
+
 Zeros = Callable[[], Tensor]
 """Makes a tensor of zeros like the run, in the dtype that state is kept in."""
 
@@ -38,31 +37,15 @@ Beginner = Callable[[Group, State, Zeros], Update]
 """Begins an update of one run: makes its state at first use, and counts."""
 
 
-class ElementwiseOptimizer(Optimizer, ABC):
+class ElementwiseOptimizer(OwnOptimizer):
     """An optimizer of our own that tells its update block by block, and can step by itself too."""
 
     @abstractmethod
     def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
         """Begin an update of one run: make its state at first use, and count."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    values = parameter.detach()
-                    state = self.state[parameter]
-                    update = self.begin(group, state, partial(torch.zeros_like, values))
-                    update.apply(values, parameter.grad, update.state, None)
-        return loss
+    def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Make one update of a whole parameter."""
+        values = parameter.detach()
+        update = self.begin(group, self.state[parameter], partial(torch.zeros_like, values))
+        update.apply(values, gradient, update.state, None)

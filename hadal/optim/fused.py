@@ -19,7 +19,8 @@ from hadal.device import (
     fused_adam_,
     fused_sgd_,
 )
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Group, State, Update, Zeros
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Update, Zeros
+from hadal.optim.own import Group, State
 
 
 def begin_adam(

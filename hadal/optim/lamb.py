@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from hadal.comm.collectives import Pending, sum_
 from hadal.errors import OptimizerError
+from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.pieces import Piece, lay_pieces
-from hadal.optim.step import append, as_one_step, block_numel, wait_all
+from hadal.optim.step import as_one_step, block_numel, wait_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
 
 
-class Lamb(Optimizer):
+class Lamb(OwnOptimizer):
     """Lamb over whole parameters; an engine steps the same numbers on flat shards.
 
     State of each tensor: `exp_avg` and `exp_avg_sq` (its shape and dtype), and `step`.
@@ -63,26 +64,16 @@ class Lamb(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Make one update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moments = _moments(self, parameter)
-                count = float(self.state[parameter]["step"])
-                values = _Values(parameter.detach(), *moments)
-                _learn(values, parameter.grad, group)
-                update = _update(values, group, count)
-                sums = torch.stack([_square_sum(values.master), _square_sum(update)])
-                ratio = _trust_ratios(sums[None], [group])[0]
-                values.master.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
-        return loss
+    def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Make one update of a whole parameter."""
+        moments = _moments(self, parameter)
+        count = float(self.state[parameter]["step"])
+        values = _Values(parameter.detach(), *moments)
+        _learn(values, gradient, group)
+        update = _update(values, group, count)
+        sums = torch.stack([_square_sum(values.master), _square_sum(update)])
+        ratio = _trust_ratios(sums[None], [group])[0]
+        values.master.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
 
 
 class _Values(NamedTuple):
@@ -109,14 +100,14 @@ def _moments(optimizer: Optimizer, values: nn.Parameter) -> tuple[Tensor, Tensor
     return state["exp_avg"], state["exp_avg_sq"]
 
 
-def _learn(values: _Values, gradient: Tensor, group: dict[str, Any]) -> None:
+def _learn(values: _Values, gradient: Tensor, group: Group) -> None:
     """Put a gradient into the moments."""
     beta1, beta2 = group["betas"]
     values.first.mul_(beta1).add_(gradient, alpha=1 - beta1)
     values.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
 
-def _update(values: _Values, group: dict[str, Any], count: float) -> Tensor:
+def _update(values: _Values, group: Group, count: float) -> Tensor:
     """The update before it is scaled, of the values' shape; `count` updates lie in the moments."""
     beta1, beta2 = group["betas"]
     lacks = group["bias_correction"]
@@ -137,7 +128,7 @@ def _square_sum(values: Tensor) -> Tensor:
     return torch.dot(flat, flat).double()
 
 
-def _trust_ratios(sums: Tensor, groups: Sequence[dict[str, Any]]) -> Tensor:
+def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
     """(parameters,) ratios, from (parameters, 2) sums of squares: of the weights, of the update."""
     weights, updates = sums.sqrt().unbind(1)
     low = sums.new_tensor([group["min_coeff"] for group in groups])
@@ -202,12 +193,12 @@ class LambStepper:
         with as_one_step(self._optimizer):
             groups = [self._optimizer.param_groups[number] for number in self._groups]
             ratios = _trust_ratios(self._learn_all(multiplier), groups)
-            refreshing: list[Pending] = []
+            refreshing: list[Pending | None] = []
             for one in self._gradients:
                 for piece, parts in self._pieces[one]:
                     self._step_piece(piece, parts, ratios)
                     one.bucket.write_back(piece.start, piece.stop)
-                append(refreshing, one.bucket.start_refresh())
+                refreshing.append(one.bucket.start_refresh())
             wait_all(refreshing)
 
     def _learn_all(self, multiplier: float) -> Tensor:

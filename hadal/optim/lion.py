@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.optim.elementwise import ElementwiseOptimizer, Group, State, Update, Zeros
+from hadal.optim.elementwise import ElementwiseOptimizer, Update, Zeros
+from hadal.optim.own import Group, State
 
 
 class Lion(ElementwiseOptimizer):

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError
 from hadal.optim.fused import begin_adam
+from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.pieces import lay_pieces
-from hadal.optim.step import as_one_step, block_numel
-from hadal.optim.whole import WholeParameters, hand_over, refresh
+from hadal.optim.step import as_one_step, block_numel, refresh
+from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero.gradients import Gradients
 
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
@@ -38,7 +38,7 @@ _TINY = 1e-7
 METHODS = ("gram", "standard")
 
 
-class Muon(Optimizer):
+class Muon(OwnOptimizer):
     """Muon over whole parameters, in groups that say `use_muon`: True for matrices, False for Adam.
 
     `muon_groups` makes such groups from a model's names. State of a matrix: `momentum_buffer`; of
@@ -109,27 +109,16 @@ class Muon(Optimizer):
                 " steps matrices: put it into a group with use_muon False"
             )
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Make one update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if group["use_muon"]:
-                    self.step_matrix(parameter, group)
-                else:
-                    self.step_flat(parameter, parameter.grad, 1.0, group)
-        return loss
+    def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Make one update of a whole parameter."""
+        if group["use_muon"]:
+            self.step_matrix(parameter, gradient, group)
+        else:
+            self.step_flat(parameter, gradient, 1.0, group)
 
-    def step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Make one update of a whole matrix from its `grad`."""
-        gradient, values = parameter.grad, parameter.detach()
-        assert gradient is not None  # whoever calls has put it there
+    def step_matrix(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Make one update of a whole matrix."""
+        values = parameter.detach()
         if not values.numel():
             return
         state, momentum = self.state[parameter], group["momentum"]
@@ -143,7 +132,7 @@ class Muon(Optimizer):
         values.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
     def step_flat(
-        self, parameter: nn.Parameter, mean: Tensor, multiplier: float, group: dict[str, Any]
+        self, parameter: nn.Parameter, mean: Tensor, multiplier: float, group: Group
     ) -> None:
         """Make one update by Adam with `mean` times `multiplier`, in blocks."""
         values, state = parameter.detach(), self.state[parameter]
@@ -283,15 +272,16 @@ class MuonStepper:
         """Make one update with the mean gradients times `multiplier`."""
         optimizer = self._optimizer
         with as_one_step(optimizer):
-            self._wholes.fetch(multiplier)
+            self._wholes.to_owners(multiplier)
             for group in optimizer.param_groups:
                 if group["use_muon"]:
                     for values in group["params"]:
-                        optimizer.step_matrix(values, group)
+                        assert values.grad is not None  # `to_owners` has put it there
+                        optimizer.step_matrix(values, values.grad, group)
             for one, pieces in self._pieces.items():
                 for piece in pieces:
                     group = optimizer.param_groups[piece.group]
                     mean = one.mean[piece.start : piece.stop]
                     optimizer.step_flat(piece.values, mean, multiplier, group)
-            self._wholes.put()
-            refresh([one.bucket for one in self._gradients])
+            self._wholes.to_shards()
+            refresh(one.bucket for one in self._gradients)

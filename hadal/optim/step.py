@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
 from hadal.optim.pieces import Piece, lay_pieces
+from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
@@ -74,12 +76,12 @@ class FlatStepper:
 
     def _step_in_blocks(self, begin: Beginner, multiplier: float) -> None:
         """Cast, scale, step and write back a cache-sized block at a time."""
-        refreshing: list[Pending] = []
+        refreshing: list[Pending | None] = []
         desk = _Desk(self._gradients[0].bucket.device, multiplier)
         for one in self._gradients:
             for piece in self._pieces[one]:
                 self._step_piece(one, piece, begin, desk)
-            append(refreshing, one.bucket.start_refresh())
+            refreshing.append(one.bucket.start_refresh())
         # A scheduler that was made by torch asks whether the optimizer has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         wait_all(refreshing)
@@ -115,13 +117,9 @@ class FlatStepper:
                 # The mean itself may be scaled: it is not read again.
                 piece.values.grad = gradient if multiplier == 1.0 else gradient.mul_(multiplier)
         self._optimizer.step()
-        refreshing: list[Pending] = []
-        for one in self._gradients:
-            for piece in self._pieces[one]:
-                piece.values.grad = None
-                one.bucket.write_back(piece.start, piece.stop)
-            append(refreshing, one.bucket.start_refresh())
-        wait_all(refreshing)
+        for piece in chain.from_iterable(self._pieces.values()):
+            piece.values.grad = None
+        refresh(one.bucket for one in self._gradients)
 
 
 class _Desk:
@@ -189,16 +187,20 @@ def _is_fused(group: dict[str, Any]) -> bool:
     return bool(group.get("fused")) or (group.get("fused") is None and not group.get("foreach"))
 
 
-def append(pendings: list[Pending], pending: Pending | None) -> None:
-    """Remember a collective that was started, if one was."""
-    if pending is not None:
-        pendings.append(pending)
+def refresh(buckets: Iterable[Bucket]) -> None:
+    """Put masters that were stepped anywhere into the weights, and gather these where asked."""
+    refreshing: list[Pending | None] = []
+    for bucket in buckets:
+        bucket.write_back(0, bucket.span[1] - bucket.span[0])
+        refreshing.append(bucket.start_refresh())
+    wait_all(refreshing)
 
 
-def wait_all(pendings: Sequence[Pending]) -> None:
-    """Wait for every one of them."""
+def wait_all(pendings: Iterable[Pending | None]) -> None:
+    """Wait for every collective that was started; None stands for one that was not needed."""
     for pending in pendings:
-        pending.wait()
+        if pending is not None:
+            pending.wait()
 
 
 @contextmanager

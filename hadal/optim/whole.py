@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.collectives import Pending, max_, start_exchange
-from hadal.optim.step import append, wait_all
+from hadal.comm.collectives import max_, start_exchange
+from hadal.optim.step import refresh
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out
@@ -25,7 +25,7 @@ class _Stamp(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Routes:
+class _Transfer:
     """What of one bucket travels between the shards and the owners of whole parameters."""
 
     owned: dict[int, nn.Parameter]
@@ -42,16 +42,17 @@ class WholeParameters:
     """Whole parameters, each on the rank that owns it, beside the flat shards they are cut into.
 
     Owns `values`: for each of the model's parameters that this rank owns, a parameter of the same
-    shape in the master's dtype, whose `grad` an optimizer finds between `fetch` and `put`. A
-    gradient travels to its owner only, and new values to the shards they belong to. Owners remember
-    values from update to update, so masters travel only where somebody else has changed them.
+    shape in the master's dtype, whose `grad` an optimizer finds between `to_owners` and
+    `to_shards`. A gradient travels to its owner only, and new values to the shards they belong to.
+    Owners remember values from update to update, so masters travel only where somebody else has
+    changed them.
 
     Where optimizer state is not partitioned every rank owns everything and nothing travels.
     """
 
     def __init__(self) -> None:
         self.values: dict[nn.Parameter, nn.Parameter] = {}
-        self._routes: dict[Gradients, _Routes] = {}
+        self._transfers: dict[Gradients, _Transfer] = {}
         self._loads: list[int] = []
 
     def add(
@@ -74,9 +75,9 @@ class WholeParameters:
         for (one, slot), owner in zip(flat, share.owners, strict=True):
             owner_of.setdefault(one, {})[slot] = owner
         for one, owners in owner_of.items():
-            self._routes[one] = self._lay_routes(one.bucket, owners)
+            self._transfers[one] = self._lay_transfer(one.bucket, owners)
 
-    def _lay_routes(self, bucket: Bucket, owners: dict[int, int]) -> _Routes:
+    def _lay_transfer(self, bucket: Bucket, owners: dict[int, int]) -> _Transfer:
         ranks, layout = bucket.ranks, bucket.layout
         is_cut = bucket.partition.optimizer
         owned = {}
@@ -84,7 +85,7 @@ class WholeParameters:
             if not is_cut or owner == ranks.rank:
                 owned[slot] = self.values[bucket.parameters[slot]] = _make_values(bucket, slot)
         if not is_cut:
-            return _Routes(owned, [], [])
+            return _Transfer(owned, [], [])
         held: list[list[Fragment]] = [[] for _ in range(ranks.size)]
         for fragment in layout.fragments(*bucket.span):
             if fragment.slot in owners:
@@ -93,62 +94,62 @@ class WholeParameters:
             [part for part in layout.fragments(*layout.span(rank)) if part.slot in owned]
             for rank in range(ranks.size)
         ]
-        return _Routes(owned, held, asked)
+        return _Transfer(owned, held, asked)
 
-    def fetch(self, multiplier: float) -> None:
+    def to_owners(self, multiplier: float) -> None:
         """Give the owners the mean gradients times `multiplier`, and the values they do not know.
 
         All ranks must call it together.
         """
         joins = [
-            (one.bucket, routes, _start_to_owners(one.bucket, routes, one.mean))
-            for one, routes in self._routes.items()
+            (one.bucket, transfer, _start_to_owners(one.bucket, transfer, one.mean))
+            for one, transfer in self._transfers.items()
         ]
-        for bucket, routes, join in joins:
+        for bucket, transfer, join in joins:
             for slot, gradient in join().items():
-                values, shape = routes.owned[slot], bucket.layout.slots[slot].shape
+                values, shape = transfer.owned[slot], bucket.layout.slots[slot].shape
                 # A copy even where nothing is cast: an optimizer may change what it is given.
                 own = gradient.to(values.dtype, copy=True).mul_(multiplier)
                 values.grad = own.view(shape)
-        self._fetch_values()
+        self._values_to_owners()
 
-    def _fetch_values(self) -> None:
-        remembered: list[tuple[Bucket, _Routes]] = []
-        for one, routes in self._routes.items():
+    def _values_to_owners(self) -> None:
+        remembered: list[tuple[Bucket, _Transfer]] = []
+        for one, transfer in self._transfers.items():
             bucket = one.bucket
             if not bucket.partition.optimizer:
                 continue  # the values are the master itself
             if bucket.partition.weights or bucket.precision.keeps_master:
-                remembered.append((bucket, routes))
+                remembered.append((bucket, transfer))
             else:
-                _copy_values(routes, dict(enumerate(bucket.views_of(bucket.full))))
+                _copy_values(transfer, dict(enumerate(bucket.views_of(bucket.full))))
         if not remembered:
             return
         report = torch.tensor(
-            [routes.seen != _stamp(bucket) for bucket, routes in remembered],
+            [transfer.seen != _stamp(bucket) for bucket, transfer in remembered],
             dtype=torch.uint8,
             device=remembered[0][0].device,
         )
         max_(report, remembered[0][0].ranks, "the agreement on edited masters")
         joins = [
-            (routes, _start_to_owners(bucket, routes, _master_of(bucket)))
-            for (bucket, routes), edited in zip(remembered, report.tolist(), strict=True)
+            (transfer, _start_to_owners(bucket, transfer, _master_of(bucket)))
+            for (bucket, transfer), edited in zip(remembered, report.tolist(), strict=True)
             if edited
         ]
-        for routes, join in joins:
-            _copy_values(routes, join())
+        for transfer, join in joins:
+            _copy_values(transfer, join())
 
-    def put(self) -> None:
+    def to_shards(self) -> None:
         """Bring the owners' new values into every rank's shard of the master.
 
         All ranks must call it together.
         """
         waiting = []
-        for one, routes in self._routes.items():
-            for values in routes.owned.values():
+        for one, transfer in self._transfers.items():
+            for values in transfer.owned.values():
                 values.grad = None
             if one.bucket.partition.optimizer:
-                waiting.append(_start_to_shards(one.bucket, routes))
+                waiting.append(_start_to_shards(one.bucket, transfer))
         for finish in waiting:
             finish()
 
@@ -170,13 +171,13 @@ def _stamp(bucket: Bucket) -> _Stamp:
     return _Stamp(master.data_ptr(), master._version)
 
 
-def _copy_values(routes: _Routes, wholes: Mapping[int, Tensor]) -> None:
-    for slot, values in routes.owned.items():
+def _copy_values(transfer: _Transfer, wholes: Mapping[int, Tensor]) -> None:
+    for slot, values in transfer.owned.items():
         values.detach().copy_(wholes[slot].view(values.shape))
 
 
 def _start_to_owners(
-    bucket: Bucket, routes: _Routes, cut: Tensor
+    bucket: Bucket, transfer: _Transfer, cut: Tensor
 ) -> Callable[[], dict[int, Tensor]]:
     """Send the fragments of `cut`, laid out like my span, to their owners.
 
@@ -184,16 +185,16 @@ def _start_to_owners(
     """
     slots = bucket.layout.slots
     if not bucket.partition.optimizer:
-        return lambda: {slot: cut[slots[slot].offset : slots[slot].stop] for slot in routes.owned}
-    outgoing = [_packed([_cut_of(part, cut) for part in parts], cut) for parts in routes.held]
-    incoming = [cut.new_empty(sum(part.numel for part in parts)) for parts in routes.asked]
+        return lambda: {slot: cut[slots[slot].offset : slots[slot].stop] for slot in transfer.owned}
+    outgoing = [_packed([_cut_of(part, cut) for part in parts], cut) for parts in transfer.held]
+    incoming = [cut.new_empty(sum(part.numel for part in parts)) for parts in transfer.asked]
     label = f"the fragments of {bucket.name} for their owners"
     pending = start_exchange(outgoing, incoming, bucket.ranks, label)
 
     def join() -> dict[int, Tensor]:
         pending.wait()
-        wholes = {slot: cut.new_empty(slots[slot].numel) for slot in routes.owned}
-        for parts, packed in zip(routes.asked, incoming, strict=True):
+        wholes = {slot: cut.new_empty(slots[slot].numel) for slot in transfer.owned}
+        for parts, packed in zip(transfer.asked, incoming, strict=True):
             for part, values in zip(parts, _unpacked(parts, packed), strict=True):
                 wholes[part.slot][part.start : part.start + part.numel].copy_(values)
         return wholes
@@ -201,24 +202,24 @@ def _start_to_owners(
     return join
 
 
-def _start_to_shards(bucket: Bucket, routes: _Routes) -> Callable[[], None]:
+def _start_to_shards(bucket: Bucket, transfer: _Transfer) -> Callable[[], None]:
     """Send my whole values to the shards they belong to; the call that is returned waits."""
     master = _master_of(bucket)
-    flat = {slot: values.detach().reshape(-1) for slot, values in routes.owned.items()}
+    flat = {slot: values.detach().reshape(-1) for slot, values in transfer.owned.items()}
     outgoing = [
         _packed([flat[p.slot][p.start : p.start + p.numel] for p in parts], master)
-        for parts in routes.asked
+        for parts in transfer.asked
     ]
-    incoming = [master.new_empty(sum(part.numel for part in parts)) for parts in routes.held]
+    incoming = [master.new_empty(sum(part.numel for part in parts)) for parts in transfer.held]
     label = f"the new values of {bucket.name}"
     pending = start_exchange(outgoing, incoming, bucket.ranks, label)
 
     def finish() -> None:
         pending.wait()
-        for parts, packed in zip(routes.held, incoming, strict=True):
+        for parts, packed in zip(transfer.held, incoming, strict=True):
             for part, values in zip(parts, _unpacked(parts, packed), strict=True):
                 _cut_of(part, master).copy_(values)
-        routes.seen = _stamp(bucket)
+        transfer.seen = _stamp(bucket)
 
     return finish
 
@@ -268,10 +269,10 @@ class WholeStepper:
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""
-        self._wholes.fetch(multiplier)
+        self._wholes.to_owners(multiplier)
         self._optimizer.step()
-        self._wholes.put()
-        refresh([one.bucket for one in self._gradients])
+        self._wholes.to_shards()
+        refresh(one.bucket for one in self._gradients)
 
 
 def hand_over(
@@ -287,12 +288,3 @@ def hand_over(
         state = optimizer.state.pop(member, None)
         if state and member in wholes.values:
             optimizer.state[wholes.values[member]] = state
-
-
-def refresh(buckets: Iterable[Bucket]) -> None:
-    """Put masters that were stepped anywhere into the weights, and gather these where asked."""
-    refreshing: list[Pending] = []
-    for bucket in buckets:
-        bucket.write_back(0, bucket.span[1] - bucket.span[0])
-        append(refreshing, bucket.start_refresh())
-    wait_all(refreshing)

@@ -174,7 +174,7 @@ def test_masters_are_stepped_in_bf16_training(stage: int, ranks: RankPools) -> N
 # ---- the iteration ------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 10_000))
 def test_both_methods_are_the_quintic_iteration(rows: int, columns: int, seed: int) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -327,6 +327,6 @@ def test_nothing_whole_is_nothing_to_fetch() -> None:
     """A model without hidden matrices is Adam's alone."""
     wholes = WholeParameters()
     wholes.add([])
-    wholes.fetch(1.0)
-    wholes.put()
+    wholes.to_owners(1.0)
+    wholes.to_shards()
     assert not wholes.values

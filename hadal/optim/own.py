@@ -1,0 +1,41 @@
+"""What the optimizers of our own share: a step that updates one parameter after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+Group = dict[str, Any]
+
+
+class OwnOptimizer(Optimizer, ABC):
+    """An optimizer of our own, which steps by itself, as torch's do, where no engine steps it."""
+
+    @abstractmethod
+    def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Make one update of a whole parameter; `gradient` may be overwritten."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make one update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_parameter(parameter, parameter.grad, group)
+        return loss
