@@ -83,6 +83,22 @@ def _find(load_dir: Path, tag: str | None) -> Path | None:
     return folder
 
 
+def agree_on_tag(tag: str, validation: str, ranks: Ranks) -> None:
+    """Compare a tag between the ranks: "Warn", "Fail" or, without a look, "Ignore".
+
+    Raises:
+        CheckpointError: the ranks have different ones, and that shall be an error.
+    """
+    if validation == "Ignore":
+        return
+    tags = gather_objects(tag, ranks)
+    if len(set(tags)) > 1:
+        told = f"the ranks save under different tags: {tags}; give the same tag on every rank"
+        if validation == "Fail":
+            raise CheckpointError(told)
+        _log.warning("%s", told)
+
+
 def save(save_dir: Path, tag: str, state: Saved, save_latest: bool) -> None:
     """Write a checkpoint. Every rank writes its own file; `latest` moves when all have."""
     ranks = state.runtime.ranks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,17 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hadal.checkpoint import simple as checkpoint
-from hadal.comm.collectives import gather_objects
 from hadal.config import Config
 from hadal.engine.collector import hold_collector
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
-from hadal.engine.parts import Counters, Cycle, LastUpdate, Parts
+from hadal.engine.parts import Counters, Cycle, Parts
 from hadal.engine.reading import Collate
 from hadal.engine.report import Progress
 from hadal.engine.topology import Topology
-from hadal.errors import CheckpointError, HadalError, LossError, NotBuiltYetError, UsageError
-from hadal.optim.loss_scale import ScaleState, first_scale, next_scale
-from hadal.optim.norm import clip_coefficient, global_norm
-from hadal.optim.overflow import first_overflow, has_overflow
+from hadal.engine.update import measure, moved_scale
+from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
+from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
 from hadal.zero import access, place
 
@@ -401,75 +399,25 @@ class Engine(nn.Module):
 
     @torch.no_grad()
     def _update(self, samples: int) -> None:
-        parts = self._parts
+        parts, training, counters = self._parts, self._training, self._counters
+        assert training is not None  # a backward came before
         with parts.clocks.late_reduce:
             parts.runtime.reduce_all()
         with parts.clocks.step:
-            overflow, culprit = self._apply_gradients()
-        counters = self._counters
+            parts.runtime.reshard_all()
+            found = self._cycle.last = measure(parts, self._scale.scale)
+            if found.overflow:
+                counters.skipped_steps += 1
+            else:
+                with parts.runtime.holding_frozen():
+                    training.stepper.step(found.clip / self._scale.scale)
+                if training.schedule is not None:
+                    training.schedule.step()
+            parts.runtime.clear_gradients()
         counters.global_steps += 1
         counters.global_samples += samples
-        self._move_scale(overflow, culprit)
+        self._scale = moved_scale(self._scale, found, counters.global_steps - 1, parts)
         parts.reporter.end_update(counters.global_steps, samples, self._progress)
-
-    def _apply_gradients(self) -> tuple[bool, str | None]:
-        """Make the update, or skip it: whether gradients were not finite, and of what parameter."""
-        parts, training = self._parts, self._training
-        assert training is not None  # a backward came before
-        runtime, model_parallel = parts.runtime, parts.topology.model_parallel
-        runtime.reshard_all()
-        norm, overflow = self._measure()
-        clip = 1.0
-        if norm is not None and not overflow:
-            clip = clip_coefficient(norm, parts.gradient_clipping)
-        self._cycle.last = LastUpdate(norm, clip, overflow)
-        culprit: str | None = None
-        if overflow:
-            self._counters.skipped_steps += 1
-            names = [name for name, _ in self.module.named_parameters()]
-            culprit = first_overflow(runtime.gradients, names, parts.ranks)
-            if model_parallel is not None:
-                culprits = gather_objects(culprit, model_parallel)
-                culprit = next(filter(None, culprits), None)
-        else:
-            with runtime.holding_frozen():
-                training.stepper.step(clip / self._scale.scale)
-            if training.schedule is not None:
-                training.schedule.step()
-        runtime.clear_gradients()
-        return overflow, culprit
-
-    def _measure(self) -> tuple[float | None, bool]:
-        """The gradients' norm, if it is wanted, and whether this update must be skipped."""
-        parts, gradients = self._parts, self._parts.runtime.gradients
-        model_parallel = parts.topology.model_parallel
-        if not parts.computes_norm:
-            blown = parts.skip_overflow and has_overflow(gradients, parts.ranks, model_parallel)
-            return None, blown
-        norm = global_norm(gradients, parts.ranks, model_parallel) / self._scale.scale
-        blown = parts.skip_overflow and not math.isfinite(norm)
-        if parts.skip_overflow and model_parallel is not None:
-            # The norm counts on the first rank alone what is not marked as a part: look at it all.
-            blown = has_overflow(gradients, parts.ranks, model_parallel) or blown
-        # A NaN says no more than infinity, and callers look for that.
-        return (math.inf, True) if blown else (norm, False)
-
-    def _move_scale(self, overflow: bool, culprit: str | None) -> None:
-        """Bring the loss scale up to date, and tell of an overflow, at the floor too."""
-        before = self._scale.scale
-        try:
-            self._scale = next_scale(self._scale, overflow, self._parts.scale_rule)
-        finally:
-            if overflow and self._parts.ranks.rank == 0:
-                _log.warning(
-                    "update %d skipped: %s; loss scale %g, now %g",
-                    self._counters.global_steps - 1,
-                    f"the gradient of {culprit} is not finite"
-                    if culprit
-                    else "all gradients are finite, but their norm is not",
-                    before,
-                    self._scale.scale,
-                )
 
     def _progress(self) -> Progress:
         skipped, norm = self._counters.skipped_steps, self._cycle.last.norm
@@ -555,7 +503,7 @@ class Engine(nn.Module):
         self._expect_whole_model("save_checkpoint")
         self._parts.runtime.meet_at_checkpoint()
         name = tag or f"global_step{self._counters.global_steps}"
-        self._validate_tag(name)
+        checkpoint.agree_on_tag(name, self._parts.tag_validation, self._parts.ranks)
         if self._parts.runtime.holds_gradients and self._parts.ranks.rank == 0:
             _log.warning(
                 "checkpoint %s is saved in the middle of an update: what its micro-steps so far"
@@ -572,17 +520,6 @@ class Engine(nn.Module):
                 f"engine.{method} is not built yet for a model whose parts lie on several ranks;"
                 " save engine.state_dict() of each part"
             )
-
-    def _validate_tag(self, tag: str) -> None:
-        """Compare the tag between ranks, as `checkpoint.tag_validation` asks."""
-        if self._parts.tag_validation == "Ignore":
-            return
-        tags = gather_objects(tag, self._parts.ranks)
-        if len(set(tags)) > 1:
-            told = f"the ranks save under different tags: {tags}; give the same tag on every rank"
-            if self._parts.tag_validation == "Fail":
-                raise CheckpointError(told)
-            _log.warning("%s", told)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
@@ -622,9 +559,7 @@ class Engine(nn.Module):
             optimizer=self.optimizer,
             schedule=self.lr_scheduler,
             scalars={
-                "counters": {
-                    name: getattr(self._counters, name) for name in Counters.__dataclass_fields__
-                },
+                "counters": asdict(self._counters),
                 "scale": list(self._scale),
                 "client_state": dict(client_state),
             },

@@ -78,13 +78,18 @@ class Counters:
     """Updates that were skipped because gradients were not finite."""
 
 
-@dataclass(slots=True)
-class LastUpdate:
-    """What the last boundary found."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a boundary found in the gradients."""
 
     norm: float | None = None
+    """Their L2 norm before clipping; None where nobody wants it, infinity where they overflowed."""
     clip: float = 1.0
+    """What they are multiplied with to clip them."""
     overflow: bool = False
+    """Whether the update is skipped because they are not finite."""
+    culprit: str | None = None
+    """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
 
 
 @dataclass(slots=True)
@@ -98,4 +103,5 @@ class Cycle:
     """What the caller says of the boundary in place of the count."""
     unsynchronized: bool = False
     destroyed: bool = False
-    last: LastUpdate = field(default_factory=LastUpdate)
+    last: Finding = field(default_factory=Finding)
+    """What the last boundary found."""

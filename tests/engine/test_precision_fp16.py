@@ -214,12 +214,12 @@ def test_an_overflow_names_the_first_parameter(stage: int, ranks: RankPools) -> 
 
 
 def search_only_after_overflow() -> None:
-    from hadal.engine import engine as rooms
+    from hadal.engine import update
 
     def search(*_: Any) -> None:
         raise AssertionError("searched although nothing overflowed")
 
-    before, rooms.first_overflow = rooms.first_overflow, search
+    before, update.first_overflow = update.first_overflow, search
     try:
         engine = engine_of(1, **fp16(initial_scale_power=4))
         inputs = torch.ones(3, 6).half()
@@ -231,7 +231,7 @@ def search_only_after_overflow() -> None:
         with pytest.raises(AssertionError, match="searched"):
             engine.step()
     finally:
-        rooms.first_overflow = before
+        update.first_overflow = before
     engine.destroy()
 
 
