@@ -9,18 +9,17 @@ not; `Factors` say what else it may be.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.pending import Pending, Work, at_end, failure, finished, followed_by
 from hadal.comm.ranks import Ranks
 from hadal.comm.watchdog import Letter, watched
-from hadal.errors import CommunicationError
 
 # torch 2.13 renamed these; the library supports 2.11 too.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,107 +28,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # Sends in pairs are matched by order within a tag: what is started in its own order has its own
 # tag.
 _REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE = 11, 12, 13, 14, 15
-
-# Elements that are summed at a time: two float32 blocks of this length stay in a core's L2 cache.
-_BLOCK_NUMEL = 1 << 16
-
-
-class Work(Protocol):
-    """One call under way."""
-
-    def wait(self) -> Any:
-        """Wait for its end."""
-
-
-class Factors(NamedTuple):
-    """What values are multiplied with on their way to a sum over the ranks."""
-
-    before: float
-    """On each rank, before they are rounded to the dtype in which they travel."""
-    after: float
-    """The sum, before it is rounded to the dtype in which it is kept."""
-
-    @classmethod
-    def of_mean(cls, world_size: int) -> Factors:
-        """The plain mean: nothing before, everything after."""
-        return cls(1.0, 1.0 / world_size)
-
-
-def _nothing() -> None:
-    return None
-
-
-@dataclass
-class Pending:
-    """A started collective, in one phase or several."""
-
-    label: str
-    works: Sequence[Work] = ()
-    then: Callable[[], Pending | None] = _nothing
-    done: bool = field(default=False, init=False)
-    _watch: _Watch | None = field(default=None, init=False)
-
-    def advance(self) -> None:
-        """Wait for the present phase, do its arithmetic, and start the next one if there is one."""
-        if self.done:
-            return
-        try:
-            with watched(self.label, self.works):
-                if self._watch is None:
-                    _wait_for(self.works)
-                else:
-                    self._watch.join()
-            following = self.then()
-        except (RuntimeError, dist.DistError) as error:
-            raise _failure(self.label, error) from error
-        self._watch = None
-        if following is None:
-            self.done = True
-            self.works, self.then = (), _nothing
-        else:
-            self.works, self.then = following.works, following.then
-
-    def arrives_within(self, seconds: float) -> bool:
-        """Whether the present phase's values are here within `seconds`.
-
-        For whoever must not wait for a rank that may be waiting for him.
-        """
-        if self._watch is None:
-            self._watch = _Watch(self.works)
-        return self._watch.ended.wait(seconds)
-
-    def wait(self) -> None:
-        """Wait for all phases."""
-        while not self.done:
-            self.advance()
-
-
-class _Watch:
-    """A thread that waits for works: gloo's cannot be asked, and can be waited for only once."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.ended = threading.Event()
-        self._works = works
-        self._error: RuntimeError | None = None
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            _wait_for(self._works)
-        except RuntimeError as error:
-            self._error = error
-        self.ended.set()
-
-    def join(self) -> None:
-        """Wait for the end, and raise what the works raised."""
-        self.ended.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _wait_for(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
@@ -141,7 +39,7 @@ def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
 def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = _GATHER) -> Pending:
     """Fill the slices of 1-D `full` from their ranks; mine must already be in its place."""
     if ranks.size == 1:
-        return _finished(label)
+        return finished(label)
     mine = slice_of(full, ranks.rank, ranks)
     if not ranks.exchanges_in_pairs(full.device):
         return Pending(label, [_all_gather(full, mine, group=ranks.group, async_op=True)])
@@ -191,7 +89,7 @@ def _start_exchange(cuts: Sequence[Tensor], ranks: Ranks, label: str) -> Pending
 def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:
     """As `start_all_gather`, by one broadcast from each rank of its slice."""
     if ranks.size == 1:
-        return _finished(label)
+        return finished(label)
     works: list[Work] = []
     for source in range(ranks.size):
         cut = slice_of(full, source, ranks)
@@ -207,7 +105,7 @@ def start_gather_by_sum(full: Tensor, ranks: Ranks, label: str) -> Pending:
     a multiple of 8 bytes.
     """
     if ranks.size == 1:
-        return _finished(label)
+        return finished(label)
     for other in ranks.others:
         slice_of(full, other, ranks).zero_()
     group = ranks.group_for(full)
@@ -245,16 +143,6 @@ def start_reduce_scatter(
         pieces.append(torch.empty_like(pieces[0]))
         works.append(receive(pieces[-1], other, ranks, _REDUCE, label))
     return Pending(label, works, lambda: sum_into(out, pieces, after, accumulate))
-
-
-def for_the_wire(values: Tensor, before: float, wire: torch.dtype) -> Tensor:
-    """`values` times `before`, rounded once to dtype `wire`; `values` themselves where they fit."""
-    if before == 1.0:
-        return values if values.dtype == wire else values.to(wire)
-    if values.dtype == wire:
-        return values * before
-    exact = torch.promote_types(values.dtype, torch.float32)
-    return values.to(exact, copy=True).mul_(before).to(wire)
 
 
 def _backend_operation(
@@ -309,7 +197,7 @@ def start_all_reduce(
     wider than `full` is.
     """
     if ranks.size == 1:
-        return _finished(label)
+        return finished(label)
     before, after = factors or Factors.of_mean(ranks.size)
     is_narrow = wire.itemsize < full.dtype.itemsize
     # What shrinks the sum shrinks it before a narrow dtype carries it on, what enlarges it after.
@@ -346,68 +234,6 @@ def start_all_reduce_cut(
     return at_end(pending, lambda: sum_into(out, [mine], 1.0, accumulate))
 
 
-def at_end(pending: Pending, act: Callable[[], object]) -> Pending:
-    """Let `act` follow the last phase of a collective that is under way."""
-    following = pending.then
-
-    def then() -> Pending | None:
-        rest = following()
-        if rest is not None:
-            return at_end(rest, act)
-        act()
-        return None
-
-    pending.then = then
-    return pending
-
-
-def followed_by(pending: Pending, start: Callable[[], Pending]) -> Pending:
-    """Let another collective follow the last phase of one that is under way."""
-    following = pending.then
-
-    def then() -> Pending:
-        rest = following()
-        return start() if rest is None else followed_by(rest, start)
-
-    pending.then = then
-    return pending
-
-
-def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bool) -> None:
-    """Put the sum of the 1-D `pieces`, times `after`, into `out`, or add it to what `out` holds.
-
-    Computed in float32 (float64 for float64) and rounded once. `out` may be one of the pieces.
-    """
-    if len(pieces) == 1 and after == 1.0 and not accumulate:
-        if out.data_ptr() != pieces[0].data_ptr():
-            out.copy_(pieces[0])
-        return
-    if _is_pair(out, pieces) and after == 0.5 and not accumulate:
-        # One pass where it is most often asked for: torch computes 16-bit lerp in float32.
-        torch.lerp(pieces[0], pieces[1], 0.5, out=out)
-        return
-    exact = torch.promote_types(torch.float32, out.dtype)
-    block = min(_BLOCK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
-    total = torch.empty(block, dtype=exact, device=out.device)
-    for start in range(0, out.numel(), max(block, 1)):
-        target = out[start : start + block]
-        part = total[: target.numel()]
-        part.copy_(pieces[0][start : start + block])
-        for piece in pieces[1:]:
-            part.add_(piece[start : start + block])
-        if after != 1.0:
-            part.mul_(after)
-        if accumulate:
-            part.add_(target)
-        target.copy_(part)
-
-
-def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Whether the mean is that of two 16-bit tensors in their own dtype."""
-    alike = all(piece.dtype == out.dtype for piece in pieces)
-    return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)
-
-
 def start_exchange(
     outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ranks: Ranks, label: str
 ) -> Pending:
@@ -418,7 +244,7 @@ def start_exchange(
     """
     if ranks.size == 1:
         incoming[0].copy_(outgoing[0])
-        return _finished(label)
+        return finished(label)
     if not ranks.exchanges_in_pairs(outgoing[0].device):
         return _start_all_to_all(outgoing, incoming, ranks, label)
     incoming[ranks.rank].copy_(outgoing[ranks.rank])
@@ -515,18 +341,12 @@ def barrier() -> None:
             dist.barrier()
 
 
-def _finished(label: str) -> Pending:
-    pending = Pending(label)
-    pending.done = True
-    return pending
-
-
 def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
     """Begin to give another rank a contiguous tensor; what has one tag arrives in its order."""
     try:
         work = dist.isend(_as_bytes(tensor), group=ranks.host_group, group_dst=other, tag=tag)
     except RuntimeError as error:
-        raise _failure(label, error) from error
+        raise failure(label, error) from error
     assert work is not None  # this rank is in the group
     return Letter(work, other)
 
@@ -536,16 +356,9 @@ def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> W
     try:
         work = dist.irecv(_as_bytes(tensor), group=ranks.host_group, group_src=other, tag=tag)
     except RuntimeError as error:
-        raise _failure(label, error) from error
+        raise failure(label, error) from error
     assert work is not None  # this rank is in the group
     return Letter(work, other)
-
-
-def _failure(label: str, error: Exception) -> CommunicationError:
-    return CommunicationError(
-        f"{label} failed: {error}. Another rank died or waits elsewhere; its own message tells"
-        " more."
-    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -562,4 +375,4 @@ def _small_reduction(
         with watched(label):
             dist.all_reduce(tensor, op=operation, group=ranks.group_for(tensor))
     except (RuntimeError, dist.DistError) as error:
-        raise _failure(label, error) from error
+        raise failure(label, error) from error

@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import (
-    Factors,
-    Pending,
-    Work,
-    followed_by,
-    for_the_wire,
     receive,
     send,
     slice_of,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    sum_into,
 )
+from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.pending import Pending, Work, followed_by
 from hadal.comm.ranks import Ranks
 
 # Tags of counts, row numbers and values: on the way to the owner of a slice, and from it.

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.collectives import Pending, sum_
+from hadal.comm.collectives import sum_
+from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
 from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.pieces import Piece, lay_pieces

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.collectives import Pending
+from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels
 from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import (
-    Pending,
     broadcast_,
     start_all_gather,
     start_broadcasts,
     start_gather_in_pieces,
 )
+from hadal.comm.pending import Pending
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out

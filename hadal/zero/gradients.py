@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import (
-    Pending,
     slice_of,
     start_all_reduce,
     start_all_reduce_cut,
     start_owner_reduces,
     start_reduce_scatter,
 )
+from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.zero.bucket import Bucket
 from hadal.zero.policy import Reduction, Route

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import torch
 
-from hadal.comm.collectives import Factors
+from hadal.comm.factors import Factors
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from ranks import RankPools
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
 from hadal.comm.collectives import (
-    Factors,
     slice_of,
     start_all_gather,
     start_all_reduce,
@@ -23,6 +22,7 @@ from hadal.comm.collectives import (
     start_owner_reduces,
     start_reduce_scatter,
 )
+from hadal.comm.factors import Factors
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHARD_NUMEL = 40

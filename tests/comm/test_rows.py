@@ -11,12 +11,8 @@ from ranks import RankPools
 
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
-from hadal.comm.collectives import (
-    Factors,
-    slice_of,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scatter
+from hadal.comm.factors import Factors
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -1,0 +1,71 @@
+"""The arithmetic of a sum over ranks: what values are multiplied with, where they are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Elements that are summed at a time: two float32 blocks of this length stay in a core's L2 cache.
+_BLOCK_NUMEL = 1 << 16
+
+
+class Factors(NamedTuple):
+    """What values are multiplied with on their way to a sum over the ranks."""
+
+    before: float
+    """On each rank, before they are rounded to the dtype in which they travel."""
+    after: float
+    """The sum, before it is rounded to the dtype in which it is kept."""
+
+    @classmethod
+    def of_mean(cls, world_size: int) -> Factors:
+        """The plain mean: nothing before, everything after."""
+        return cls(1.0, 1.0 / world_size)
+
+
+def for_the_wire(values: Tensor, before: float, wire: torch.dtype) -> Tensor:
+    """`values` times `before`, rounded once to dtype `wire`; `values` themselves where they fit."""
+    if before == 1.0:
+        return values if values.dtype == wire else values.to(wire)
+    if values.dtype == wire:
+        return values * before
+    exact = torch.promote_types(values.dtype, torch.float32)
+    return values.to(exact, copy=True).mul_(before).to(wire)
+
+
+def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bool) -> None:
+    """Put the sum of the 1-D `pieces`, times `after`, into `out`, or add it to what `out` holds.
+
+    Computed in float32 (float64 for float64) and rounded once. `out` may be one of the pieces.
+    """
+    if len(pieces) == 1 and after == 1.0 and not accumulate:
+        if out.data_ptr() != pieces[0].data_ptr():
+            out.copy_(pieces[0])
+        return
+    if _is_pair(out, pieces) and after == 0.5 and not accumulate:
+        # One pass where it is most often asked for: torch computes 16-bit lerp in float32.
+        torch.lerp(pieces[0], pieces[1], 0.5, out=out)
+        return
+    exact = torch.promote_types(torch.float32, out.dtype)
+    block = min(_BLOCK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
+    total = torch.empty(block, dtype=exact, device=out.device)
+    for start in range(0, out.numel(), max(block, 1)):
+        target = out[start : start + block]
+        part = total[: target.numel()]
+        part.copy_(pieces[0][start : start + block])
+        for piece in pieces[1:]:
+            part.add_(piece[start : start + block])
+        if after != 1.0:
+            part.mul_(after)
+        if accumulate:
+            part.add_(target)
+        target.copy_(part)
+
+
+def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
+    """Whether the mean is that of two 16-bit tensors in their own dtype."""
+    alike = all(piece.dtype == out.dtype for piece in pieces)
+    return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,139 @@
+"""Collectives under way: in phases, each of which may do its arithmetic and start the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from hadal.comm.watchdog import watched
+from hadal.errors import CommunicationError
+
+
+class Work(Protocol):
+    """One call under way."""
+
+    def wait(self) -> Any:
+        """Wait for its end."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass
+class Pending:
+    """A started collective, in one phase or several."""
+
+    label: str
+    works: Sequence[Work] = ()
+    then: Callable[[], Pending | None] = _nothing
+    done: bool = field(default=False, init=False)
+    _watch: _Watch | None = field(default=None, init=False)
+
+    def advance(self) -> None:
+        """Wait for the present phase, do its arithmetic, and start the next one if there is one."""
+        if self.done:
+            return
+        try:
+            with watched(self.label, self.works):
+                if self._watch is None:
+                    _wait_for(self.works)
+                else:
+                    self._watch.join()
+            following = self.then()
+        except (RuntimeError, dist.DistError) as error:
+            raise failure(self.label, error) from error
+        self._watch = None
+        if following is None:
+            self.done = True
+            self.works, self.then = (), _nothing
+        else:
+            self.works, self.then = following.works, following.then
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Whether the present phase's values are here within `seconds`.
+
+        For whoever must not wait for a rank that may be waiting for him.
+        """
+        if self._watch is None:
+            self._watch = _Watch(self.works)
+        return self._watch.ended.wait(seconds)
+
+    def wait(self) -> None:
+        """Wait for all phases."""
+        while not self.done:
+            self.advance()
+
+
+class _Watch:
+    """A thread that waits for works: gloo's cannot be asked, and can be waited for only once."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.ended = threading.Event()
+        self._works = works
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            _wait_for(self._works)
+        except RuntimeError as error:
+            self._error = error
+        self.ended.set()
+
+    def join(self) -> None:
+        """Wait for the end, and raise what the works raised."""
+        self.ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _wait_for(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def finished(label: str) -> Pending:
+    """A collective that needed no rank but this one."""
+    pending = Pending(label)
+    pending.done = True
+    return pending
+
+
+def at_end(pending: Pending, act: Callable[[], object]) -> Pending:
+    """Let `act` follow the last phase of a collective that is under way."""
+    following = pending.then
+
+    def then() -> Pending | None:
+        rest = following()
+        if rest is not None:
+            return at_end(rest, act)
+        act()
+        return None
+
+    pending.then = then
+    return pending
+
+
+def followed_by(pending: Pending, start: Callable[[], Pending]) -> Pending:
+    """Let another collective follow the last phase of one that is under way."""
+    following = pending.then
+
+    def then() -> Pending:
+        rest = following()
+        return start() if rest is None else followed_by(rest, start)
+
+    pending.then = then
+    return pending
+
+
+def failure(label: str, error: Exception) -> CommunicationError:
+    """What to raise where the backend reports `error` in the collective `label`."""
+    return CommunicationError(
+        f"{label} failed: {error}. Another rank died or waits elsewhere; its own message tells"
+        " more."
+    )
