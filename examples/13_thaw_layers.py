@@ -1,6 +1,6 @@
 """Train the head first, and thaw the layers below it one after the other.
 
-    torchrun --nproc_per_node=2 examples/13_thaw_layers.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/13_thaw_layers.py
 
 Muon steps the matrices and Adam the biases. A param group that is added while training goes on is
 trained from the next update, as in torch: thaw its parameters, then add it on every rank.
