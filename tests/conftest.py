@@ -29,11 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_draws() -> None:
-    """Every test draws the same random numbers, whichever tests ran before it."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(0)
+def _by_itself() -> Iterator[None]:
+    """No test hangs on those before it: it draws the same numbers, and finds no process group."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

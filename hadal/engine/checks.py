@@ -15,7 +15,6 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.config.plain import leaves
 from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
-from hadal.optim.step import check_groups
 from hadal.zero import access, init
 from hadal.zero.grouping import is_foreign
 
@@ -92,6 +91,19 @@ def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
                     f" {there} on rank {rank}. Build the same {what} on every rank."
                 )
     return f"the ranks were given the same {what} in different orders; build it alike on every rank"
+
+
+def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int) -> None:
+    """Raise `OptimizerError` where the optimizer holds a parameter that the model does not have."""
+    in_model = {id(parameter) for parameter in known}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in in_model:
+                raise OptimizerError(
+                    f"rank {rank}: parameter {index} of param group {number}"
+                    f" ({tuple(parameter.shape)}, {parameter.dtype}) is not a parameter of the"
+                    " model. Make the optimizer after the model has its final form and device."
+                )
 
 
 def members_of_groups(

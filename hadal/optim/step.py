@@ -215,16 +215,3 @@ def as_one_step(optimizer: Optimizer) -> Iterator[None]:
     optimizer._opt_called = True  # type: ignore[attr-defined]
     for after in [*optimizer._optimizer_step_post_hooks.values()]:
         after(optimizer, (), {})
-
-
-def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int) -> None:
-    """Raise `OptimizerError` where the optimizer holds a parameter that the model does not have."""
-    in_model = {id(parameter) for parameter in known}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in in_model:
-                raise OptimizerError(
-                    f"rank {rank}: parameter {index} of param group {number}"
-                    f" ({tuple(parameter.shape)}, {parameter.dtype}) is not a parameter of the"
-                    " model. Make the optimizer after the model has its final form and device."
-                )

@@ -11,12 +11,10 @@ from engine.toys import Leaves, engine_of, given_gradients, mean_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPools
-from torch import nn
 
 from hadal import comm
-from hadal.errors import OptimizerError
 from hadal.optim.norm import clip_coefficient
-from hadal.optim.step import FlatStepper, block_numel, check_groups
+from hadal.optim.step import FlatStepper, block_numel
 from hadal.optim.whole import WholeStepper
 
 UPDATES = 4
@@ -276,16 +274,3 @@ def go_on_from_state(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_optimizer_that_has_stepped_goes_on(stage: int, ranks: RankPools) -> None:
     ranks(2).run(go_on_from_state, stage)
-
-
-# ---- refusals -----------------------------------------------------------------------------------
-
-
-def test_parameters_of_another_model_are_refused():
-    mine, other = nn.Linear(2, 3), nn.Linear(2, 5)
-    optimizer = torch.optim.SGD(
-        [{"params": list(mine.parameters())}, {"params": list(other.parameters())}], lr=0.1
-    )
-    with pytest.raises(OptimizerError, match=r"rank 2: parameter 0 of param group 1 \(\(5, 2\)"):
-        check_groups(optimizer, list(mine.parameters()), 2)
-    check_groups(optimizer, [*mine.parameters(), *other.parameters()], 2)
