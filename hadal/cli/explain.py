@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from hadal.cli.arguments import add_config
 from hadal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,19 +31,9 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = subparsers.add_parser(
         "explain", help="show the effective configuration and where each value comes from"
     )
-    parser.add_argument("config", metavar="CONFIG", help="a ds_config.json, or its base64 text")
-    parser.add_argument(
-        "--world-size", type=_positive, default=1, metavar="N", help="number of ranks (default 1)"
-    )
+    add_config(parser)
     parser.add_argument("--all", action="store_true", help="show defaults too")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text}")
-    return value
 
 
 def run(parsed: argparse.Namespace) -> int:

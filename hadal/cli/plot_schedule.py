@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hadal.cli.arguments import add_config, positive
 from hadal.errors import ConfigError, OptimizerError
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = subparsers.add_parser(
         "plot-schedule", help="draw the learning rate (and momentum) of a configuration"
     )
-    parser.add_argument("config", metavar="CONFIG", help="a ds_config.json, or its base64 text")
+    add_config(parser)
     parser.add_argument(
-        "--steps", type=_positive, required=True, metavar="N", help="how many updates"
+        "--steps", type=positive, required=True, metavar="N", help="how many updates"
     )
     parser.add_argument(
         "--output",
@@ -39,17 +40,7 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="FILE",
         help="where to write the PNG (default: %(default)s)",
     )
-    parser.add_argument(
-        "--world-size", type=_positive, default=1, metavar="N", help="number of ranks (default 1)"
-    )
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text}")
-    return value
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -198,13 +198,12 @@ def start_all_reduce(
     """
     if ranks.size == 1:
         return finished(label)
-    before, after = factors or Factors.of_mean(ranks.size)
+    factors = factors or Factors.of_mean(ranks.size)
     is_narrow = wire.itemsize < full.dtype.itemsize
-    # What shrinks the sum shrinks it before a narrow dtype carries it on, what enlarges it after.
-    at_owner, on_arrival = (1.0, after) if is_narrow and after > 1.0 else (after, 1.0)
+    at_owner, on_arrival = factors.at_owner_and_on_arrival(is_narrow)
     carried = torch.empty_like(full, dtype=wire) if is_narrow else full
     mine = slice_of(carried, ranks.rank, ranks)
-    scaled = Factors(before, at_owner)
+    scaled = Factors(factors.before, at_owner)
     pending = start_reduce_scatter(full, mine, ranks, wire, False, label, scaled)
 
     def spread() -> Pending:

@@ -25,6 +25,13 @@ class Factors(NamedTuple):
         """The plain mean: nothing before, everything after."""
         return cls(1.0, 1.0 / world_size)
 
+    def at_owner_and_on_arrival(self, is_narrow: bool) -> tuple[float, float]:
+        """`after` as two factors, where an owner's sum travels on in a dtype that may be narrow.
+
+        What shrinks the sum shrinks it before a narrow dtype carries it on, what enlarges it after.
+        """
+        return (1.0, self.after) if is_narrow and self.after > 1.0 else (self.after, 1.0)
+
 
 def for_the_wire(values: Tensor, before: float, wire: torch.dtype) -> Tensor:
     """`values` times `before`, rounded once to dtype `wire`; `values` themselves where they fit."""

@@ -98,11 +98,9 @@ def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str)
 
         return _start_by_collectives(full, ranks, wire, label, add, dense)
     mine = slice_of(full, ranks.rank, ranks)
-    before, after = wire.factors
     is_narrow = wire.dtype.itemsize < full.dtype.itemsize
-    # As in `start_all_reduce`: a narrow dtype never carries on what is to be enlarged afterwards.
-    at_owner, on_arrival = (1.0, after) if is_narrow and after > 1.0 else (after, 1.0)
-    scaled = RowWire(wire.dtype, Factors(before, at_owner), wire.row_numel)
+    at_owner, on_arrival = wire.factors.at_owner_and_on_arrival(is_narrow)
+    scaled = RowWire(wire.dtype, Factors(wire.factors.before, at_owner), wire.row_numel)
     back = RowWire(
         wire.dtype if is_narrow else full.dtype, Factors(1.0, on_arrival), wire.row_numel
     )
