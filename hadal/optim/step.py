@@ -1,4 +1,4 @@
-"""Elementwise optimizers on flat cuts of the master: each byte is read and written once."""
+"""How an optimizer is stepped; elementwise ones on flat cuts, each byte read and written once."""
 
 from __future__ import annotations
 
