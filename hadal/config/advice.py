@@ -25,7 +25,7 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
     other = f"seq_parallel_{key}"
     if shared > 1 and prepared.get(key) is not None:
         report.note(key, f"has no effect where {shared} ranks share a sequence: {other} has")
-    if shared == 1 and prepared.get(other) is not None:
+    if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note(other, "has no effect where no ranks share a sequence")
 
 
