@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 from hadal.config.leaf_module import LeafModule
 from hadal.config.offload import OffloadOptimizer, OffloadParam
 from hadal.config.section import (
+    AUTO_IS_A_WORD,
     NO_EFFECT,
     TUNABLE,
     UNBUILT,
@@ -21,6 +22,7 @@ from hadal.config.values import Boolean, Integer, Number, whole
 from hadal.config.zenflow import ZenFlow
 
 Stage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)]
+DivergentRanks: TypeAlias = Boolean | Literal["auto"]
 _UNPREFIXED = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -129,9 +131,9 @@ class ZeroOptimization(Section):
     )
     stage3_prefetch_bucket_size: Integer = key(
         50_000_000,
-        "The most elements gathered ahead of their use. Nothing is gathered ahead yet.",
+        "Elements of weights gathered ahead of their use, from the second step on; the next bucket "
+        "always may be, unless this is 0.",
         ge=0,
-        mark=NO_EFFECT,
     )
     stage3_param_persistence_threshold: Integer = key(
         100_000, "Parameters with fewer elements stay whole on every rank.", ge=0
@@ -151,13 +153,29 @@ class ZeroOptimization(Section):
         mark=NO_EFFECT,
     )
     stage3_module_granularity_threshold: Integer = key(
-        0, "Gather modules of finer grain than this at once; 0 never.", mark=UNBUILT_AT_STAGE_3
+        0,
+        "A module with fewer parameters' elements than this for each module in it (itself "
+        "included) is gathered at once, the outermost such; what holds a stack of repeated blocks "
+        "never is. 0: none.",
+        ge=0,
     )
     stage3_use_all_reduce_for_fetch_params: Boolean = key(
-        False, "Gather weights by summing buffers of zeros.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Gather weights by adding up buffers that are zero but for a rank's own shard: the same "
+        "bits, by an all-reduce, for links where that is the faster one. Twice the bytes.",
     )
     stage3_allgather_sequential: Boolean = key(
-        False, "Gather parameters one at a time.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Gather one bucket at a time, when it is used: as `stage3_prefetch_bucket_size` 0.",
+    )
+    divergent_ranks: DivergentRanks = key(
+        "auto",
+        "Whether ranks may take different paths through the model at stage 3 (experts, early "
+        'exits). "auto": ranks compare their paths; while these are equal, gathers are planned '
+        "ahead and cost no word between ranks; where they differ, each gather is announced to all "
+        "ranks, about 0.1 ms each, and nothing is gathered ahead. true: announce from the "
+        "beginning. false: a rank that takes another path than the rest is an error on every rank.",
+        mark=AUTO_IS_A_WORD,
     )
     ignore_unused_parameters: Boolean = key(
         True,
@@ -202,7 +220,10 @@ class ZeroOptimization(Section):
         False, "Gather those shards in two steps.", mark=UNBUILT_AT_STAGE_3
     )
     memory_efficient_linear: Boolean = key(
-        True, "Swap in a linear layer that holds its weight once.", mark=NO_EFFECT
+        True,
+        "Let linear layers hold no gathered weight for the backward pass. No layer does: what is "
+        "saved of a weight is a view into its bucket, which is freed and gathered again.",
+        mark=NO_EFFECT,
     )
     pipeline_loading_checkpoint: Boolean = key(
         False, "Load rank after rank, to save host memory.", mark=UNBUILT_AT_STAGE_3
@@ -213,7 +234,8 @@ class ZeroOptimization(Section):
         "keep rank 0's changes; false leaves them NaN.",
     )
     log_trace_cache_warnings: Boolean = key(
-        False, "Tell when the recorded order of modules no longer holds.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Tell each time that the recorded order of modules no longer holds, not only the first.",
     )
     enable_sanity_checks: Boolean = key(False, "Check more while running.", mark=UNBUILT)
     save_muon_momentum_buffer_in_memory: Boolean = key(

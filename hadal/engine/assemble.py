@@ -28,6 +28,8 @@ from hadal.engine.parts import Parts, Training
 from hadal.engine.policies import (
     batch_sizes_of,
     clocks_of,
+    divergence_of,
+    leaves_of,
     limits_of,
     reduction_of,
     refresh_of,
@@ -60,7 +62,6 @@ from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
 from hadal.zero.grouping import (
-    LeafModules,
     Unit,
     find_tables,
     find_units,
@@ -274,21 +275,22 @@ def _build_runtime(admitted: _Admitted, ranks: Ranks, device: torch.device) -> Z
     limits = limits_of(config)
     group_of = {p: -1 for p in model.parameters() if not is_foreign(p)}
     group_of |= {p: number for number, members in enumerate(groups) for p in members}
-    leaf = config.zero_optimization.leaf_module
-    leaves = LeafModules(tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes))
-    units: list[Unit] = find_units(model, group_of, leaves)
+    units: list[Unit] = find_units(model, group_of, leaves_of(config))
     tables = find_tables(model) if config.sparse_gradients else frozenset()
     buckets = []
     for plan in plan_buckets(units, partition, limits, admitted.precisions, tables):
         precision = admitted.precisions(plan.members[0].parameter)
         with init.taking_over([member.parameter for member in plan.members]):
-            bucket = Bucket(plan, precision, ranks, device, refresh_of(config))
+            bucket = Bucket(
+                plan,
+                precision,
+                ranks,
+                device,
+                refresh_of(config),
+                gathers_by_sum=config.zero_optimization.stage3_use_all_reduce_for_fetch_params,
+            )
         bucket.reshard()
         buckets.append(bucket)
-    return ZeroRuntime(
-        [*units, *announced_uses(model, units)],
-        buckets,
-        ranks,
-        limits,
-        reduction_of(config, config.sequence_parallel_size),
-    )
+    reduction = reduction_of(config, config.sequence_parallel_size)
+    uses = [*units, *announced_uses(model, units)]
+    return ZeroRuntime(uses, buckets, ranks, limits, reduction, divergence_of(config))

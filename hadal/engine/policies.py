@@ -10,7 +10,8 @@ from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.dtypes import dtype_named
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
-from hadal.zero.policy import Limits, Reduction, Refresh, Route
+from hadal.zero.grouping import LeafModules
+from hadal.zero.policy import Divergence, Limits, Reduction, Refresh, Route
 
 
 def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
@@ -84,7 +85,29 @@ def limits_of(config: Config) -> Limits:
         persistent_total_numel=zero.stage3_model_persistence_threshold,
         live_numel=zero.stage3_max_live_parameters,
         reuse_numel=zero.stage3_max_reuse_distance,
+        prefetch_numel=0 if zero.stage3_allgather_sequential else zero.stage3_prefetch_bucket_size,
         # Reductions overlap backward unless the user wrote false: the numbers are the same.
         overlap=bool(zero.overlap_comm)
         or config.origins.get("zero_optimization.overlap_comm") != "you",
+    )
+
+
+def leaves_of(config: Config) -> LeafModules:
+    """Which modules are gathered as a whole."""
+    leaf = config.zero_optimization.leaf_module
+    return LeafModules(
+        classes=tuple(leaf.classes),
+        names=tuple(leaf.names),
+        name_suffixes=tuple(leaf.name_suffixes),
+        granularity_numel=config.zero_optimization.stage3_module_granularity_threshold,
+    )
+
+
+def divergence_of(config: Config) -> Divergence:
+    """What is done about ranks, and updates, that take different paths through the model."""
+    zero = config.zero_optimization
+    return Divergence(
+        is_expected=zero.divergent_ranks is True,
+        is_tolerated=zero.divergent_ranks is not False,
+        tells_always=zero.log_trace_cache_warnings,
     )

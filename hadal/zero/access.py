@@ -16,8 +16,9 @@ from hadal.errors import CommunicationError, UsageError
 from hadal.zero import copies
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import register_external_parameter
+from hadal.zero.gathering import Phase
 from hadal.zero.hooks import saving
-from hadal.zero.runtime import Phase, ZeroRuntime
+from hadal.zero.runtime import ZeroRuntime
 
 
 class Keeper(Protocol):
@@ -118,8 +119,8 @@ class GatheredParameters:
         for keeper, held in buckets.items():
             self._stack.enter_context(keeper.whole(held))
             # Inside forward and backward this is done already.
-            if isinstance(keeper, ZeroRuntime) and keeper.phase is Phase.IDLE:
-                self._stack.enter_context(saving(keeper))
+            if isinstance(keeper, ZeroRuntime) and keeper.gathering.phase is Phase.IDLE:
+                self._stack.enter_context(saving(keeper.gathering))
 
     def __exit__(
         self,

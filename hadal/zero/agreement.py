@@ -4,19 +4,33 @@ Every gather is announced. Where all ranks announce the same bucket it is gather
 differ each announced bucket is gathered in turn, and a rank that did not ask for it lends its
 shard. A rank that is through announces a marker and keeps lending until all are through. So no
 rank ever waits for one that went another way.
+
+With its marker a rank gives a word: a number by which all see whether they have done the same, or
+are about to. Ranks that are need not announce (see `gathering.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
 from hadal.errors import MismatchError
 
-END_OF_FORWARD, END_OF_BACKWARD, END_OF_ACCESS, FINE, AT_FAULT, REGROUP = -1, -2, -3, -4, -5, -6
-FINE_AND_LAST, CHECKPOINT = -7, -8
+(
+    END_OF_FORWARD,
+    END_OF_BACKWARD,
+    END_OF_ACCESS,
+    FINE,
+    FINE_AND_LAST,
+    AT_FAULT,
+    BEGINNING,
+    REGROUP,
+    CHECKPOINT,
+) = range(1, 10)
 _MARKERS = {
+    BEGINNING: "the beginning of a forward",
     FINE: "the beginning of a backward that does not end an update",
     FINE_AND_LAST: "the beginning of an update's last backward",
     AT_FAULT: "the beginning of a backward, with a fault",
@@ -26,51 +40,75 @@ _MARKERS = {
     REGROUP: "optimizer.add_param_group",
     CHECKPOINT: "engine.save_checkpoint or load_checkpoint",
 }
+_MARKER_BITS = 4
+WORD_LIMIT = 1 << 59
+
+
+class Met(NamedTuple):
+    """What each rank announced where all met."""
+
+    markers: frozenset[int]
+    words: tuple[int, ...]
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all ranks gave the same word."""
+        return len(set(self.words)) == 1
 
 
 class Agreement:
     """One rank's side of the agreement. It owns nothing but the means to gather and to lend."""
 
     def __init__(
-        self, ranks: Ranks, gather: Callable[[int], None], lend: Callable[[int], None]
+        self,
+        ranks: Ranks,
+        gather: Callable[[int], None],
+        lend: Callable[[int], None],
+        name: Callable[[int], str] = str,
     ) -> None:
         self._ranks = ranks
+        self._name = name
         self._gather = gather
         self._lend = lend
 
     def request(self, bucket: int) -> None:
         """Gather bucket number `bucket`, together with whatever the other ranks ask for."""
+        label = f"the agreement to gather {self._name(bucket)}"
         while True:
-            wanted = self._wanted(bucket)
+            codes = gather_codes(bucket, self._ranks, label)
+            wanted = sorted({code for code in codes if code >= 0})
             self._serve(wanted, bucket)
             if bucket in wanted:
                 return
 
-    def finish(self, marker: int) -> set[int]:
-        """Lend shards until every rank has come to the same point; the markers announced there.
+    def finish(self, marker: int, word: int = 0) -> Met:
+        """Lend shards until every rank has come to the same point; what was announced there.
+
+        `word` lies in [0, `WORD_LIMIT`).
 
         Raises:
             MismatchError: ranks came to different markers: their programs differ.
         """
+        mine = -(marker | word << _MARKER_BITS)
+        label = f"all ranks to come to {_MARKERS[marker]}"
         while True:
-            codes = gather_codes(marker, self._ranks)
+            codes = gather_codes(mine, self._ranks, label)
             wanted = sorted({code for code in codes if code >= 0})
-            self._serve(wanted, marker)
-            markers = {code for code in codes if code < 0}
+            self._serve(wanted, mine)
+            if wanted:
+                continue
+            told = [-code & ((1 << _MARKER_BITS) - 1) for code in codes]
+            markers = frozenset(told)
             # A rank at fault stands at the beginning of a backward too, whichever it is.
             excused = {AT_FAULT} if markers <= {AT_FAULT, FINE, FINE_AND_LAST} else set()
-            if not wanted and len(markers - excused) > 1:
-                told = ", ".join(f"rank {r}: {_MARKERS[code]}" for r, code in enumerate(codes))
+            if len(markers - excused) > 1:
+                points = ", ".join(f"rank {r}: {_MARKERS[each]}" for r, each in enumerate(told))
                 raise MismatchError(
-                    f"the ranks' programs differ: they came to different points ({told}). Call"
+                    f"the ranks' programs differ: they came to different points ({points}). Call"
                     " forward, backward, step, and what saves and loads, on every rank, equally"
                     " often, with the same boundaries between updates."
                 )
-            if not wanted:
-                return markers
-
-    def _wanted(self, mine: int) -> Sequence[int]:
-        return sorted({code for code in gather_codes(mine, self._ranks) if code >= 0})
+            return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
     def _serve(self, wanted: Sequence[int], mine: int) -> None:
         for bucket in wanted:

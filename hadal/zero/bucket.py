@@ -13,6 +13,7 @@ from hadal.comm.collectives import (
     broadcast_,
     start_all_gather,
     start_broadcasts,
+    start_gather_by_sum,
     start_gather_in_pieces,
 )
 from hadal.comm.pending import Pending
@@ -54,8 +55,11 @@ class Bucket:
         ranks: Ranks,
         device: torch.device,
         refresh: Refresh = _REFRESH,
+        *,
+        gathers_by_sum: bool = False,
     ) -> None:
         self.name = plan.name
+        self._gathers_by_sum = gathers_by_sum
         self.partition: Partition = plan.partition
         self.precision = precision
         self.ranks = ranks
@@ -73,6 +77,8 @@ class Bucket:
             itemsize,
             plan.row_numel or 1,
         )
+        others = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        self._gather_label = f"the gather of {self.name} ({members[0].name}{others})"
         cut = plan.partition.optimizer or plan.partition.weights
         self.span = self.layout.span(ranks.rank) if cut else (0, self.layout.numel)
         self.state = Weights.FULL
@@ -81,7 +87,14 @@ class Bucket:
 
     def divided(self, plan: BucketPlan) -> Bucket:
         """A bucket like this one, which takes over the parameters of `plan` from it."""
-        return Bucket(plan, self.precision, self.ranks, self.device, self._refresh)
+        return Bucket(
+            plan,
+            self.precision,
+            self.ranks,
+            self.device,
+            self._refresh,
+            gathers_by_sum=self._gathers_by_sum,
+        )
 
     # ---- laying down -----------------------------------------------------------------------------
 
@@ -148,7 +161,7 @@ class Bucket:
         # Views that autograd saved look into this storage. It is resized, never replaced.
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         self.full[self.span[0] : self.span[1]].copy_(self.shard)
-        self._pending = start_all_gather(self.full, self.ranks, f"the gather of {self.name}")
+        self._pending = self._start_gather(self.full)
         self.state = Weights.ARRIVING
 
     def wait_unshard(self) -> None:
@@ -179,7 +192,11 @@ class Bucket:
         """Give my shard to ranks that gather this bucket while I do not use it."""
         scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
         scratch[self.span[0] : self.span[1]].copy_(self.shard)
-        start_all_gather(scratch, self.ranks, f"the gather of {self.name}").wait()
+        self._start_gather(scratch).wait()
+
+    def _start_gather(self, full: Tensor) -> Pending:
+        gather = start_gather_by_sum if self._gathers_by_sum else start_all_gather
+        return gather(full, self.ranks, self._gather_label)
 
     def _check_placeholders(self) -> None:
         """Refuse to go on where a freed parameter was written to: the write would be lost."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
+# Modules that a program has marked as leaf modules (see `leaves.py`).
+marked_leaves: WeakSet[nn.Module] = WeakSet()
+
+
 @dataclass(frozen=True, slots=True)
 class LeafModules:
     """Modules that a user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
@@ -24,12 +29,15 @@ class LeafModules:
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     name_suffixes: tuple[str, ...] = ()
+    granularity_numel: int = 0
+    """A module is one too if it has fewer parameters' elements than this for each module in it."""
 
     def match(self, name: str, module: nn.Module) -> bool:
         """Whether this module, of this full name, was asked for."""
         kind = type(module)
         return (
-            kind.__name__ in self.classes
+            module in marked_leaves
+            or kind.__name__ in self.classes
             or f"{kind.__module__}.{kind.__qualname__}" in self.classes
             or name in self.names
             or any(name.endswith(suffix) for suffix in self.name_suffixes)
@@ -112,15 +120,39 @@ def find_units(
 def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
     """The paths of modules that take everything below them, except further such modules."""
     whole: set[str] = set()
-    leaf_paths = {path for path, module in paths.items() if leaves.match(path, module)}
+    asked = {path for path, module in paths.items() if leaves.match(path, module)}
+    asked |= _fine_grained(paths, leaves.granularity_numel)
+    # What is never called has no moment at which to gather all that is below it.
+    leaf_paths = {path for path in asked if not isinstance(paths[path], _NEVER_CALLED)}
     for path, module in paths.items():
         if any(_is_below(path, leaf) for leaf in leaf_paths):
             continue
         if path in leaf_paths:
-            whole.add(path)
-        elif isinstance(module, _LISTS) and (_has_repeated_blocks(module) or not path):
+            continue
+        if isinstance(module, _LISTS) and (_has_repeated_blocks(module) or not path):
             whole.update(_join(path, key) for key, block in module._modules.items() if block)
-    return {path for path in whole if not isinstance(paths[path], _NEVER_CALLED + _LISTS)}
+    blocks = {path for path in whole if not isinstance(paths[path], _NEVER_CALLED + _LISTS)}
+    return blocks | {
+        path for path in leaf_paths if not any(_is_below(path, leaf) for leaf in leaf_paths)
+    }
+
+
+def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
+    """The paths of modules with fewer than `threshold` elements for each module in them.
+
+    What holds a stack of blocks is not among them: its blocks may be, and what is inside of them.
+    """
+    if not threshold:
+        return set()
+    lists = (path for path, module in paths.items() if isinstance(module, _LISTS))
+    stacks = [path for path in lists if _has_repeated_blocks(paths[path])]
+    outermost = [s for s in stacks if not any(_is_below(s, other) for other in stacks)]
+    return {
+        path
+        for path, module in paths.items()
+        if not any(path == stack or _is_below(stack, path) for stack in outermost)
+        and sum(p.numel() for p in module.parameters()) < threshold * len(list(module.modules()))
+    }
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:

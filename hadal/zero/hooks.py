@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hadal.zero.bucket import Bucket
+from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.runtime import ZeroRuntime
@@ -75,9 +76,9 @@ class Hooks:
         self._depth = 0
         self._exception_before: BaseException | None = None
         self.watch_gradients(runtime.gradients)
-        for unit in runtime.gathered_units:
+        for unit in runtime.gathering.units:
             self._watch_unit(unit)
-        if runtime.gathered_units:
+        if runtime.gathering.units:
             self._watch_model(model)
 
     def watch_gradients(self, many: Iterable[Gradients]) -> None:
@@ -97,7 +98,7 @@ class Hooks:
 
         Forward and backward run inside it. Where all weights are whole it is empty.
         """
-        return _reading(self._runtime)
+        return _reading(self._runtime.gathering)
 
     def _watch_gradient(
         self, bucket: Bucket, index: int, parameter: nn.Parameter
@@ -109,22 +110,22 @@ class Hooks:
         return handle
 
     def _watch_unit(self, unit: Unit) -> None:
-        runtime = self._runtime
+        gathering = self._runtime.gathering
 
         @_outside_graphs
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            runtime.before_use(unit)
+            gathering.before_use(unit)
             if torch.is_grad_enabled():
-                _on_gradient_of((args, kwargs), lambda: runtime.after_backward_of(unit))
+                _on_gradient_of((args, kwargs), lambda: gathering.after_backward_of(unit))
 
         @_outside_graphs
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                _on_gradient_of(output, lambda: runtime.before_backward_of(unit))
-            runtime.after_use(unit)
+                _on_gradient_of(output, lambda: gathering.before_backward_of(unit))
+            gathering.after_use(unit)
 
         module = unit.module
-        check = _Own(lambda *_: runtime.check_readable(unit))
+        check = _Own(lambda *_: gathering.check_readable(unit))
         self._handles += [
             module.register_forward_pre_hook(_Own(before), prepend=True, with_kwargs=True),
             # Last in line: the user's own hooks may still read the weights.
@@ -145,7 +146,7 @@ class Hooks:
         self._depth += 1
         if self._depth == 1:
             self._exception_before = sys.exc_info()[1]
-            self._runtime.begin_forward()
+            self._runtime.gathering.begin_forward()
             self._forward.enter_context(self.reading())
 
     @_outside_graphs
@@ -154,27 +155,29 @@ class Hooks:
         if self._depth == 0:
             self._forward.close()
             # A hook that is always called is not told whether the forward raised.
-            self._runtime.end_forward(raised=sys.exc_info()[1] is not self._exception_before)
+            error = sys.exc_info()[1]
+            raised = None if error is self._exception_before else error
+            self._runtime.gathering.end_forward(raised)
 
 
 @contextmanager
-def _reading(runtime: ZeroRuntime) -> Iterator[None]:
-    if not runtime.gathered_units:
+def _reading(gathering: Gathering) -> Iterator[None]:
+    if not gathering.units:
         yield
         return
-    with saving(runtime), _watcher(runtime):
+    with saving(gathering), _watcher(gathering):
         yield
 
 
-def _watcher(runtime: ZeroRuntime) -> ReadWatcher:
-    return ReadWatcher(_outside_graphs(runtime.on_read), runtime.on_view)
+def _watcher(gathering: Gathering) -> ReadWatcher:
+    return ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
 
 
-def saving(runtime: ZeroRuntime) -> AbstractContextManager[None]:
+def saving(gathering: Gathering) -> AbstractContextManager[None]:
     """A context in which what autograd saves of gathered weights may be freed until backward."""
     context: AbstractContextManager[None] = (
-        saved_tensors_hooks(_packer(runtime), _unpacker(runtime))
-        if runtime.gathered_units
+        saved_tensors_hooks(_packer(gathering), _unpacker(gathering))
+        if gathering.units
         else nullcontext()
     )
     return context
@@ -190,20 +193,20 @@ class _Saved:
         self.tensor = tensor
 
 
-def _packer(runtime: ZeroRuntime) -> Callable[[Tensor], Any]:
+def _packer(gathering: Gathering) -> Callable[[Tensor], Any]:
     @_outside_graphs
     def pack(tensor: Tensor) -> Any:
-        bucket = runtime.bucket_at(tensor)
+        bucket = gathering.bucket_at(tensor)
         return tensor if bucket is None else _Saved(bucket, tensor)
 
     return pack
 
 
-def _unpacker(runtime: ZeroRuntime) -> Callable[[Any], Tensor]:
+def _unpacker(gathering: Gathering) -> Callable[[Any], Tensor]:
     @_outside_graphs
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Saved):
-            runtime.need(saved.bucket)
+            gathering.need(saved.bucket)
             return saved.tensor
         tensor: Tensor = saved
         return tensor

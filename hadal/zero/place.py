@@ -18,9 +18,10 @@ from hadal.errors import UsageError
 from hadal.zero import access
 from hadal.zero.access import Keeper
 from hadal.zero.bucket import Bucket
+from hadal.zero.gathering import Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.layout import Slot
-from hadal.zero.runtime import Phase, ZeroRuntime
+from hadal.zero.runtime import ZeroRuntime
 
 
 class Stepper(Protocol):
@@ -178,7 +179,7 @@ class Place:
         """The gradients of the bucket, where it is trained by an engine."""
         if not isinstance(self.keeper, ZeroRuntime):
             return None
-        if self.keeper.phase is not Phase.IDLE:
+        if self.keeper.gathering.phase is not Phase.IDLE:
             raise UsageError(
                 f"rank {self.ranks.rank}: the gradient of {self.slot.name} was asked for inside"
                 " forward or backward; ask between engine.backward(loss) and engine.step()"

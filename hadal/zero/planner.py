@@ -1,18 +1,26 @@
-"""Pure planning: which gathered weights are worth keeping until they are used again."""
+"""Pure planning: which gathered weights are kept until they are used again, and what is gathered
+ahead of its use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 from hadal.zero.policy import Limits
+from hadal.zero.trace import Use, digest_of
 
 
 def kept_until_backward(numels: Sequence[int], limits: Limits) -> tuple[bool, ...]:
     """Which buckets, given in forward order by their elements, stay gathered until backward.
 
-    A bucket's next use lies as many elements away as those behind it in forward have, there and
-    back. It stays if that is within `limits.reuse_numel`; those with the nearest next use are kept
-    first, up to `limits.live_numel` elements in all.
+    For a forward of which no trace is known. A bucket's next use lies as many elements away as
+    those behind it in forward have, there and back. It stays if that is within
+    `limits.reuse_numel`; those with the nearest next use are kept first, up to `limits.live_numel`
+    elements in all.
     """
     kept = [False] * len(numels)
     behind = live = 0
@@ -23,3 +31,177 @@ def kept_until_backward(numels: Sequence[int], limits: Limits) -> tuple[bool, ..
             live += numel
         behind += numel
     return tuple(kept)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to gather and to free at each use of a known trace."""
+
+    uses: tuple[Use, ...]
+    held: tuple[int, ...]
+    """Buckets that are gathered already and stay so; others are freed before the first use."""
+    gathers: tuple[int, ...]
+    """Every bucket that is gathered, in the order in which the gathers start, on all ranks."""
+    started: tuple[int, ...]
+    """How many of the gathers have started when each use begins; its own among them."""
+    keeps: tuple[bool, ...]
+    """Whether a bucket stays gathered when this use of it is over."""
+
+    @cached_property
+    def digest(self) -> int:
+        """Equal on two ranks where their plans are."""
+        return digest_of(self.uses, self.held, self.gathers, self.started, self.keeps)
+
+    @cached_property
+    def kept_at_end(self) -> frozenset[int]:
+        """The buckets that are still gathered when all uses are over."""
+        last = {use.bucket: keep for use, keep in zip(self.uses, self.keeps, strict=True)}
+        return frozenset({b for b in self.held if b not in last} | {b for b in last if last[b]})
+
+
+class _Stretch(NamedTuple):
+    """A bucket between two uses, or between its gather and its use: positions [start, stop)."""
+
+    start: int
+    stop: int
+    numel: int
+
+
+def plan(
+    uses: Sequence[Use],
+    sizes: Sequence[int],
+    limits: Limits,
+    held: Collection[int] = (),
+    following: Sequence[Use] = (),
+) -> Plan:
+    """Decide what to gather and to free along a trace.
+
+    A bucket stays gathered between two uses that at most `limits.reuse_numel` elements of other
+    uses lie between; those with the nearest next use first. Gathers start in the order of the uses,
+    each as early as its bucket is free and at most `limits.prefetch_numel` elements are on their
+    way ahead of their use; one bucket always may be, unless that is 0. Both only while no more than
+    `limits.live_numel` elements are gathered, the ones in use among them.
+
+    Args:
+        uses: the trace.
+        sizes: the elements of each bucket, by its number.
+        limits: how much may be kept and gathered ahead.
+        held: the buckets that are gathered at the beginning.
+        following: the uses that are expected behind the end: what is near to them is kept.
+    """
+    count = len(uses)
+    line = [*uses, *(Use(use.bucket, use.until + count) for use in following)]
+    numels = [sizes[use.bucket] for use in line]
+    gathered = _in_use(line, numels)
+    is_kept, is_held = _keep(line, numels, sizes, limits, gathered, sorted(held))
+    gathers, started = _gather_ahead(line[:count], numels, limits, gathered, is_kept | is_held)
+    last = {use.bucket: index for index, use in enumerate(line)}
+    next_use: dict[int, int] = {}
+    keeps = [False] * count
+    for index in range(len(line) - 1, -1, -1):
+        bucket = line[index].bucket
+        if index < count and index != last[bucket]:
+            keeps[index] = next_use[bucket] in is_kept
+        next_use[bucket] = index
+    return Plan(
+        uses=tuple(uses),
+        held=tuple(sorted(bucket for bucket, first in next_use.items() if first in is_held)),
+        gathers=gathers,
+        started=started,
+        keeps=tuple(keeps),
+    )
+
+
+def _in_use(line: Sequence[Use], numels: Sequence[int]) -> list[int]:
+    """How many elements are in use at each position."""
+    changes = [0] * (len(line) + 1)
+    for index, (use, numel) in enumerate(zip(line, numels, strict=True)):
+        changes[index] += numel
+        changes[use.until] -= numel
+    return list(accumulate(changes))[: len(line)]
+
+
+def _keep(
+    line: Sequence[Use],
+    numels: Sequence[int],
+    sizes: Sequence[int],
+    limits: Limits,
+    gathered: list[int],
+    held: Sequence[int],
+) -> tuple[set[int], set[int]]:
+    """The positions whose bucket is gathered already: since an earlier use, or the beginning."""
+    before = [0, *accumulate(numels)]
+    free_since: dict[int, int] = dict.fromkeys(held, 0)
+    untouched = set(held)
+    candidates: list[tuple[int, int, bool, _Stretch]] = []
+    for index, use in enumerate(line):
+        since = free_since.get(use.bucket)
+        if since is not None:
+            distance = before[index] - before[since]
+            stretch = _Stretch(since, index, sizes[use.bucket])
+            if distance <= limits.reuse_numel:
+                candidates.append((distance, index, use.bucket in untouched, stretch))
+        untouched.discard(use.bucket)
+        free_since[use.bucket] = use.until
+    is_kept: set[int] = set()
+    is_held: set[int] = set()
+    # Room for the next gather is spared: what is kept must not make every other use wait.
+    spared = [*numels[1:], 0] if limits.prefetch_numel else [0] * len(line)
+    for _, index, is_first, stretch in sorted(candidates):
+        window = range(stretch.start, stretch.stop)
+        if all(gathered[p] + spared[p] + stretch.numel <= limits.live_numel for p in window):
+            _occupy(gathered, stretch)
+            (is_held if is_first else is_kept).add(index)
+    return is_kept, is_held
+
+
+def _gather_ahead(
+    uses: Sequence[Use],
+    numels: Sequence[int],
+    limits: Limits,
+    gathered: list[int],
+    is_whole: set[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The order of the gathers, and how many have started at each position."""
+    waiting = [index for index in range(len(uses)) if index not in is_whole]
+    free_from = _free_from(uses)
+    begun = 0
+    started = []
+    for position in range(len(uses)):
+        if begun < len(waiting) and waiting[begun] == position:
+            begun += 1
+        first_ahead = begun
+        while first_ahead and waiting[first_ahead - 1] > position:
+            first_ahead -= 1
+        ahead = sum(numels[index] for index in waiting[first_ahead:begun])
+        while begun < len(waiting) and limits.prefetch_numel:
+            index = waiting[begun]
+            fits = ahead + numels[index] <= limits.prefetch_numel or begun == first_ahead
+            stretch = _Stretch(position, index, numels[index])
+            if not fits or free_from[index] > position or not _has_room(gathered, stretch, limits):
+                break
+            _occupy(gathered, stretch)
+            ahead += stretch.numel
+            begun += 1
+        started.append(begun)
+    return tuple(uses[index].bucket for index in waiting), tuple(started)
+
+
+def _free_from(uses: Sequence[Use]) -> list[int]:
+    """For each use, the position from which its bucket's use before it is over."""
+    until: dict[int, int] = {}
+    free = []
+    for use in uses:
+        free.append(until.get(use.bucket, 0))
+        until[use.bucket] = use.until
+    return free
+
+
+def _has_room(gathered: Sequence[int], stretch: _Stretch, limits: Limits) -> bool:
+    window = gathered[stretch.start : stretch.stop]
+    return max(window) + stretch.numel <= limits.live_numel
+
+
+def _occupy(gathered: list[int], stretch: _Stretch) -> None:
+    for position in range(stretch.start, stretch.stop):
+        gathered[position] += stretch.numel

@@ -118,5 +118,19 @@ class Limits:
     """Sharded weights: at most so many elements stand gathered beyond the present use."""
     reuse_numel: int = 1_000_000_000
     """Sharded weights: a bucket used again within so many elements is not dropped in between."""
+    prefetch_numel: int = 50_000_000
+    """Sharded weights: at most so many elements are gathered ahead of their use, or one bucket."""
     overlap: bool = True
     """Whether reductions go on while backward does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """What is done about ranks, and updates, that take different paths through the model."""
+
+    is_expected: bool = False
+    """Ranks differ all the time: every gather is announced, nothing is planned."""
+    is_tolerated: bool = True
+    """Ranks that differ fall back to announcing; else it is an error on every rank."""
+    tells_always: bool = False
+    """Each plan that no longer holds is told, not only the first."""

@@ -27,7 +27,7 @@ def train_later(
     chosen = dict.fromkeys(parameters)
     olds = set(map(runtime.bucket_of.__getitem__, chosen))
     for old in [bucket for bucket in runtime.buckets if bucket in olds]:
-        runtime.need(old)
+        runtime.gathering.need(old)
         old.check_links()
         plans = _plans(old, chosen, group)
         parts = [old.divided(plan) for plan in plans]

@@ -69,7 +69,7 @@ def test_keys_at_their_defaults_always_load():
         {"zero_hpz_partition_size": 8},
         {"zero_quantized_weights": True},
         {"mics_shard_size": 4},
-        {"stage3_allgather_sequential": True},
+        {"pipeline_loading_checkpoint": True},
         {"offload_param": {"device": "cpu"}},
     ],
 )
@@ -94,6 +94,9 @@ BUILT = [
     {"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}},
     {"optimizer": {"type": "LION", "params": {"weight_decay": 0.1}}},
     with_zero(stage=3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0),
+    with_zero(stage=3, stage3_prefetch_bucket_size=1, log_trace_cache_warnings=True),
+    with_zero(stage=3, stage3_allgather_sequential=True, divergent_ranks=False),
+    with_zero(stage=3, stage3_use_all_reduce_for_fetch_params=True),
     {"dump_state": True, "log_level": "INFO", "dataloader_drop_last": True, "steps_per_print": 1},
     {"vocabulary_size": 104, "sequence_parallel_size": 1},
     {"prescale_gradients": True, "sparse_gradients": True, "gradient_allreduce_op": "sum"},
@@ -112,7 +115,6 @@ def test_what_is_built_loads_in_silence(keys):
     "keys",
     [
         {"sub_group_size": 1e6},
-        {"stage3_prefetch_bucket_size": 1},
         {"stage3_gather_16bit_weights_on_model_save": True},
         {"round_robin_gradients": True},
         {"contiguous_gradients": False},

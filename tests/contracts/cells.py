@@ -33,6 +33,13 @@ TINY = {
     "stage3_max_reuse_distance": 0,
     "stage3_param_persistence_threshold": 0,
 }
+# The same, but one bucket is always on its way ahead of its use, and what is near stays.
+AHEAD = {
+    **TINY,
+    "stage3_prefetch_bucket_size": 1,
+    "stage3_max_live_parameters": 400,
+    "stage3_max_reuse_distance": 200,
+}
 WIDE = {
     "bf16": {"enabled": True},
     "data_types": {"grad_accum_dtype": "fp32"},
@@ -57,6 +64,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "model": {name: NOTHING for name in SUBJECTS},
     "keys": {
         "tiny": {"zero_optimization": TINY},
+        "ahead": {"zero_optimization": AHEAD},
         "large": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
         "default": NOTHING,
     },

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hadal.zero.planner import kept_until_backward
+from hadal.zero.planner import kept_until_backward, plan
 from hadal.zero.policy import Limits
+from hadal.zero.trace import Use
 
 patient = settings(deadline=None)  # the machine may be busy
 
@@ -47,3 +50,131 @@ def test_examples():
     assert kept(40, 0) == (False, False, False, True)
     assert kept(0, 60) == (False, False, False, False)
     assert kept_until_backward([], Limits()) == ()
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+
+@st.composite
+def traces(draw, most=14, buckets=6):
+    """Uses as a model makes them: a bucket is not needed anew before its use is over."""
+    count = draw(st.integers(0, most))
+    uses: list[Use] = []
+    until: dict[int, int] = {}
+    for index in range(count):
+        free = [bucket for bucket in range(buckets) if until.get(bucket, 0) <= index]
+        if not free:
+            break
+        bucket = draw(st.sampled_from(free))
+        until[bucket] = draw(st.integers(index + 1, count))
+        uses.append(Use(bucket, until[bucket]))
+    return [Use(use.bucket, min(use.until, len(uses))) for use in uses]
+
+
+SIZES = st.lists(st.integers(1, 20), min_size=6, max_size=6)
+PLAN_LIMITS = st.builds(
+    Limits,
+    live_numel=st.integers(0, 150),
+    reuse_numel=st.integers(0, 150),
+    prefetch_numel=st.integers(0, 60),
+)
+HELD = st.frozensets(st.integers(0, 5))
+
+
+@settings(deadline=None, max_examples=2000)
+@given(traces(), SIZES, PLAN_LIMITS, HELD, traces())
+def test_a_plan_is_true_to_every_use_and_limit(uses, sizes, limits, held, following):
+    made = plan(uses, sizes, limits, held, following)
+    assert made == plan(uses, sizes, limits, held, following)
+    assert set(made.held) <= held
+    assert [use.bucket for use in made.uses] == [use.bucket for use in uses]
+    gathered, in_use = set(made.held), set()
+    ahead: list[int] = []
+    done_at: dict[int, list[int]] = {}
+    issued = 0
+
+    def end(position):
+        for index in done_at.get(position, []):
+            bucket = uses[index].bucket
+            in_use.remove(bucket)
+            if not made.keeps[index]:
+                gathered.remove(bucket)
+
+    for position, use in enumerate(uses):
+        end(position)
+        for bucket in made.gathers[issued : made.started[position]]:
+            assert bucket not in gathered, "gathered while already gathered"
+            assert bucket not in ahead
+            ahead.append(bucket)
+        issued = made.started[position]
+        if use.bucket in ahead:
+            assert ahead.pop(0) == use.bucket, "gathers start in the order of the uses"
+            gathered.add(use.bucket)
+        assert use.bucket in gathered, "absent at use"
+        assert use.bucket not in in_use
+        in_use.add(use.bucket)
+        done_at.setdefault(use.until, []).append(position)
+        on_the_way = sum(sizes[bucket] for bucket in ahead)
+        assert on_the_way <= limits.prefetch_numel or len(ahead) == 1
+        assert limits.prefetch_numel or not ahead
+        live = sum(sizes[bucket] for bucket in gathered) + on_the_way
+        used = sum(sizes[bucket] for bucket in in_use)
+        assert live <= limits.live_numel or live == used
+    end(len(uses))
+    assert issued == len(made.gathers)
+    assert not ahead
+    assert not in_use
+    assert gathered == made.kept_at_end
+    coming = {use.bucket for use in following}
+    assert made.kept_at_end <= coming
+
+
+@settings(deadline=None, max_examples=500)
+@given(traces(), SIZES, PLAN_LIMITS)
+def test_what_is_kept_is_used_again_within_the_distance(uses, sizes, limits):
+    made = plan(uses, sizes, limits)
+    for index, (use, keep) in enumerate(zip(uses, made.keeps, strict=True)):
+        if keep:
+            later = range(index + 1, len(uses))
+            again = next(other for other in later if uses[other].bucket == use.bucket)
+            between = sum(sizes[each.bucket] for each in uses[use.until : again])
+            assert between <= limits.reuse_numel
+
+
+def in_turn(*buckets):
+    return [Use(bucket, at + 1) for at, bucket in enumerate(buckets)]
+
+
+def test_the_next_buckets_are_gathered_ahead():
+    sizes = [10] * 6
+
+    def started(prefetch, live=1000):
+        limits = Limits(prefetch_numel=prefetch, live_numel=live, reuse_numel=0)
+        return plan(in_turn(0, 1, 2, 3, 4, 5), sizes, limits).started
+
+    assert started(0) == (1, 2, 3, 4, 5, 6)
+    assert started(1) == (2, 3, 4, 5, 6, 6)
+    assert started(20) == (3, 4, 5, 6, 6, 6)
+    assert started(1000) == (6, 6, 6, 6, 6, 6)
+    assert started(20, live=20) == (2, 3, 4, 5, 6, 6)
+    assert started(20, live=0) == started(0)
+
+
+def test_what_backward_uses_first_is_kept():
+    forward, backward = in_turn(0, 1, 2, 3), in_turn(3, 2, 1, 0)
+    limits = Limits(prefetch_numel=10, live_numel=30, reuse_numel=1000)
+    sizes = [10] * 4
+    made = plan(forward, sizes, limits, following=backward)
+    assert made.kept_at_end == {2, 3}
+    after = plan(backward, sizes, limits, held=made.kept_at_end)
+    assert after.gathers == (1, 0)
+    assert after.kept_at_end == frozenset()
+
+
+def test_a_large_plan_is_made_soon():
+    """A thousand uses, forward and back, with room to keep half of them."""
+    sizes = [7] * 1000
+    forward, backward = in_turn(*range(1000)), in_turn(*reversed(range(1000)))
+    start = time.perf_counter()
+    plan(forward, sizes, Limits(live_numel=3500, prefetch_numel=70), following=backward)
+    assert time.perf_counter() - start < 3

@@ -87,7 +87,7 @@ def programs_differ() -> str:
 
 def test_ranks_whose_programs_differ_are_told(ranks: RankPools) -> None:
     for message in ranks(2).run(programs_differ):
-        assert "rank 0: the end of a forward" in message
+        assert "rank 0: the beginning of a forward" in message
         assert "rank 1: the end of GatheredParameters" in message
 
 

@@ -1,0 +1,469 @@
+"""Weights on use: which bucket is gathered, when, and when it is freed.
+
+In the first forward and backward every gather is announced (see `agreement.py`) and the uses are
+written down. Where all ranks wrote the same, the next ones follow a plan: the gathers start in the
+plan's order on every rank, ahead of their use, and no rank says a word until the end.
+
+A rank that needs what the plan does not have leaves it. The others count on its part in all
+gathers of the plan, so it first lends for the rest of them; then it announces what it needs, and
+the others lend where they come to the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm import Ranks
+from hadal.errors import CommunicationError, MismatchError, ShardedAccessError
+from hadal.zero.agreement import (
+    AT_FAULT,
+    BEGINNING,
+    CHECKPOINT,
+    END_OF_ACCESS,
+    END_OF_BACKWARD,
+    END_OF_FORWARD,
+    FINE,
+    FINE_AND_LAST,
+    REGROUP,
+    Agreement,
+    Met,
+)
+from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.grouping import Unit
+from hadal.zero.paths import Paths, Walk
+from hadal.zero.planner import Plan, kept_until_backward
+from hadal.zero.policy import Divergence, Limits
+from hadal.zero.trace import Kind, Recorder
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Gathering:
+    """The gathers and frees of the buckets whose weights are sharded."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        ranks: Ranks,
+        limits: Limits,
+        divergence: Divergence,
+    ) -> None:
+        self.phase = Phase.IDLE
+        self._ranks = ranks
+        self._limits = limits
+        self._agreement = Agreement(ranks, self._gather, self._lend, self._name)
+        self._paths = Paths(ranks, limits, divergence)
+        self._take([bucket for bucket in buckets if bucket.partition.weights])
+        self._uses: dict[Unit, list[Bucket]] = {}
+        for unit in units:
+            mine = (member.parameter for member in unit.members)
+            uses = dict.fromkeys(self._bucket_of[p] for p in mine if p in self._bucket_of)
+            if uses:
+                self._uses[unit] = list(uses)
+        self._announces_all = divergence.is_expected
+        self._recorder = Recorder()
+        self._walk = Walk(Kind.FORWARD)
+        self._next: Plan | None = None
+        # Buckets in use in the present forward or backward: the only ones that need no look.
+        self._open: set[Bucket] = set()
+        self._running: list[Unit] = []
+        # How many `whole` contexts hold a bucket: nothing inside them may free it.
+        self._pins: Counter[Bucket] = Counter()
+        # The gathered buckets, by the address of their storage.
+        self._storages: dict[int, Bucket] = {}
+        self._owes_end = False
+        self._keeps = False
+        self._moves = False
+
+    def _take(self, buckets: list[Bucket]) -> None:
+        """These are the buckets that come and go; nothing is known of their uses."""
+        self._buckets = buckets
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        # By the storage of their full buffer, which outlives its contents: torch gives one object
+        # for one storage as long as somebody holds it.
+        storages = [bucket.full.untyped_storage() for bucket in buckets]
+        self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, buckets, strict=True)}
+        numels = [bucket.layout.numel for bucket in buckets]
+        kept = kept_until_backward(numels, self._limits)
+        self._kept = {bucket for bucket, keep in zip(buckets, kept, strict=True) if keep}
+        self._paths.restart([bucket.name for bucket in buckets], numels)
+
+    def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
+        """Put new buckets in the place of one whose parameters they have taken over."""
+        if old not in self._number:
+            return
+        self._storages.pop(old.storage_key, None)
+        place = self._number[old]
+        self._take([*self._buckets[:place], *parts, *self._buckets[place + 1 :]])
+        for uses in self._uses.values():
+            if old in uses:
+                place = uses.index(old)
+                uses[place : place + 1] = parts
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing runs, and nobody reads."""
+        return self.phase is Phase.IDLE and not any(self._pins.values())
+
+    def meet_to_regroup(self) -> None:
+        """Wait until every rank wants buckets replaced.
+
+        Raises:
+            MismatchError: a rank is elsewhere.
+        """
+        self._agreement.finish(REGROUP)
+
+    def meet_at_checkpoint(self) -> None:
+        """Wait until every rank wants to save or to load.
+
+        Raises:
+            MismatchError: a rank is elsewhere.
+        """
+        self._agreement.finish(CHECKPOINT)
+
+    @property
+    def units(self) -> Iterable[Unit]:
+        """The units whose weights must be gathered before they are used."""
+        return self._uses.keys()
+
+    def bucket_at(self, tensor: Tensor) -> Bucket | None:
+        """The bucket whose full buffer a tensor looks into, if any."""
+        return self._storages.get(tensor.untyped_storage().data_ptr())
+
+    # ---- one bucket ------------------------------------------------------------------------------
+
+    def need(self, bucket: Bucket) -> None:
+        """Make a bucket's weights readable."""
+        number = self._number.get(bucket)
+        if number is None or bucket in self._open:
+            return
+        with self._own_moves():
+            if self.phase is not Phase.IDLE:
+                self._recorder.need(number)
+                if self._walk.follows:
+                    self._follow(number)
+            if bucket.state is Weights.ARRIVING:
+                self._gather(number)
+            elif bucket.state is Weights.SHARDED:
+                self._agreement.request(number)
+            if self.phase is not Phase.IDLE:
+                self._open.add(bucket)
+
+    def _follow(self, number: int) -> None:
+        """A use begins: start what the plan has for it, or leave the plan."""
+        walk, plan = self._walk, self._walk.plan
+        assert plan is not None  # it is followed
+        if walk.position < len(plan.uses) and plan.uses[walk.position].bucket == number:
+            for other in plan.gathers[walk.issued : plan.started[walk.position]]:
+                self._start(other)
+                walk.issued += 1
+            walk.position += 1
+            if self._buckets[number].state is not Weights.SHARDED:
+                return
+        self._leave(number)
+
+    def _start(self, number: int) -> None:
+        bucket = self._buckets[number]
+        if bucket.state is Weights.SHARDED:
+            bucket.start_unshard()
+        else:
+            # Still in use here, where the other ranks are through with it.
+            bucket.serve()
+
+    def _leave(self, wanted: int | None = None) -> None:
+        """Do this rank's part in the rest of the plan's gathers; keep what is wanted now."""
+        walk, plan = self._walk, self._walk.plan
+        assert plan is not None  # it was followed
+        walk.has_left = True
+        for number in plan.gathers[walk.issued :]:
+            if number == wanted and self._buckets[number].state is Weights.SHARDED:
+                self._gather(number)
+            else:
+                self._lend(number)
+            walk.issued += 1
+
+    @contextmanager
+    def _own_moves(self) -> Iterator[None]:
+        """While buckets are moved, parameters are touched by the mechanism itself: no reads."""
+        before, self._moves = self._moves, True
+        try:
+            yield
+        finally:
+            self._moves = before
+
+    def _gather(self, number: int) -> None:
+        bucket = self._buckets[number]
+        bucket.unshard()
+        self._storages[bucket.storage_key] = bucket
+
+    def _name(self, number: int) -> str:
+        return self._buckets[number].name
+
+    def _lend(self, number: int) -> None:
+        self._buckets[number].serve()
+
+    def done(self, bucket: Bucket) -> None:
+        """A use of a bucket is over: free it, unless it is needed elsewhere or soon again."""
+        number = self._number.get(bucket)
+        if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
+            return
+        self._open.discard(bucket)
+        if not self._stays(bucket, self._recorder.done(number)):
+            self._free(bucket)
+
+    def _is_busy(self, bucket: Bucket) -> bool:
+        running = any(bucket in self._uses[unit] for unit in self._running)
+        return running or bool(self._pins[bucket])
+
+    def _stays(self, bucket: Bucket, use: int | None) -> bool:
+        """Whether a bucket stays gathered behind its use of this number."""
+        walk = self._walk
+        if self.phase is Phase.IDLE:
+            return False
+        if walk.plan is not None and walk.follows:
+            return use is None or walk.plan.keeps[use]
+        return bucket in self._kept and (self.phase is Phase.FORWARD or self._keeps)
+
+    def _free(self, bucket: Bucket) -> None:
+        with self._own_moves():
+            self._storages.pop(bucket.storage_key, None)
+            bucket.reshard()
+
+    def free_all(self) -> None:
+        """What is gathered will be stale."""
+        for bucket in self._buckets:
+            self._free(bucket)
+
+    # ---- units -----------------------------------------------------------------------------------
+
+    def check_readable(self, unit: Unit) -> None:
+        """Raise `ShardedAccessError` where a unit's values are asked for while they are freed."""
+        for bucket in self._uses[unit]:
+            if bucket.state is not Weights.FULL:
+                raise ShardedAccessError(
+                    f"rank {self._ranks.rank}: the state of {unit.name} was asked for or loaded"
+                    f" while its values are spread over the ranks (first"
+                    f" {bucket.layout.slots[0].name})."
+                    " Take engine.state_dict() on every rank, or go inside `with"
+                    " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
+                )
+
+    def before_use(self, unit: Unit) -> None:
+        """A unit is about to run forward (for the first time, or again inside backward)."""
+        self._running.append(unit)
+        for bucket in self._uses[unit]:
+            self.need(bucket)
+
+    def after_use(self, unit: Unit) -> None:
+        """A unit has run forward. A recomputation inside backward frees nothing: use is next."""
+        if unit in self._running:
+            self._running.remove(unit)
+        if self.phase is not Phase.BACKWARD:
+            for bucket in self._uses[unit]:
+                self.done(bucket)
+
+    def before_backward_of(self, unit: Unit) -> None:
+        """The gradient of a unit's output has arrived."""
+        for bucket in self._uses[unit]:
+            self.need(bucket)
+
+    def after_backward_of(self, unit: Unit) -> None:
+        """The gradient of a unit's input is complete: frozen weights have done their work."""
+        if self.phase is Phase.BACKWARD:
+            for bucket in self._uses[unit]:
+                if not bucket.trainable:
+                    self.done(bucket)
+
+    def on_read(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be read by an operation, whether a unit announced it or not.
+
+        A read that no unit announces (a module that reaches into another one) is remembered: from
+        now on the running unit gathers that bucket too.
+        """
+        self._read(self._bucket_of.get(parameter))
+
+    def on_view(self, tensor: Tensor) -> None:
+        """A plain tensor is about to be read: it may look into weights that are freed by now.
+
+        A module may return a view of its weight (`weight.t()`), for another one to use.
+        """
+        held = self._fulls.get(id(tensor.untyped_storage()))
+        self._read(None if held is None else held[1])
+
+    def _read(self, bucket: Bucket | None) -> None:
+        if bucket is None or bucket in self._open or self._moves:
+            return
+        if self._running and bucket not in self._uses[self._running[-1]]:
+            self._uses[self._running[-1]].append(bucket)
+            self._walk.has_learned = True
+        self.need(bucket)
+
+    # ---- forward and backward --------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The whole model starts to run forward."""
+        if self.phase is not Phase.IDLE:
+            return
+        kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION
+        plan = None
+        if not (self._owes_end or self._announces_all):
+            plan, _ = self._meet_before(kind, BEGINNING, last=False)
+        self._begin(Phase.FORWARD, kind, plan)
+
+    def end_forward(self, error: BaseException | None) -> None:
+        """The whole model has run forward, or raised what the other ranks may not have."""
+        if self.phase is not Phase.FORWARD:
+            return
+        with self._ending():
+            if error is None:
+                self._end(END_OF_FORWARD)
+            else:
+                # The others wait at the end of this forward until this rank has run another one.
+                self._owes_end = True
+                self._abandon(error)
+
+    def is_fault_before_backward(self, is_mine: bool, *, boundary: bool) -> bool:
+        """Whether any rank is at fault here; where none is, what `backward` will follow is found.
+
+        `boundary`: weights will change after this backward.
+
+        Raises:
+            MismatchError: the ranks disagree on whether they will, or one is elsewhere.
+        """
+        marker = AT_FAULT if is_mine else FINE_AND_LAST if boundary else FINE
+        self._next = None
+        if not self._uses:
+            return AT_FAULT in self._agreement.finish(marker).markers
+        self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
+        return AT_FAULT in met.markers
+
+    @contextmanager
+    def backward(self, *, boundary: bool) -> Iterator[None]:
+        """Around one backward."""
+        self._keeps = not boundary
+        plan, self._next = self._next, None
+        self._begin(Phase.BACKWARD, Kind.BACKWARD, plan)
+        with self._ending():
+            try:
+                yield
+            except Exception as error:
+                self._abandon(error)
+                raise
+            self._end(END_OF_BACKWARD)
+
+    def expect_another_backward(self) -> None:
+        """Gradients will be complete at other moments than in the backward that was recorded."""
+        self._paths.forget(Kind.BACKWARD)
+
+    def _meet_before(self, kind: Kind, marker: int, *, last: bool) -> tuple[Plan | None, Met]:
+        """Meet the other ranks; the plan that all of them will follow, if there is one."""
+        plan = None
+        if not self._announces_all:
+            whole = (b for b in self._buckets if b.state is Weights.FULL)
+            held = frozenset(self._number[bucket] for bucket in whole)
+            plan = self._paths.plan_for(kind, held, last=last)
+        met = self._meet(marker, 0 if plan is None else 1 + plan.digest)
+        return (plan if met.is_alike else None), met
+
+    def _meet(self, marker: int, word: int = 0) -> Met:
+        if not self._uses:
+            return Met(frozenset({marker}), (word,))
+        with self._own_moves():
+            met = self._agreement.finish(marker, word)
+        self._owes_end = False
+        return met
+
+    def _begin(self, phase: Phase, kind: Kind, plan: Plan | None) -> None:
+        self._walk = Walk(kind, plan)
+        self._recorder.begin()
+        self._open.clear()
+        if plan is not None:
+            for number, bucket in enumerate(self._buckets):
+                if number not in plan.held and not self._pins[bucket]:
+                    self._free(bucket)
+        self.phase = phase
+
+    def _end(self, marker: int) -> None:
+        """Meet the other ranks at the end, lending until all are there."""
+        walk = self._walk
+        if self._announces_all:
+            self._meet(marker)
+            return
+        if walk.follows and walk.plan and walk.position < len(walk.plan.uses):
+            with self._own_moves():
+                self._leave()
+        trace = self._recorder.trace()
+        met = self._meet(marker, walk.word(trace))
+        self._wait_for_all()
+        self._paths.settle(walk, trace, met)
+
+    def _abandon(self, error: BaseException) -> None:
+        """The other ranks count on this one for the rest of the plan, whatever happened to it."""
+        if self._walk.plan and not isinstance(error, (CommunicationError, MismatchError)):
+            with self._own_moves():
+                self._leave()
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """What was gathered ahead and not used, by a rank that left its plan."""
+        with self._own_moves():
+            for number, bucket in enumerate(self._buckets):
+                if bucket.state is Weights.ARRIVING:
+                    self._gather(number)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Around a stretch of work, or its end: behind it only what is kept is gathered."""
+        try:
+            yield
+        finally:
+            self._running.clear()
+            self._open.clear()
+            kept = self._kept_at_end()
+            self.phase = Phase.IDLE
+            for bucket in self._buckets:
+                if bucket.state is Weights.FULL and bucket not in kept and not self._pins[bucket]:
+                    self._free(bucket)
+
+    def _kept_at_end(self) -> set[Bucket]:
+        walk = self._walk
+        if walk.plan is not None and walk.follows:
+            return {self._buckets[number] for number in walk.plan.kept_at_end}
+        return self._kept if self.phase is Phase.FORWARD or self._keeps else set()
+
+    @contextmanager
+    def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
+        """Keep buckets readable for a while, outside of forward and backward."""
+        held = list(dict.fromkeys(buckets))
+        gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
+        for bucket in held:
+            self.need(bucket)
+            self._pins[bucket] += 1
+        if self.phase is Phase.IDLE:
+            self._meet(END_OF_ACCESS)
+        try:
+            yield
+        finally:
+            self._pins.subtract(held)
+            for bucket in gathered:
+                self.done(bucket)
+
+    def gather_for_good(self) -> None:
+        """Gather every bucket; nothing will free it again."""
+        for bucket in self._buckets:
+            self.need(bucket)
+        self._meet(END_OF_ACCESS)

@@ -1,0 +1,106 @@
+"""Traces: in which order the buckets of a model were used in one forward or backward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+_DIGEST_BITS = 48
+
+
+class Kind(Enum):
+    """The stretches of work that have a trace of their own."""
+
+    FORWARD = "forward"
+    EVALUATION = "forward without gradients"
+    BACKWARD = "backward"
+
+
+class Use(NamedTuple):
+    """One use of a bucket; the uses of a trace are numbered from 0."""
+
+    bucket: int
+    """The bucket's number."""
+    until: int
+    """It is over before the use of this number begins (the number of uses: at the very end)."""
+
+
+def digest_of(*values: object, bits: int = _DIGEST_BITS) -> int:
+    """A number of so many bits that is the same in every process for the same numbers, and for
+    others hardly ever is.
+    """
+    told = hashlib.blake2b(repr(values).encode(), digest_size=8)
+    return int.from_bytes(told.digest(), "big") >> (64 - bits)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The uses of one stretch of work, in the order in which they began."""
+
+    uses: tuple[Use, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Before which use each of them was over."""
+        return tuple(use.until for use in self.uses)
+
+    def ending(self, ends: Sequence[int]) -> Trace:
+        """The same path, with uses that end at other moments."""
+        return Trace(tuple(Use(b, end) for b, end in zip(self.path, ends, strict=True)))
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The numbers of the buckets used, without when their uses ended."""
+        return tuple(use.bucket for use in self.uses)
+
+
+class Recorder:
+    """Writes down the uses of one stretch of work."""
+
+    def __init__(self) -> None:
+        self._buckets: list[int] = []
+        self._ends: list[int | None] = []
+        self._open: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Start on an empty page."""
+        self._buckets.clear()
+        self._ends.clear()
+        self._open.clear()
+
+    def need(self, bucket: int) -> None:
+        """A use of a bucket begins."""
+        self._open[bucket] = len(self._buckets)
+        self._buckets.append(bucket)
+        self._ends.append(None)
+
+    def done(self, bucket: int) -> int | None:
+        """The present use of a bucket is over; its number, None where there is no such use."""
+        number = self._open.pop(bucket, None)
+        if number is not None:
+            self._ends[number] = len(self._buckets)
+        return number
+
+    def trace(self) -> Trace:
+        """What was written since the beginning."""
+        last = len(self._buckets)
+        pairs = zip(self._buckets, self._ends, strict=True)
+        return Trace(tuple(Use(b, last if end is None else end) for b, end in pairs))
+
+
+def describe_parting(
+    paths: Sequence[Sequence[int]], owners: Sequence[str], names: Sequence[str]
+) -> str:
+    """Where paths part: what each owner used there, by the buckets' names."""
+    common = 0
+    while len({path[common : common + 1] for path in map(tuple, paths)}) == 1:
+        common += 1
+    after = f"after {names[paths[0][common - 1]]}" if common else "at the beginning"
+    told = [
+        f"{owner} {'used ' + names[path[common]] if common < len(path) else 'came to the end'}"
+        for owner, path in zip(owners, paths, strict=True)
+    ]
+    return f"{after}, {'; '.join(told)}"

@@ -1,0 +1,507 @@
+"""Weights on use: plans are followed without a word, left without a hang, and keep the limits."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import ROWS, assert_close, engine_of
+from ranks import RankPools
+from torch import Tensor, nn
+
+from hadal import comm
+from hadal.errors import MismatchError
+from hadal.zero import agreement
+from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.gathering import Phase
+
+WIDTH = 6
+BLOCKS = 5
+NUMEL = WIDTH * WIDTH + WIDTH  # of a block
+PADDED = 48  # of a block's bucket
+ALL = tuple(range(BLOCKS))
+CUT = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100}
+
+
+class Blocks(nn.Module):
+    """Blocks that run in the order that is said from outside; what a path leaves out is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.look: Callable[[], None] = lambda: None
+        self.raises_before: int | None = None
+
+    def forward(self, inputs: Tensor, path: Sequence[int] = ALL) -> Tensor:
+        for block in path:
+            if block == self.raises_before:
+                raise FloatingPointError("mine")
+            outputs = self.blocks[block](inputs)
+            self.look()
+            if outputs.requires_grad:
+                outputs.register_hook(lambda _: self.look())
+            inputs = inputs + torch.tanh(outputs)
+        return inputs
+
+
+def blocks() -> Blocks:
+    torch.manual_seed(5)
+    return Blocks()
+
+
+def inputs_of(step: int, rank: int | None = None) -> Tensor:
+    rank = comm.get_rank() if rank is None else rank
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(50 * step + rank))
+
+
+def one_step(engine: Any, step: int, path: Sequence[int] = ALL) -> None:
+    engine.backward(engine(inputs_of(step), path).square().mean())
+    engine.step()
+
+
+@contextmanager
+def watched(engine: Any) -> Iterator[list[tuple[str, int]]]:
+    """What happens meanwhile: each start of a gather, each lending, and each word on the host."""
+    events: list[tuple[str, int]] = []
+    original = agreement.gather_codes
+    buckets = engine._parts.runtime.gathering._buckets
+
+    def spy(bucket: Bucket, number: int, name: str) -> None:
+        act = getattr(bucket, name)
+
+        def call() -> None:
+            if name == "serve" or bucket.state is Weights.SHARDED:
+                events.append((name, number))
+            act()
+
+        setattr(bucket, name, call)
+
+    def codes(code: int, *others: Any) -> list[int]:
+        events.append(("word", code))
+        return original(code, *others)
+
+    for number, bucket in enumerate(buckets):
+        spy(bucket, number, "start_unshard")
+        spy(bucket, number, "serve")
+    agreement.gather_codes = codes
+    try:
+        yield events
+    finally:
+        agreement.gather_codes = original
+        for bucket in buckets:
+            del bucket.start_unshard, bucket.serve
+
+
+def gathers_and_words(settings: dict[str, Any]) -> list[tuple[list[int], int, int]]:
+    """Of each update: the gathers in their order, the lendings, the words."""
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, **settings})
+    found = []
+    for step in range(4):
+        with watched(engine) as events:
+            one_step(engine, step)
+        order = [number for name, number in events if name == "start_unshard"]
+        names = [name for name, _ in events]
+        found.append((order, names.count("serve"), names.count("word")))
+    engine.destroy()
+    return found
+
+
+DROPS = {"stage3_max_reuse_distance": 0}
+# The last block's gradient comes when it was just used: there and back.
+THERE_AND_BACK = [0, 1, 2, 3, 4, 3, 2, 1, 0]
+
+
+def test_a_plan_needs_no_word_for_each_gather(ranks: RankPools) -> None:
+    for first, *others in ranks(2).run(gathers_and_words, DROPS):
+        assert first[0] == THERE_AND_BACK
+        assert first[2] == len(THERE_AND_BACK) + 4
+        # At the beginning and at the end of forward and backward.
+        assert others == [(THERE_AND_BACK, 0, 4)] * 3
+
+
+@pytest.mark.claims(
+    "zero_optimization.stage3_max_reuse_distance", "zero_optimization.max_reuse_distance"
+)
+def test_what_is_used_again_soon_enough_is_kept(ranks: RankPools) -> None:
+    near = {"max_reuse_distance": 2 * PADDED}
+    for *_, last in ranks(2).run(gathers_and_words, near):
+        assert last[0] == [0, 1, 2, 3, 4, 2, 1, 0]
+    far = {"stage3_max_reuse_distance": 10**6}
+    for *_, last in ranks(2).run(gathers_and_words, far):
+        assert last[0] == [0, 1, 2, 3, 4]
+
+
+def states_in_use(settings: dict[str, Any]) -> list[tuple[int, int]]:
+    """At each use in the third update: elements on their way, and all elements gathered."""
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
+    gathering = engine._parts.runtime.gathering
+    found: list[tuple[int, int]] = []
+
+    def look(*_: Any) -> None:
+        states = [bucket.state for bucket in gathering._buckets]
+        arriving = states.count(Weights.ARRIVING)
+        found.append((arriving * PADDED, (arriving + states.count(Weights.FULL)) * PADDED))
+
+    for step in range(2):
+        one_step(engine, step)
+    assert {bucket.layout.numel for bucket in gathering._buckets} == {PADDED}
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+    model.look = lambda: look() if gathering.phase is Phase.BACKWARD else None
+    one_step(engine, 2)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.claims(
+    "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.prefetch_bucket_size"
+)
+def test_weights_are_gathered_ahead_of_their_use(ranks: RankPools) -> None:
+    def ahead(**settings: Any) -> list[int]:
+        each = ranks(2).run(states_in_use, {**DROPS, **settings})
+        assert each[0] == each[1]
+        return [arriving // PADDED for arriving, _ in each[0]]
+
+    assert ahead(stage3_prefetch_bucket_size=0) == [0] * 10
+    # One bucket always may be on its way; backward begins with what forward ended with.
+    assert ahead(stage3_prefetch_bucket_size=1) == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    assert ahead(prefetch_bucket_size=2 * PADDED) == [2, 2, 2, 1, 0, 2, 2, 2, 1, 0]
+
+
+@pytest.mark.claims(
+    "zero_optimization.stage3_allgather_sequential", "zero_optimization.allgather_sequential"
+)
+def test_one_at_a_time_gathers_nothing_ahead(ranks: RankPools) -> None:
+    for name in ("stage3_allgather_sequential", "allgather_sequential"):
+        for found in ranks(2).run(states_in_use, {**DROPS, name: True}):
+            assert [arriving for arriving, _ in found] == [0] * 10
+
+
+@pytest.mark.claims(
+    "zero_optimization.stage3_max_live_parameters", "zero_optimization.max_live_parameters"
+)
+def test_no_more_elements_are_gathered_than_allowed(ranks: RankPools) -> None:
+    for allowed in (0, 1, 2, 3):
+        name = "stage3_max_live_parameters" if allowed % 2 else "max_live_parameters"
+        for found in ranks(2).run(states_in_use, {name: allowed * PADDED}):
+            most = max(gathered for _, gathered in found)
+            assert most == max(allowed, 1) * PADDED, found
+
+
+# ---- leaving the plan --------------------------------------------------------------------------
+
+# One row per update, one path per rank.
+SAME = [(ALL, ALL)] * 2
+PATHS = {
+    "one rank leaves early": [*SAME, (ALL, (0, 1)), (ALL, ALL), (ALL, ALL)],
+    "all leave early": [*SAME, ((0, 1), (0, 1)), ((0, 1), (0, 1)), (ALL, ALL)],
+    "a layer is dropped": [*SAME, ((0, 2, 3, 4), (0, 1, 2, 3, 4)), (ALL, (0, 1, 3, 4)), (ALL, ALL)],
+    "a layer is dropped everywhere": [*SAME, *[((0, 2, 4),) * 2, (ALL,) * 2, ((1, 2, 3),) * 2] * 3],
+    "another order": [*SAME, ((4, 3, 2, 1, 0), ALL), (ALL, (1, 0, 2, 3, 4)), (ALL, ALL)],
+    "experts": [((0, 1, 4), (0, 2, 4)), ((0, 3, 4), (0, 1, 4)), ((0, 2, 4), (0, 2, 4))] * 2,
+    "one rank uses more": [((0, 1), (0, 1)), ((0, 1), (0, 1)), ((0, 1), ALL), ((0,), (0,))],
+    "twice": [*SAME, (ALL, (0, 1, 1, 2, 2, 3, 4)), ((0, 0, 4, 4), ALL), (ALL, ALL)],
+}
+LIMITS: list[dict[str, Any]] = [
+    {},
+    DROPS,
+    {**DROPS, "stage3_prefetch_bucket_size": 1},
+    {"stage3_max_live_parameters": 3 * PADDED, "stage3_prefetch_bucket_size": 2 * PADDED},
+    {"divergent_ranks": True},
+    {**DROPS, "stage3_use_all_reduce_for_fetch_params": True},
+]
+
+
+def train_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any]) -> None:
+    """The weights are those of plain torch, whatever the paths."""
+    rank, world = comm.get_rank(), comm.get_world_size()
+    plain, model = blocks(), blocks()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
+    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
+    for step, row in enumerate(rows):
+        for parameter in plain.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for other in range(world):
+            (plain(inputs_of(step, other), row[other]).square().mean() / world).backward()
+        optimizer.step()
+        one_step(engine, step, row[rank])
+        assert engine._parts.runtime.gathering.phase is Phase.IDLE
+        gathered = [b for b in engine._parts.runtime.buckets if b.state is not Weights.SHARDED]
+        assert not gathered
+    assert_close(engine.state_dict(), dict(plain.state_dict()))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("rows", PATHS.values(), ids=PATHS.keys())
+def test_a_rank_that_leaves_the_plan_hangs_nobody(rows: Any, ranks: RankPools) -> None:
+    at = list(PATHS.values()).index(rows)
+    for settings in (LIMITS[at % len(LIMITS)], LIMITS[(at + 3) % len(LIMITS)]):
+        ranks(2).run(train_along, rows, settings)
+
+
+def random_rows(seed: int, world: int, updates: int = 6) -> list[tuple[Sequence[int], ...]]:
+    chance = random.Random(seed)
+
+    def path() -> tuple[int, ...]:
+        return tuple(chance.choices(ALL, k=chance.randrange(7)))
+
+    rows: list[tuple[Sequence[int], ...]] = []
+    while len(rows) < updates:
+        common = path()
+        rows += [(common,) * world] * chance.randrange(1, 4)
+        rows.append(tuple(path() if chance.random() < 0.5 else common for _ in range(world)))
+    # A path without any block has no loss to go back from.
+    return [tuple(each or (0,) for each in row) for row in rows]
+
+
+@pytest.mark.parametrize(("seed", "world"), [(0, 2), (1, 3), (2, 2), (3, 3), (4, 2), (5, 3)])
+def test_any_paths_train_as_plain_torch_does(seed: int, world: int, ranks: RankPools) -> None:
+    ranks(world).run(train_along, random_rows(seed, world), LIMITS[seed])
+
+
+def raise_and_retry(who: Sequence[int], settings: dict[str, Any]) -> None:
+    """A forward raises on some ranks under a plan; these run it again, and all go on."""
+    plain = engine_of(0, blocks())
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
+    for step in range(6):
+        if step in (2, 4) and comm.get_rank() in who:
+            model.raises_before = step
+            with pytest.raises(FloatingPointError):
+                engine(inputs_of(step))
+            model.raises_before = None
+        one_step(engine, step)
+        one_step(plain, step)
+    assert_close(engine.state_dict(), plain.state_dict())
+    engine.destroy()
+    plain.destroy()
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["one", "all"])
+def test_a_forward_that_raises_under_a_plan(who: Sequence[int], ranks: RankPools) -> None:
+    for settings in LIMITS[:2]:
+        ranks(2).run(raise_and_retry, who, settings)
+
+
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise FloatingPointError("mine")
+
+
+def raise_in_backward() -> None:
+    """On all ranks, in the midst of a plan: the next step is as good as any."""
+    expected = engine_of(0, blocks())
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization=CUT)
+    for step in range(4):
+        if step == 2:
+            handle = model.blocks[2].register_forward_hook(lambda *a: Refuses.apply(a[-1]))
+            with pytest.raises(FloatingPointError):
+                engine.backward(engine(inputs_of(9)).square().mean())
+            handle.remove()
+            engine.zero_grad()
+        one_step(engine, step)
+        one_step(expected, step)
+    assert_close(engine.state_dict(), expected.state_dict())
+    engine.destroy()
+    expected.destroy()
+
+
+def test_a_backward_that_raises_under_a_plan(ranks: RankPools) -> None:
+    ranks(2).run(raise_in_backward)
+
+
+def evaluate_between(settings: dict[str, Any]) -> None:
+    """Evaluation has a plan of its own, and may come anywhere; ranks may differ there too."""
+    expected = engine_of(0, blocks())
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, **settings})
+    for step in range(5):
+        with torch.no_grad():
+            path = (0, 3) if step == 3 and comm.get_rank() else ALL
+            got, wanted = engine(inputs_of(step), path), expected(inputs_of(step), path)
+            assert torch.allclose(got, wanted, atol=1e-6)
+        loss = engine(inputs_of(step)).square().mean()
+        with torch.no_grad():
+            engine(inputs_of(step))
+        engine.backward(loss)
+        engine.step()
+        one_step(expected, step)
+    assert_close(engine.state_dict(), expected.state_dict())
+    engine.destroy()
+    expected.destroy()
+
+
+def test_evaluation_has_a_plan_of_its_own(ranks: RankPools) -> None:
+    for settings in LIMITS[::3]:
+        ranks(2).run(evaluate_between, settings)
+
+
+# ---- what is told ------------------------------------------------------------------------------
+
+
+def told_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any]) -> list[str]:
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, **settings})
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hadal")
+    log.addHandler(handler)
+    try:
+        for step, row in enumerate(rows):
+            one_step(engine, step, row[comm.get_rank()])
+    finally:
+        log.removeHandler(handler)
+    engine.destroy()
+    return lines
+
+
+OTHERS = [((0, 2), ALL), (ALL, ALL), (ALL, (0, 3)), (ALL, ALL), (ALL, ALL)]
+
+
+def test_a_change_of_path_is_told_once(ranks: RankPools) -> None:
+    first, second = ranks(2).run(told_along, [*SAME, *OTHERS], {})
+    assert second == []
+    assert len(first) == 1
+    assert "in forward: after blocks.0, rank 0 used blocks.2; rank 1 used blocks.1" in first[0]
+    assert ranks(2).run(told_along, SAME * 3, {"log_trace_cache_warnings": True}) == [[], []]
+
+
+@pytest.mark.claims("zero_optimization.log_trace_cache_warnings")
+def test_each_change_of_path_is_told_where_asked_for(ranks: RankPools) -> None:
+    settings = {"log_trace_cache_warnings": True}
+    first, second = ranks(2).run(told_along, [*SAME, *OTHERS], settings)
+    assert second == []
+    assert sum("in forward: " in line for line in first) == 2
+    assert sum("in backward: " in line for line in first) == 2
+    together = [*SAME, (ALL[:2],) * 2, (ALL[:2],) * 2]
+    forward, backward = ranks(2).run(told_along, together, settings)[0]
+    assert "after blocks.1, as planned, it used blocks.2; now it came to the end" in forward
+    assert "in backward" in backward
+
+
+def words_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any]) -> list[int]:
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, **settings})
+    words = []
+    for step, row in enumerate(rows):
+        with watched(engine) as events:
+            one_step(engine, step, row[comm.get_rank()])
+        words.append(sum(name == "word" for name, _ in events))
+    engine.destroy()
+    return words
+
+
+def test_after_a_few_changes_gathers_stay_announced(ranks: RankPools) -> None:
+    changing = [(ALL, ALL), (ALL, ALL), ((0, 1), (0, 1)), ((0, 1), (0, 1))] * 3
+    for words in ranks(2).run(words_along, [*changing, (ALL, ALL), (ALL, ALL)], DROPS):
+        assert words[1] == 4
+        assert words[-2:] == [len(THERE_AND_BACK) + 4] * 2
+
+
+def test_divergence_that_is_expected_is_never_planned_for(ranks: RankPools) -> None:
+    settings = {**DROPS, "divergent_ranks": True}
+    for words in ranks(2).run(words_along, SAME * 2, settings):
+        # Three: at the end of forward, and at both ends of backward.
+        assert words == [len(THERE_AND_BACK) + 3] * 4
+
+
+def refuse_divergence(rows: list[tuple[Sequence[int], ...]]) -> tuple[int, str]:
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, "divergent_ranks": False})
+    for step, row in enumerate(rows):
+        try:
+            one_step(engine, step, row[comm.get_rank()])
+        except MismatchError as error:
+            engine.destroy()
+            return step, str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize("before", [[], SAME], ids=["at first", "under a plan"])
+def test_divergence_may_be_an_error_on_every_rank(before: Any, ranks: RankPools) -> None:
+    rows = [*before, (ALL, (0, 1, 3)), (ALL, ALL)]
+    for step, message in ranks(2).run(refuse_divergence, rows):
+        assert step == len(before)
+        assert "after blocks.1, rank 0 used blocks.2; rank 1 used blocks.3" in message
+        assert "zero_optimization.divergent_ranks" in message
+
+
+def change_together() -> None:
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, "divergent_ranks": False})
+    for step, path in enumerate([ALL, ALL, (0, 1), (0, 1), ALL, ALL]):
+        one_step(engine, step, path)
+    engine.destroy()
+
+
+def test_all_ranks_may_change_their_path_together(ranks: RankPools) -> None:
+    ranks(2).run(change_together)
+
+
+# ---- keys that ask for what is always so -------------------------------------------------------
+
+
+def held_by_a_graph(settings: dict[str, Any]) -> tuple[int, Tensor]:
+    """Bytes of gathered weights while a graph over all of them is alive, and the new weights."""
+    engine = engine_of(3, blocks(), zero_optimization={**CUT, **DROPS, **settings})
+    loss = engine(inputs_of(0)).square().mean()
+    nbytes = sum(b.full.untyped_storage().nbytes() for b in engine._parts.runtime.buckets)
+    engine.backward(loss)
+    engine.step()
+    weights = torch.cat([value.flatten() for value in engine.state_dict().values()])
+    engine.destroy()
+    return nbytes, weights
+
+
+@pytest.mark.claims("zero_optimization.memory_efficient_linear", "zero_optimization.sub_group_size")
+def test_a_graph_holds_no_gathered_weight_and_updates_are_the_same(ranks: RankPools) -> None:
+    settings = [{}, {"memory_efficient_linear": False}, {"sub_group_size": 7}]
+    found = [ranks(2).run(held_by_a_graph, each)[0] for each in settings]
+    for nbytes, weights in found:
+        # What was used last is used first in backward: it stays.
+        assert nbytes == PADDED * 4
+        assert torch.equal(weights, found[0][1])
+
+
+def summed(settings: dict[str, Any]) -> tuple[bool, Tensor]:
+    """Whether weights come by an all-reduce, bit for bit (a negative zero, say)."""
+    calls: list[int] = []
+    original = torch.distributed.all_reduce
+
+    def spy(tensor: Tensor, *others: Any, **named: Any) -> Any:
+        calls.append(tensor.numel())
+        return original(tensor, *others, **named)
+
+    model = blocks()
+    with torch.no_grad():
+        model.blocks[0].weight.fill_(-0.0)
+    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
+    torch.distributed.all_reduce = spy
+    try:
+        with torch.no_grad():
+            engine(inputs_of(0))
+    finally:
+        torch.distributed.all_reduce = original
+    weights = engine.state_dict()["blocks.0.weight"]
+    engine.destroy()
+    return PADDED // 2 in calls, weights
+
+
+@pytest.mark.claims(
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.use_all_reduce_for_fetch_params",
+)
+def test_weights_may_come_as_a_sum_of_bits(ranks: RankPools) -> None:
+    for name in ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"):
+        for is_summed, weights in ranks(2).run(summed, {name: True}):
+            assert is_summed
+            assert bool(torch.signbit(weights).all())
+    assert not ranks(2).run(summed, {})[0][0]
