@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnbuiltConfigError,
         UsageError,
     )
+    from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
 
     from .comm import init_distributed
 
@@ -49,6 +50,8 @@ _HOMES = {
     "schedule_from_args": "hadal.engine.arguments",
     "init_distributed": "hadal.comm",
     "initialize": "hadal.engine.assemble",
+    "set_z3_leaf_modules": "hadal.zero.leaves",
+    "unset_z3_leaf_modules": "hadal.zero.leaves",
 }
 _SUBPACKAGES = ("comm", "utils", "zero")
 
@@ -75,6 +78,8 @@ __all__ = [
     "init_distributed",
     "initialize",
     "schedule_from_args",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
     "utils",
     "zero",
 ]

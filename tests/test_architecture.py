@@ -85,6 +85,8 @@ def test_the_face_is_exactly_this() -> None:
         "init_distributed",
         "initialize",
         "schedule_from_args",
+        "set_z3_leaf_modules",
+        "unset_z3_leaf_modules",
         "utils",
         "zero",
     }
