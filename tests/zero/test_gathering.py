@@ -505,3 +505,33 @@ def test_weights_may_come_as_a_sum_of_bits(ranks: RankPools) -> None:
             assert is_summed
             assert bool(torch.signbit(weights).all())
     assert not ranks(2).run(summed, {})[0][0]
+
+
+def sharded_names(settings: dict[str, Any]) -> list[str]:
+    engine = engine_of(3, blocks(), zero_optimization={"stage": 3, **settings})
+    buckets = engine._parts.runtime.gathering._buckets
+    names = [slot.name for bucket in buckets for slot in bucket.layout.slots]
+    engine.destroy()
+    return names
+
+
+@pytest.mark.claims(
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.param_persistence_threshold",
+    "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.model_persistence_threshold",
+)
+@pytest.mark.parametrize("prefix", ["", "stage3_"])
+def test_small_parameters_stay_whole_up_to_a_sum(prefix: str, ranks: RankPools) -> None:
+    def sharded(parameter: int, model: int) -> list[str]:
+        each = f"{prefix}param_persistence_threshold"
+        together = f"{prefix}model_persistence_threshold"
+        return ranks(2).run(sharded_names, {each: parameter, together: model})[0]
+
+    weights = [f"blocks.{block}.weight" for block in ALL]
+    assert sharded(0, 10**6) == [f"blocks.{b}.{n}" for b in ALL for n in ("weight", "bias")]
+    assert sharded(WIDTH + 1, 10**6) == weights
+    # Two biases fit; the others are sharded with their weights.
+    some = sharded(WIDTH + 1, 2 * WIDTH)
+    assert [name for name in some if "bias" in name] == [f"blocks.{b}.bias" for b in (2, 3, 4)]
+    assert sharded(10**6, 10**6) == []
