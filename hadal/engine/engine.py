@@ -291,6 +291,9 @@ class Engine(nn.Module):
             # A weight that was moved or cast away from its bucket: say so, by its name.
             self._parts.runtime.check_links()
             raise
+        except BaseException:
+            self._parts.hooks.end_interrupted()
+            raise
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

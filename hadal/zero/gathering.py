@@ -360,7 +360,7 @@ class Gathering:
         with self._ending():
             try:
                 yield
-            except Exception as error:
+            except BaseException as error:
                 self._abandon(error)
                 raise
             self._end(END_OF_BACKWARD)

@@ -93,6 +93,12 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
+    def end_interrupted(self) -> None:
+        """End a forward that was left by what is no `Exception`: torch calls no hook then."""
+        if self._depth:
+            self._depth = 1
+            self._end()
+
     def reading(self) -> AbstractContextManager[None]:
         """A context in which every read of a parameter finds its values, announced or not.
 
@@ -151,6 +157,9 @@ class Hooks:
 
     @_outside_graphs
     def _end(self, *_: Any) -> None:
+        if not self._depth:
+            # Always called: also where a hook of the user's raised before `_begin`.
+            return
         self._depth -= 1
         if self._depth == 0:
             self._forward.close()

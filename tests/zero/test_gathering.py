@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.toys import ROWS, assert_close, engine_of
-from ranks import RankPools
+from ranks import RankPool, RankPools
 from torch import Tensor, nn
 
 from hadal import comm
@@ -320,6 +320,151 @@ def raise_in_backward() -> None:
 
 def test_a_backward_that_raises_under_a_plan(ranks: RankPools) -> None:
     ranks(2).run(raise_in_backward)
+
+
+def raise_in_backward_alone(settings: dict[str, Any]) -> list[str]:
+    """On one rank: what both are told, by its next forward."""
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
+    for step in range(3):
+        one_step(engine, step)
+    alone = comm.get_rank() == 1
+    if alone:
+        model.blocks[2].register_forward_hook(lambda *a: Refuses.apply(a[-1]))
+    told = []
+    loss = engine(inputs_of(9)).square().mean()
+    try:
+        engine.backward(loss)
+    except (FloatingPointError, MismatchError) as error:
+        told.append(str(error))
+    if alone:
+        with pytest.raises(MismatchError) as caught:
+            engine(inputs_of(10))
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("settings", LIMITS[:2])
+def test_a_backward_that_raises_on_one_rank_hangs_nobody(settings: dict[str, Any]) -> None:
+    # Ranks of its own: what the other one had sent for a reduction is never fetched.
+    pool = RankPool(2)
+    try:
+        (waited,), (raised, later) = pool.run(raise_in_backward_alone, settings)
+    finally:
+        pool.close()
+    assert raised == "mine"
+    for told in (waited, later):
+        assert "rank 0: the end of a backward" in told
+        assert "rank 1: the beginning of a forward" in told
+
+
+def interrupt_and_go_on(kind: type[BaseException], settings: dict[str, Any]) -> None:
+    """Rank 1 leaves a forward, rank 0 runs it; all leave a backward; then all go on."""
+    plain = engine_of(0, blocks())
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
+
+    def leave(*_: Any) -> None:
+        raise kind("mine")
+
+    for step in range(6):
+        if step in (2, 4) and comm.get_rank():
+            handle = model.blocks[step].register_forward_hook(leave)
+            with pytest.raises(kind):
+                engine(inputs_of(step))
+            handle.remove()
+        if step == 4:
+            # Before any hook of the model's own has begun.
+            handle = model.register_forward_pre_hook(leave, prepend=True)
+            with pytest.raises(kind):
+                engine(inputs_of(step))
+            handle.remove()
+        one_step(engine, step)
+        one_step(plain, step)
+        buckets = engine._parts.runtime.buckets
+        assert all(bucket.state is Weights.SHARDED for bucket in buckets)
+        assert engine._parts.hooks._depth == 0
+    assert_close(engine.state_dict(), plain.state_dict())
+    engine.destroy()
+    plain.destroy()
+
+
+@pytest.mark.parametrize("kind", [FloatingPointError, KeyboardInterrupt])
+def test_a_forward_may_be_left_at_any_moment(kind: type[BaseException], ranks: RankPools) -> None:
+    for settings in LIMITS[:2]:
+        ranks(2).run(interrupt_and_go_on, kind, settings)
+
+
+def interrupt_backward() -> None:
+    """On all ranks, while weights are on their way ahead of their use."""
+    expected = engine_of(0, blocks())
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization={**CUT, **DROPS})
+    buckets = engine._parts.runtime.gathering._buckets
+    arriving = []
+
+    def leave(_: Tensor) -> None:
+        arriving.extend(b for b in buckets if b.state is Weights.ARRIVING)
+        raise KeyboardInterrupt
+
+    for step in range(5):
+        if step == 3:
+            outputs = engine(inputs_of(9))
+            handle = model.blocks[3].weight.register_hook(leave)
+            with pytest.raises(KeyboardInterrupt):
+                engine.backward(outputs.square().mean())
+            handle.remove()
+            assert arriving
+            assert not [b for b in buckets if b.state is not Weights.SHARDED]
+            engine.zero_grad()
+        one_step(engine, step)
+        one_step(expected, step)
+    assert_close(engine.state_dict(), expected.state_dict())
+    engine.destroy()
+    expected.destroy()
+
+
+def test_an_interrupted_backward_leaves_no_weights_on_their_way(ranks: RankPools) -> None:
+    ranks(2).run(interrupt_backward)
+
+
+def thaw_under_a_plan(settings: dict[str, Any]) -> list[int]:
+    """Blocks that are trained later: the words of each update at stage 3."""
+    engines, words = [], []
+    for stage in (0, 3):
+        model = blocks()
+        trained = [p for block in model.blocks[:3] for p in block.parameters()]
+        later = [p for block in model.blocks[3:] for p in block.parameters()]
+        wishes = {"optimizer": torch.optim.AdamW(trained, lr=0.01)}
+        for parameter in later:
+            parameter.requires_grad_(False)
+        engine = engine_of(
+            stage,
+            model,
+            wishes,
+            optimizer=None,
+            zero_optimization={**CUT, **settings, "stage": stage},
+        )
+        for step in range(7):
+            if step == 3:
+                for parameter in later:
+                    parameter.requires_grad_(True)
+                engine.optimizer.add_param_group({"params": later})
+            with watched(engine) as events:
+                one_step(engine, step)
+            words.append([name for name, _ in events].count("word"))
+        engines.append(engine)
+    assert_close(engines[1].state_dict(), engines[0].state_dict())
+    for engine in engines:
+        engine.destroy()
+    return words[7:]
+
+
+def test_parameters_that_are_trained_later_get_a_plan_anew(ranks: RankPools) -> None:
+    for settings in LIMITS[:2]:
+        for words in ranks(2).run(thaw_under_a_plan, settings):
+            assert words[2] == words[-1] == 4
+            assert words[3] > 4
 
 
 def evaluate_between(settings: dict[str, Any]) -> None:
