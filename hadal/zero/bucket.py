@@ -148,11 +148,6 @@ class Bucket:
 
     # ---- moving between SHARDED and FULL ---------------------------------------------------------
 
-    @property
-    def storage_key(self) -> int:
-        """The address of the full buffer's storage, for recognising tensors that look into it."""
-        return self.full.untyped_storage().data_ptr()
-
     def start_unshard(self) -> None:
         """Begin to gather the full buffer: SHARDED to ARRIVING (to FULL at once when alone)."""
         if self.state is not Weights.SHARDED:

@@ -82,8 +82,6 @@ class Gathering:
         self._running: list[Unit] = []
         # How many `whole` contexts hold a bucket: nothing inside them may free it.
         self._pins: Counter[Bucket] = Counter()
-        # The gathered buckets, by the address of their storage.
-        self._storages: dict[int, Bucket] = {}
         self._owes_end = False
         self._keeps = False
         self._moves = False
@@ -106,7 +104,6 @@ class Gathering:
         """Put new buckets in the place of one whose parameters they have taken over."""
         if old not in self._number:
             return
-        self._storages.pop(old.storage_key, None)
         place = self._number[old]
         self._take([*self._buckets[:place], *parts, *self._buckets[place + 1 :]])
         for uses in self._uses.values():
@@ -142,7 +139,8 @@ class Gathering:
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
         """The bucket whose full buffer a tensor looks into, if any."""
-        return self._storages.get(tensor.untyped_storage().data_ptr())
+        held = self._fulls.get(id(_storage_of(tensor)))
+        return None if held is None else held[1]
 
     # ---- one bucket ------------------------------------------------------------------------------
 
@@ -208,7 +206,6 @@ class Gathering:
     def _gather(self, number: int) -> None:
         bucket = self._buckets[number]
         bucket.unshard()
-        self._storages[bucket.storage_key] = bucket
 
     def _name(self, number: int) -> str:
         return self._buckets[number].name
@@ -240,7 +237,6 @@ class Gathering:
 
     def _free(self, bucket: Bucket) -> None:
         with self._own_moves():
-            self._storages.pop(bucket.storage_key, None)
             bucket.reshard()
 
     def free_all(self) -> None:
@@ -301,8 +297,7 @@ class Gathering:
 
         A module may return a view of its weight (`weight.t()`), for another one to use.
         """
-        held = self._fulls.get(id(tensor.untyped_storage()))
-        self._read(None if held is None else held[1])
+        self._read(self.bucket_at(tensor))
 
     def _read(self, bucket: Bucket | None) -> None:
         if bucket is None or bucket in self._open or self._moves:
@@ -467,3 +462,11 @@ class Gathering:
         for bucket in self._buckets:
             self.need(bucket)
         self._meet(END_OF_ACCESS)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """A tensor's memory; None where it has none of its own: a sparse one, or one under vmap."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from engine.toys import engine_of
+from engine.toys import ROWS, assert_close, engine_of
 from ranks import RankPools
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal.zero.hooks import ReadWatcher
+
+WIDTH = 6
 
 
 def seen(act: Callable[[], object]) -> list[nn.Parameter]:
@@ -154,3 +157,38 @@ def hang_and_remove(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_hooks_come_off(stage: int, ranks: RankPools) -> None:
     ranks(2).run(hang_and_remove, stage)
+
+
+class Mixer(nn.Module):
+    """Reads tensors that have no memory of their own: sparse ones, and what vmap sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mixed = torch.sparse.mm(torch.eye(WIDTH).to_sparse(), self.first(inputs).t()).t()
+        doubled = torch.vmap(lambda row: 2 * row)(mixed)
+        outputs: Tensor = self.second(doubled)
+        return outputs
+
+
+def train_a_mixer() -> None:
+    torch.manual_seed(3)
+    model = Mixer()
+    plain = copy.deepcopy(model)
+    engine = engine_of(3, model, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    for _ in range(3):
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(inputs).square().mean().backward()
+        optimizer.step()
+    assert_close(engine.state_dict(), plain.state_dict())
+    engine.destroy()
+
+
+def test_tensors_without_memory_of_their_own_may_be_read(ranks: RankPools) -> None:
+    ranks(2).run(train_a_mixer)
