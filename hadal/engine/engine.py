@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from hadal.checkpoint import simple as checkpoint
 from hadal.config import Config
 from hadal.engine.collector import hold_collector
+from hadal.engine.compile import compile_module
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, Parts
@@ -51,6 +52,7 @@ class Engine(nn.Module):
         self._cycle = Cycle()
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
+        self._is_compiled = False
         place.attend(parts.runtime, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -278,6 +280,49 @@ class Engine(nn.Module):
     def topology(self) -> Topology:
         """The ranks in which this one does each kind of shared work."""
         return self._parts.topology
+
+    # ---- compilation -----------------------------------------------------------------------------
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module in place with `torch.compile`; it happens at the next forward.
+
+        What gathers, frees and reduces stays outside of the graphs. Called again, the last call
+        counts.
+
+        Args:
+            backend: torch's name of a backend, or a backend.
+            compile_kwargs: more arguments of `torch.compile` (mode, dynamic, fullgraph, options).
+            schedule: passes over the graphs; not built yet.
+            compiled_autograd_enabled: trace the backward as well; not built yet.
+
+        Raises:
+            NotBuiltYetError: `schedule` or `compiled_autograd_enabled` is given.
+            UsageError: `compile_kwargs` names something that `torch.compile` does not take.
+        """
+        self._expect_alive()
+        if schedule is not None:
+            raise NotBuiltYetError(
+                f"engine.compile(schedule={schedule!r}): passes over compiled graphs are not built"
+                " yet; leave schedule out"
+            )
+        if compiled_autograd_enabled:
+            raise NotBuiltYetError(
+                "engine.compile(compiled_autograd_enabled=True): tracing the backward is not built"
+                " yet; leave it out (the backward of each graph is compiled with it)"
+            )
+        compile_module(self.module, backend, compile_kwargs or {})
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
 
     # ---- training --------------------------------------------------------------------------------
 

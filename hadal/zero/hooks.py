@@ -24,22 +24,25 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: _F) -> _F:
-    """Keep a hook out of compiled graphs: it moves memory, which a graph must not trace.
+    """Keep a function out of compiled graphs: it moves memory, which a graph must not trace.
 
     The compiler takes about a second to import, so it is asked only once somebody else has.
     """
-    shielded: _F | None = None
+    if _is_compiler_there():
+        shielded: _F = torch.compiler.disable(function)
+        return shielded
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal shielded
-        if shielded is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            shielded = torch.compiler.disable(function)
-        return shielded(*args, **kwargs)
+        # Made before there was a compiler: it may have come since.
+        act = torch.compiler.disable(function) if _is_compiler_there() else function
+        return act(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _is_compiler_there() -> bool:
+    return "torch._dynamo" in sys.modules
 
 
 class _Own:
@@ -49,6 +52,13 @@ class _Own:
         self._act = act
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiler_there():
+            shield_hooks()
+            return torch.compiler.disable(self._act)(*args, **kwargs)
+        return self._act(*args, **kwargs)
+
+    def call_shielded(self, *args: Any, **kwargs: Any) -> Any:
+        """What `__call__` is once there is a compiler, which is kept out of it."""
         return self._act(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
@@ -56,6 +66,16 @@ class _Own:
 
     def __reduce__(self) -> Any:
         return _left_behind, ()
+
+
+@functools.cache
+def shield_hooks() -> None:
+    """Keep all hooks out of compiled graphs from now on; for whoever compiles.
+
+    The class's call is replaced, not each hook's: the compiler would trace that far into every hook
+    and keep a version of the call for each, up to its limit, beyond which nothing is compiled.
+    """
+    setattr(_Own, "__call__", torch.compiler.disable(_Own.call_shielded))  # noqa: B010 - a method
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -75,6 +95,8 @@ class Hooks:
         self._forward = ExitStack()
         self._depth = 0
         self._exception_before: BaseException | None = None
+        if _is_compiler_there():
+            shield_hooks()
         self.watch_gradients(runtime.gradients)
         for unit in runtime.gathering.units:
             self._watch_unit(unit)
@@ -118,13 +140,11 @@ class Hooks:
     def _watch_unit(self, unit: Unit) -> None:
         gathering = self._runtime.gathering
 
-        @_outside_graphs
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             gathering.before_use(unit)
             if torch.is_grad_enabled():
                 _on_gradient_of((args, kwargs), lambda: gathering.after_backward_of(unit))
 
-        @_outside_graphs
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled():
                 _on_gradient_of(output, lambda: gathering.before_backward_of(unit))
@@ -147,7 +167,6 @@ class Hooks:
             model.register_forward_hook(_Own(self._end), always_call=True),
         ]
 
-    @_outside_graphs
     def _begin(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
@@ -155,7 +174,6 @@ class Hooks:
             self._runtime.gathering.begin_forward()
             self._forward.enter_context(self.reading())
 
-    @_outside_graphs
     def _end(self, *_: Any) -> None:
         if not self._depth:
             # Always called: also where a hook of the user's raised before `_begin`.
@@ -276,7 +294,10 @@ class ReadWatcher(TorchFunctionMode):
     def _look(self, values: Any) -> None:
         for value in values:
             if type(value) is nn.Parameter:
-                self._on_read(value)
+                # A graph is traced with the weights at hand, and holds only as long as they are:
+                # the compiler compares strides before it runs one, and a freed weight's are zero.
+                if not torch.compiler.is_compiling() or 0 in value.stride():
+                    self._on_read(value)
             elif type(value) is Tensor:
                 # Not in a graph that is being compiled: a look at every tensor would break it up.
                 if self._on_view is not None and not torch.compiler.is_compiling():

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +20,7 @@ from torch import Tensor, nn
 import hadal
 
 UPDATES = 3
+BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -29,10 +37,16 @@ class Block(nn.Module):
         return values + inner
 
 
-def train_compiled(stage: int, whole: bool) -> float:
-    """The largest distance of a weight from plain torch's, after a few updates."""
+@contextmanager
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own, about itself
+        yield
+
+
+def train_compiled(stage: int, whole: bool) -> float:
+    """The largest distance of a weight from plain torch's, after a few updates."""
+    with _quiet():
         torch.manual_seed(0)
         model = nn.Sequential(Block(8), Block(8))
         plain = copy.deepcopy(model)
@@ -68,3 +82,178 @@ def test_a_compiled_model_trains_as_a_plain_one(stage: int, whole: bool, ranks: 
     """At every stage, compiled as a whole or block by block."""
     for distance in ranks(2).run(train_compiled, stage, whole):
         assert distance < 1e-6
+
+
+class Model(nn.Module):
+    """Blocks that a forward of its own runs, a head and a parameter of a single element."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        scaled: Tensor = self.head(values) * self.scale
+        return scaled
+
+
+def _make(stage: int) -> hadal.Engine:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return hadal.initialize(model=Model(8, BLOCKS), config=config)[0]
+
+
+@_quiet()
+def train_by_engine(stage: int, where: str) -> tuple[float, list[tuple[int, int]]]:
+    """The distance from plain torch, and (graphs, breaks of graphs) after each update."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    engine = _make(stage)
+    plain = copy.deepcopy(engine.module) if stage < 3 else Model(8, BLOCKS)
+    plain.load_state_dict(engine.state_dict())
+    if where == "engine":
+        engine.compile(backend="aot_eager")
+    else:
+        for block in engine.module.blocks:
+            block.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs = torch.linspace(-1, 1, 32).reshape(4, 8)
+    found = []
+    for _ in range(UPDATES):
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+        optimizer.zero_grad()
+        plain(inputs).square().mean().backward()
+        optimizer.step()
+    got = engine.state_dict()
+    engine.destroy()
+    torch.compiler.reset()
+    distances = (got[name] - value for name, value in plain.state_dict().items())
+    return max(float(distance.abs().max()) for distance in distances), found
+
+
+@pytest.mark.parametrize(("stage", "graphs"), [(0, 1), (1, 1), (2, 1), (3, 4)])
+def test_engine_compile_compiles_the_module_in_few_graphs(
+    stage: int, graphs: int, ranks: RankPools
+) -> None:
+    """One graph where weights are whole. At stage 3 one for each place between two gathers.
+
+    There, blocks share two: the first one's input asks for no gradient, the others' does. Nothing
+    is compiled anew in later updates, and no read of a weight breaks a graph.
+    """
+    for distance, found in ranks(2).run(train_by_engine, stage, "engine"):
+        assert distance < 1e-6
+        assert found == [(graphs, 0)] * UPDATES
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_blocks_compiled_after_initialize_are_whole_graphs(stage: int, ranks: RankPools) -> None:
+    """Hooks stand around a block's graph: without ZeRO there are as many."""
+    for distance, found in ranks(2).run(train_by_engine, stage, "blocks"):
+        assert distance < 1e-6
+        assert found == [(2, 0)] * UPDATES
+
+
+def compile_wrongly(kwargs: dict[str, Any]) -> tuple[str, str, bool]:
+    engine = _make(0)
+    try:
+        engine.compile(**kwargs)
+    except hadal.HadalError as error:
+        return type(error).__name__, str(error), engine.is_compiled
+    finally:
+        engine.destroy()
+    return "", "", engine.is_compiled
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kind", "told"),
+    [
+        ({"schedule": [(0, [])]}, "NotBuiltYetError", "not built yet; leave schedule out"),
+        ({"compiled_autograd_enabled": True}, "NotBuiltYetError", "not built yet; leave it out"),
+        ({"compile_kwargs": {"mood": 1}}, "UsageError", "got 'mood', expected some of disable,"),
+        ({"compile_kwargs": {"backend": "eager"}}, "UsageError", "got 'backend'"),
+    ],
+)
+def test_what_compile_cannot_do_is_refused(
+    kwargs: dict[str, Any], kind: str, told: str, ranks: RankPools
+) -> None:
+    """Before anything is compiled."""
+    found, message, is_compiled = ranks(2).run(compile_wrongly, kwargs)[0]
+    assert found == kind
+    assert told in message
+    assert not is_compiled
+
+
+@_quiet()
+def compile_with(options: dict[str, Any]) -> tuple[bool, bool, list[str]]:
+    """Whether the engine told that it is compiled, before and after; what the backend was given."""
+    engine, given = _make(3), []
+
+    def backend(graph: Any, inputs: Any, **told: Any) -> Any:
+        given.append(repr(told.get("options")))
+        return graph.forward
+
+    before = engine.is_compiled
+    engine.compile(backend, options)
+    engine.module.eval()
+    with torch.no_grad():
+        engine(torch.ones(4, 8))
+    after = engine.is_compiled
+    engine.destroy()
+    torch.compiler.reset()
+    return before, after, given
+
+
+def test_compile_hands_its_arguments_on(ranks: RankPools) -> None:
+    """A backend of the caller's own gets the graphs, and its options."""
+    for before, after, given in ranks(2).run(compile_with, {"options": {"level": 3}}):
+        assert not before
+        assert after
+        assert set(given) == {"{'level': 3}"}
+
+
+_LATE = """
+import sys, warnings
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from contracts.test_compile import _make
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+engine = _make(3)
+def update():
+    engine.backward(engine(torch.ones(4, 8)).square().mean())
+    engine.step()
+update()
+assert "torch._dynamo" not in sys.modules, "the compiler was imported for nothing"
+warnings.simplefilter("ignore")
+for block in engine.module.blocks:
+    block.compile(backend="eager")
+from torch._dynamo.utils import counters
+for _ in range(2):
+    update()
+print(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+"""
+
+
+def test_hooks_stay_outside_of_graphs_of_a_compiler_that_comes_late() -> None:
+    """Whoever does not compile does not import the compiler; who does later finds hooks shielded.
+
+    In a process of its own: here the compiler is there already.
+    """
+    tests = Path(__file__).parents[1]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "0"]
