@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import gather_codes, gather_objects
+from hadal.comm.collectives import gather_objects
+from hadal.comm.faults import is_same_everywhere
 from hadal.config.plain import leaves
 from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
@@ -73,8 +73,7 @@ def check_same(
     }
     keys = {path: json.dumps(v, default=str) for path, v in leaves(configuration)}
     for what, mine in (("configuration", keys), ("model", described)):
-        digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-        if len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1:
+        if is_same_everywhere(json.dumps(mine), ranks):
             continue
         theirs = gather_objects(mine, ranks)
         raise MismatchError(_first_difference(what, theirs))

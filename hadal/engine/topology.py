@@ -8,6 +8,7 @@ from typing import Any
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
+from hadal.comm.faults import is_same_everywhere
 from hadal.config import Config
 from hadal.errors import MismatchError, UsageError
 
@@ -124,8 +125,8 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     """
     shared = wish.sequence_parallel_size or config.sequence_parallel_size
     sight = (shared, wish.data_parallel_size, type(wish.mpu).__name__)
-    sights = gather_objects(sight, world)
-    if len(set(sights)) > 1:
+    if not is_same_everywhere(repr(sight), world):
+        sights = gather_objects(sight, world)
         told = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
         raise MismatchError(
             "the ranks were given different groupings (ranks of one sequence, ranks with different"
