@@ -15,7 +15,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-optimizer docs clean
+.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -79,6 +79,9 @@ bench: $(VENV)/.test  ## measure one training step on this machine's CPUs, besid
 
 bench-optimizer: $(VENV)/.test  ## measure the optimizers beside a plain copy of memory
 	$(BIN)/python benchmarks/optimizer.py $(BENCH_ARGS)
+
+bench-scale: $(VENV)/.test  ## measure what one rank holds and sends among up to 1024
+	$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
 
 bench-gpu: $(VENV)/.test  ## measure one training step on this machine's GPUs (not there yet)
 	@test -f benchmarks/step_gpu.py || { echo "There is no benchmark for GPUs yet; make bench measures on CPUs."; exit 1; }

@@ -1,0 +1,373 @@
+"""What one rank holds, sends and does at start-up, as the number of ranks grows to 1024.
+
+The real mechanism (`hadal.initialize`, forward, backward, step) runs as one rank of many on torch's
+fake process group, where every other rank is a mirror image of this one: it sends what it was sent.
+Nothing travels, so one process is enough. The values that are trained mean nothing; bytes held,
+calls and bytes on the wire are those of a real rank.
+
+See ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import hadal
+from hadal.comm import Ranks, collectives
+
+_MIB = 2**20
+_WORLDS = (1, 2, 8, 64, 256, 1024)
+_ITEMSIZE = {"bf16": 2, "fp32": 4}
+
+
+class Block(nn.Module):
+    """A feed-forward block: two matrices, and small parameters beside them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        inner: Tensor = self.narrow(torch.tanh(self.widen(self.norm(values))))
+        return values + inner
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    world: int
+    stage: int
+    dtype: str
+    pairs: bool
+
+
+@dataclass
+class Traffic:
+    """What this rank gave to torch's raw calls."""
+
+    collectives: int = 0
+    """Calls of collectives of values: gathers, reductions."""
+    messages: int = 0
+    """Sends of values to single ranks."""
+    nbytes: int = 0
+    """Bytes of values that leave this rank: by messages, or in a ring's share of a collective."""
+    agreements: int = 0
+    """Small exchanges of whole numbers and scalars: which bucket next, who is late, the norm."""
+
+    def clear(self) -> None:
+        """Count from nothing."""
+        self.__init__()
+
+
+@dataclass
+class Found:
+    """What one case shows of one rank."""
+
+    parameters: int
+    start_s: float
+    start_calls: int
+    held: dict[str, int]
+    traffic: Traffic
+    peak: int
+
+    @property
+    def state(self) -> int:
+        return sum(self.held.values())
+
+
+class _Mirror:
+    """The other ranks: each sends here what it was sent."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], list[Tensor]] = {}
+
+    def keep(self, tensor: Tensor, group_dst: int, tag: int) -> None:
+        self._sent.setdefault((group_dst, tag), []).append(tensor)
+
+    def give(self, tensor: Tensor, group_src: int, tag: int) -> None:
+        sent = self._sent[group_src, tag].pop(0)
+        if sent.numel() == tensor.numel():
+            tensor.copy_(sent)
+
+
+@contextmanager
+def _counted(case: Case) -> Iterator[Traffic]:
+    """Count the raw calls, and let tensors travel in pairs or by collectives."""
+    traffic, mirror = Traffic(), _Mirror()
+    originals = {name: getattr(dist, name) for name in ("isend", "irecv", "all_reduce")}
+
+    def isend(tensor: Tensor, **rest: Any) -> Any:
+        mirror.keep(tensor, rest["group_dst"], rest["tag"])
+        if rest["tag"] == collectives._CODE:
+            traffic.agreements += 1
+        else:
+            traffic.messages += 1
+            traffic.nbytes += tensor.nbytes
+        return originals["isend"](tensor, **rest)
+
+    def irecv(tensor: Tensor, **rest: Any) -> Any:
+        mirror.give(tensor, rest["group_src"], rest["tag"])
+        return originals["irecv"](tensor, **rest)
+
+    def all_reduce(tensor: Tensor, *args: Any, **rest: Any) -> Any:
+        traffic.agreements += 1  # the mechanism reduces values by reduce-scatter and gather
+        return originals["all_reduce"](tensor, *args, **rest)
+
+    def note(name: str, full_at: int) -> Any:
+        call = getattr(collectives, name)
+
+        def noted(*args: Any, **rest: Any) -> Any:
+            traffic.collectives += 1
+            traffic.nbytes += args[full_at].nbytes * (case.world - 1) // case.world
+            return call(*args, **rest)
+
+        return patch.object(collectives, name, noted)
+
+    with ExitStack() as stack:
+        for patched in (isend, irecv, all_reduce):
+            stack.enter_context(patch.object(dist, patched.__name__, patched))
+        stack.enter_context(note("_reduce_scatter", 1))
+        stack.enter_context(note("_all_gather", 0))
+        stack.enter_context(patch.object(Ranks, "exchanges_in_pairs", lambda *_: case.pairs))
+        yield traffic
+
+
+@contextmanager
+def _world(size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def held_nbytes(found: Sequence[Tensor | None]) -> int:
+    """The bytes of the storages under tensors, each counted once."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (t.untyped_storage() for t in found if t is not None)
+    }
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(options.width) for _ in range(options.blocks)))
+
+
+def _configuration(case: Case, block_numel: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": case.dtype == "bf16"},
+        "zero_optimization": {
+            "stage": case.stage,
+            # A bucket for each block, and at stage 3 each is freed after its use.
+            "reduce_bucket_size": block_numel,
+            "allgather_bucket_size": 2 * block_numel,  # with room for the padding
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+
+
+@contextmanager
+def _calls() -> Iterator[list[int]]:
+    """How many functions are called: work that is the same at each measurement."""
+    count = [0]
+
+    def see(_: Any, event: str, __: Any) -> None:
+        count[0] += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+
+
+def _start(case: Case, options: argparse.Namespace) -> tuple[hadal.Engine, float]:
+    model = _model(options)
+    block_numel = sum(p.numel() for p in model[0].parameters())
+    began = time.perf_counter()
+    engine = hadal.initialize(model=model, config=_configuration(case, block_numel))[0]
+    return engine, time.perf_counter() - began
+
+
+def _held(engine: hadal.Engine) -> dict[str, int]:
+    """The bytes of model state on this rank at the end of a backward, by kind."""
+    runtime = engine._parts.runtime
+    weights = [t for b in runtime.buckets for t in (b.full, b.shard)]
+    masters = [b.master for b in runtime.buckets]
+    gradients = [t for g in runtime.gradients for t in (g.full, g.reduced)]
+    state = engine.optimizer.state.values()
+    moments = [v for one in state for v in one.values() if isinstance(v, Tensor) and v.dim()]
+    found, before = {}, 0
+    kinds = {"weights": weights, "master": masters, "moments": moments, "gradients": gradients}
+    so_far: list[Tensor | None] = []
+    for kind, tensors in kinds.items():
+        so_far += tensors
+        now = held_nbytes(so_far)
+        found[kind], before = now - before, now
+    return found
+
+
+def _reached_nbytes() -> int:
+    """The bytes of all storages that a Python object reaches."""
+    # Out of sight of torch-function modes: one that looks at what a step uses would see this.
+    with torch._C.DisableTorchFunction():
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+        gradients = [t.grad for t in tensors if t.is_leaf]
+        return held_nbytes(
+            [t for t in tensors + gradients if t is not None and t.layout is torch.strided]
+        )
+
+
+def measure(case: Case, options: argparse.Namespace) -> Found:
+    """One rank's start, and its second step: in the first the optimizer's state is made."""
+    with _world(case.world, options.rank % case.world), _counted(case) as traffic:
+        seconds = []
+        for _ in range(options.repeat):
+            engine, took = _start(case, options)
+            seconds.append(took)
+            engine.destroy()
+        with _calls() as calls:
+            engine, _ = _start(case, options)
+        inputs = torch.ones(1, options.width, dtype=next(engine.module.parameters()).dtype)
+        engine.backward(engine(inputs).float().square().mean())
+        engine.step()
+        rests = peak = _reached_nbytes()
+
+        def look(*_: Any) -> None:
+            nonlocal peak
+            peak = max(peak, _reached_nbytes())
+
+        for block in engine.module:
+            block.register_forward_hook(look)
+        for parameter in engine.module.parameters():
+            parameter.register_post_accumulate_grad_hook(look)
+        traffic.clear()
+        engine.backward(engine(inputs).float().square().mean())
+        held = _held(engine)
+        engine.step()
+        numel = sum(p.numel() for p in engine.module.parameters())
+        found = Found(numel, min(seconds), calls[0], held, copy(traffic), peak - rests)
+        engine.destroy()
+    return found
+
+
+def passes(case: Case, found: Found) -> float:
+    """Wire bytes of a step in ring passes over all parameters: 2, 2, 2 and 3 at stages 0 to 3."""
+    if case.world == 1:
+        return 0.0
+    one = found.parameters * _ITEMSIZE[case.dtype] * (case.world - 1) / case.world
+    return found.traffic.nbytes / one
+
+
+_HEADER = (
+    "way         | dtype | stage | ranks | weights  master moments   grads |   all MiB |"
+    " calls messages agreements | wire MiB passes | peak MiB | start: calls      s"
+)
+
+
+def _line(case: Case, found: Found) -> str:
+    held, traffic = found.held, found.traffic
+    kinds = " ".join(f"{held[kind] / _MIB:7.3f}" for kind in held)
+    return (
+        f"{'pairs' if case.pairs else 'collectives':11} | {case.dtype:5} | {case.stage:5} |"
+        f" {case.world:5} | {kinds} | {found.state / _MIB:9.3f} | {traffic.collectives:5}"
+        f" {traffic.messages:8} {traffic.agreements:10} | {traffic.nbytes / _MIB:8.3f}"
+        f" {passes(case, found):6.3f} | {found.peak / _MIB:8.3f} | {found.start_calls:12,}"
+        f" {found.start_s:6.3f}"
+    )
+
+
+def _draw(results: dict[Case, Found], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    held, wire = figure.subplots(1, 2)
+    chosen = {case: found for case, found in results.items() if not case.pairs}
+    dtype = next(iter(chosen or results)).dtype
+    for stage in sorted({case.stage for case in results}):
+        mine = [
+            (case, found)
+            for case, found in (chosen or results).items()
+            if (case.stage, case.dtype) == (stage, dtype)
+        ]
+        worlds = [case.world for case, _ in mine]
+        held.plot(worlds, [f.state / _MIB for _, f in mine], marker="o", label=f"stage {stage}")
+        wire.plot(worlds, [passes(c, f) for c, f in mine], marker="o", label=f"stage {stage}")
+    held.set(xscale="log", yscale="log", xlabel="ranks", ylabel=f"MiB held per rank ({dtype})")
+    wire.set(xscale="log", xlabel="ranks", ylabel="wire bytes per rank and step, ring passes")
+    held.legend()
+    figure.savefig(file)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--worlds", type=_numbers, default=list(_WORLDS), help="numbers of ranks, as 1,8,64")
+    add("--stages", type=_numbers, default=[0, 1, 2, 3], help="ZeRO stages, as 0,1,2,3")
+    add("--dtypes", type=lambda text: text.split(","), default=list(_ITEMSIZE), help="bf16,fp32")
+    add("--ways", type=lambda text: text.split(","), default=["collectives"])
+    add("--blocks", type=int, default=4)
+    add("--width", type=int, default=256)
+    add("--rank", type=int, default=0, help="which rank is measured, modulo their number")
+    add("--repeat", type=int, default=3, help="starts, of which the fastest is shown")
+    add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw bytes held and sent (PNG)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is there already holds no tensor of a step, and need not be looked at
+    cases = [
+        Case(world, stage, dtype, way == "pairs")
+        for way in options.ways
+        for dtype in options.dtypes
+        for stage in options.stages
+        for world in options.worlds
+    ]
+    measure(cases[0], options)  # what is imported at first use is no part of any case
+    results = {}
+    for case in cases:
+        results[case] = measure(case, options)
+        if len(results) == 1:
+            print(f"{results[case].parameters:,} parameters in {options.blocks} blocks, AdamW\n")
+            print(_HEADER)
+        print(_line(case, results[case]), flush=True)
+    if options.json:
+        rows = [{**asdict(case), **asdict(found)} for case, found in results.items()]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.plot:
+        _draw(results, options.plot)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`benchmarks/scale.py`: what one rank holds and sends among many is what ZeRO promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORLDS, MANY = (2, 64), 64
+WIDTH, BLOCKS = 64, 2
+MODEL = BLOCKS * (8 * WIDTH**2 + 7 * WIDTH)
+# Elements of each bucket (a block) that only fill the last shards up, at most: 16 bytes for a rank.
+PADDING = BLOCKS * MANY * 8
+KINDS = ("weights", "master", "moments", "gradients")
+# Bytes of each kind for a parameter, and from which stage on a rank holds only its share of them.
+NBYTES = {"bf16": (2, 4, 8, 2), "fp32": (4, 0, 8, 4)}
+CUT_FROM = (3, 1, 1, 2)
+PASSES = (2, 2, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The benchmark's rows: in a process of its own, for its fake process group."""
+    file = tmp_path_factory.mktemp("scale") / "scale.json"
+    arguments = [f"--worlds={','.join(map(str, WORLDS))}", f"--width={WIDTH}"]
+    arguments += [f"--blocks={BLOCKS}", "--repeat=1", "--ways=collectives,pairs", f"--json={file}"]
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/scale.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    keys = ("world", "stage", "dtype", "pairs")
+    return {tuple(row[key] for key in keys): row for row in json.loads(file.read_text())}
+
+
+@pytest.mark.parametrize("dtype", NBYTES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_holds_its_share_and_no_more(found, world: int, stage: int, dtype: str) -> None:
+    """Every kind of state, measured in storages, for either way of travelling."""
+    for pairs in (False, True):
+        held = found[world, stage, dtype, pairs]["held"]
+        for kind, nbytes, cut_from in zip(KINDS, NBYTES[dtype], CUT_FROM, strict=True):
+            share = world if stage >= cut_from else 1
+            least, most = MODEL * nbytes // share, (MODEL + PADDING) * nbytes // share
+            assert least <= held[kind] <= most, kind
+
+
+@pytest.mark.parametrize("dtype", NBYTES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_sends_two_passes_or_three(found, world: int, stage: int, dtype: str) -> None:
+    """Ring-equivalent bytes of a step: the model twice, at stage 3 once more."""
+    itemsize = NBYTES[dtype][0]
+    for pairs in (False, True):
+        nbytes = found[world, stage, dtype, pairs]["traffic"]["nbytes"]
+        least = PASSES[stage] * MODEL * itemsize * (world - 1) // world
+        most = PASSES[stage] * (MODEL + PADDING) * itemsize * (world - 1) // world
+        assert least <= nbytes <= most
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_calls_do_not_grow_with_the_ranks(found, stage: int) -> None:
+    """A collective for each bucket and pass, as many exchanges, and no more work at start-up.
+
+    In pairs there are world - 1 messages in the place of each collective.
+    """
+    few, many = (found[world, stage, "bf16", False] for world in WORLDS)
+    assert few["traffic"]["collectives"] == PASSES[stage] * BLOCKS
+    for count in ("collectives", "agreements"):
+        assert few["traffic"][count] == many["traffic"][count]
+    assert many["start_calls"] <= few["start_calls"]
+    pairs = found[MANY, stage, "bf16", True]["traffic"]
+    assert pairs["messages"] == PASSES[stage] * BLOCKS * (MANY - 1)
