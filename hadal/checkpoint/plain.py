@@ -1,57 +1,125 @@
-"""State as JSON and back: what a schedule or a loader remembers, without code and without loss.
+"""State as JSON and back: what a schedule, a loader or a caller remembers, without code or loss.
 
-JSON has lists and text keys only. What else there is stands in an object with one key that says so:
-`{"tuple": [...]}`, `{"dict": [[key, value], ...]}`, `{"counter": ...}`.
+JSON has lists, text keys and finite numbers only. What else there is stands in an object with one
+key that says so: `{"tuple": [...]}`, `{"dict": [[key, value], ...]}`, `{"counter": ...}`,
+`{"float": "inf"}`. Tensors and arrays stand beside the JSON, under names: `{"tensor": name}`,
+`{"array": name}`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from hadal.checkpoint.shards import DTYPES
 from hadal.errors import CheckpointError
 
 _WORDS = (bool, int, float, str, type(None))
 
 
-def encoded(value: Any, where: str) -> Any:
+def encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None = None) -> Any:
     """What `decoded` turns back: plain values, lists, tuples and dicts of them.
 
-    A tensor of one element, and a number of numpy, is taken as its number.
+    A number of numpy is taken as a number. Where `tensors` is given, tensors and arrays are put
+    into it; else a tensor of one element is taken as its number.
 
     Raises:
         CheckpointError: anything else; `where` is named with the place in it.
     """
+    try:
+        return _encoded(value, where, tensors)
+    except RecursionError:
+        raise CheckpointError(
+            f"{where} is nested too deep for a checkpoint, or holds itself"
+        ) from None
+
+
+def _encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None) -> Any:
+    if isinstance(value, np.generic) or (
+        tensors is None and isinstance(value, Tensor) and value.numel() == 1
+    ):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
     if isinstance(value, _WORDS):
         return value
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-        return value.item()
     if isinstance(value, (list, tuple)):
-        items = [encoded(item, f"{where}[{number}]") for number, item in enumerate(value)]
+        items = [_encoded(item, f"{where}[{number}]", tensors) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
         name = "counter" if isinstance(value, Counter) else "dict"
         return {
-            name: [[encoded(k, where), encoded(v, f"{where}[{k!r}]")] for k, v in value.items()]
+            name: [
+                [
+                    _encoded(k, f"the key {k!r} of {where}", None),
+                    _encoded(v, f"{where}[{k!r}]", tensors),
+                ]
+                for k, v in value.items()
+            ]
         }
+    if tensors is not None and isinstance(value, (Tensor, np.ndarray)):
+        return _set_aside(value, where, tensors)
     raise CheckpointError(
-        f"{where} is of type {type(value).__name__}, which a checkpoint cannot hold; give numbers,"
-        " text, lists and dicts"
+        f"{where} is of type {_type_of(value)}, which a checkpoint cannot hold; give numbers,"
+        f" text, lists and dicts{'' if tensors is None else ', tensors or arrays of numbers'}"
+        f"{' (state_dict() of it, for example)' if hasattr(value, 'state_dict') else ''}"
     )
 
 
-def decoded(value: Any) -> Any:
-    """What `encoded` was given."""
+def _set_aside(
+    value: Tensor | np.ndarray[Any, Any], where: str, tensors: MutableMapping[str, Tensor]
+) -> dict[str, str]:
+    kind = "tensor"
+    if isinstance(value, np.ndarray):
+        kind = "array"
+        try:
+            value = torch.from_numpy(np.array(value, order="C"))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where} is an array of {value.dtype}, which a checkpoint cannot hold; give an"
+                " array of numbers in this machine's byte order"
+            ) from error
+    plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    if not plain or value.dtype not in DTYPES or value.device.type == "meta":
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__} of {value.dtype}, {value.layout}, on"
+            f" {value.device}, which a checkpoint cannot hold; give a dense tensor of numbers"
+        )
+    name = f"plain.{len(tensors)}"
+    tensors[name] = value.detach().resolve_conj().resolve_neg()
+    return {kind: name}
+
+
+def _type_of(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def decoded(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """What `encoded` was given; tensors on the host, in memory of their own.
+
+    Raises:
+        ValueError, TypeError, KeyError: `encoded` has not made it.
+    """
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()
     if kind == "tuple":
-        return tuple(decoded(item) for item in items)
-    pairs = {decoded(key): decoded(item) for key, item in items}
+        return tuple(decoded(item, tensors) for item in items)
+    if kind == "float":
+        return float(items)
+    if kind in ("tensor", "array"):
+        copy = (tensors or {})[items].clone()
+        return copy if kind == "tensor" else copy.numpy()
+    if kind not in ("dict", "counter"):
+        raise ValueError(f"no kind of value is called {kind!r}")
+    pairs = {decoded(key): decoded(item, tensors) for key, item in items}
     return Counter(pairs) if kind == "counter" else pairs

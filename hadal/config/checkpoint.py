@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from hadal.config.section import UNBUILT, Section, key, section
-from hadal.config.values import Boolean, Integer, lowered, titled
+from hadal.config.values import Boolean, Integer, Number, lowered, titled
 
 
 class ParallelWrite(Section):
@@ -45,3 +45,21 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = section(ParallelWrite, "Ranks that write together.")
     checkpoint_serialization: Boolean = key(True, "Write torch's zip format.", mark=UNBUILT)
     writer: Writer | None = key(None, "A faster writer.", mark=UNBUILT)
+    verify_checksums: Boolean = key(
+        True,
+        "Compare every byte of a checkpoint with its checksum before it is loaded; false compares"
+        " sizes, headers and the index only. A key of Hadal's own.",
+    )
+    keep_last: Integer | None = key(
+        None,
+        "After a save, remove complete checkpoints beyond so many of the newest; null keeps all."
+        " Never the one just saved, the one that `latest` names, or one saved with"
+        " save_latest=False. A key of Hadal's own.",
+        ge=1,
+    )
+    keep_hours: Number | None = key(
+        None,
+        "After a save, remove complete checkpoints older than so many hours; null sets no limit."
+        " With keep_last, one stays that either key keeps. A key of Hadal's own.",
+        gt=0,
+    )

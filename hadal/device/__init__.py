@@ -7,6 +7,7 @@ from hadal.device.accelerator import (
     synchronize,
 )
 from hadal.device.compiler import spared_import
+from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
     AdagradRule,
     AdamRule,
@@ -30,8 +31,10 @@ __all__ = [
     "fused_sgd_",
     "has_fused_kernels",
     "memory_use",
+    "random_state",
     "rank_device",
     "reset_peak_memory",
+    "set_random_state",
     "spared_import",
     "synchronize",
 ]

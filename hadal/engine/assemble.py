@@ -34,6 +34,7 @@ from hadal.engine.policies import (
     reduction_of,
     refresh_of,
     reporter_of,
+    saving_of,
 )
 from hadal.engine.precision import (
     buffer_rule_of,
@@ -230,6 +231,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
             loading=loading,
             device=device,
             tag_validation=config.checkpoint.tag_validation,
+            saving=saving_of(config),
             holds_collector=config.disable_python_gc,
             config=config,
         )

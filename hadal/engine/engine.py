@@ -540,11 +540,16 @@ class Engine(nn.Module):
         Args:
             save_dir: the folder; it is made where it does not exist.
             tag: the checkpoint's name; `global_step<N>` by default.
-            client_state: the caller's own values: what JSON can hold.
+            client_state: the caller's own values: numbers, text, lists, tuples, dicts, tensors
+                and arrays of numpy. Those of rank 0 are saved.
             save_latest: whether `load_checkpoint` should find this one without a tag.
 
+        A save that fails, or is killed, leaves what was there: the checkpoint of this tag, if there
+        was one, and `latest`. See `checkpoint.keep_last` for how old ones go.
+
         Raises:
-            CheckpointError: the folder cannot be written, or `client_state` cannot be saved.
+            CheckpointError: the folder cannot be written, or `client_state` cannot be saved; on
+                every rank, with the file and the reason.
             MismatchError: another rank goes on without saving.
         """
         self._expect_alive()
@@ -559,7 +564,8 @@ class Engine(nn.Module):
                 " engine.step() that ended in an update",
                 name,
             )
-        checkpoint.save(Path(save_dir), name, self._saved_state(client_state or {}), save_latest)
+        saved = self._saved_state(dict(client_state or {}))
+        checkpoint.save(Path(save_dir), name, saved, save_latest)
         return True
 
     def _expect_whole_model(self, method: str) -> None:
@@ -574,12 +580,15 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint. All ranks must call it.
 
+        The program's random generators (Python's, numpy's, torch's) go on where they stood, too.
+
         Returns:
-            The checkpoint's folder and the `client_state` saved with it; (None, {}) where
-            `load_dir` holds none.
+            The checkpoint's folder and the `client_state` saved with it, its tensors on the host;
+            (None, {}) where `load_dir` holds none.
 
         Raises:
-            CheckpointError: it is damaged, or was saved by another world size, stage or model.
+            CheckpointError: it is damaged, or was saved by another world size, stage or model; on
+                every rank, and nothing has changed.
         """
         self._expect_alive()
         self._expect_whole_model("load_checkpoint")
@@ -591,16 +600,16 @@ class Engine(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             if self._training is None and self._parts.runtime.gradients:
                 self._training = self._parts.make_training()
-            loaded = checkpoint.load(folder, self._saved_state({}))
+            loaded, client_state = checkpoint.load(folder, self._saved_state({}))
         self._counters = Counters(**loaded["counters"])
         self._scale = ScaleState(*loaded["scale"])
         self._cycle.backwards = 0
         if self._inside_accumulation:
             # Gradients are not saved, and today's accumulation may be another one.
             self._begin_accumulation()
-        return str(folder), loaded["client_state"]
+        return str(folder), client_state
 
-    def _saved_state(self, client_state: Mapping[str, Any]) -> checkpoint.Saved:
+    def _saved_state(self, client_state: dict[str, Any]) -> checkpoint.Saved:
         return checkpoint.Saved(
             module=self.module,
             runtime=self._parts.runtime,
@@ -609,9 +618,10 @@ class Engine(nn.Module):
             scalars={
                 "counters": asdict(self._counters),
                 "scale": list(self._scale),
-                "client_state": dict(client_state),
             },
+            client_state=client_state,
             loader=self._loader,
+            rules=self._parts.saving,
         )
 
     @torch.no_grad()

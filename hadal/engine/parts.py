@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hadal.checkpoint.simple import Rules
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
@@ -55,6 +56,7 @@ class Parts:
     loading: Loading
     device: torch.device
     tag_validation: str
+    saving: Rules
     holds_collector: bool
     config: Config
 

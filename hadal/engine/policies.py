@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hadal.checkpoint.keep import Keep
+from hadal.checkpoint.simple import Rules
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
@@ -70,6 +72,12 @@ def reporter_of(config: Config, clocks: Clocks, device: torch.device, *, speaks:
     measured = timer.enabled and config.steps_per_print is not None
     throughput = Throughput(device, synchronized=timer.synchronized) if measured else None
     return Reporter(config.steps_per_print, clocks, throughput, speaks)
+
+
+def saving_of(config: Config) -> Rules:
+    """What loading a checkpoint verifies, and which ones a save leaves."""
+    section = config.checkpoint
+    return Rules(section.verify_checksums, Keep(section.keep_last, section.keep_hours))
 
 
 def limits_of(config: Config) -> Limits:

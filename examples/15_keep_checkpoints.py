@@ -1,0 +1,58 @@
+"""Save often, keep a few, and go on with the same random numbers.
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/15_keep_checkpoints.py
+
+A save that is killed leaves what was complete; a damaged file is refused by its name. What was
+saved with `save_latest=False` is your own, and is never removed.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hadal
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "checkpoint": {"keep_last": 2},
+}
+
+
+def step(engine: Any) -> float:
+    inputs = torch.randn(4, 8, device=engine.device)
+    loss = engine(inputs).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def main() -> None:
+    """Train nine steps and save after each; go on from the last but one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    engine, _, _, _ = hadal.initialize(model=model, config=CONFIG)
+    # One folder that all ranks see: they are children of one process.
+    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    losses = []
+    for number in range(9):
+        losses.append(step(engine))
+        engine.save_checkpoint(folder, f"step{number}", client_state={"losses": losses})
+    engine.save_checkpoint(folder, "mine", save_latest=False)
+
+    _, client_state = engine.load_checkpoint(folder, "step7")
+    assert client_state["losses"] == losses[:8]
+    assert step(engine) == losses[8]  # the same inputs and dropout: random generators went back
+    if hadal.comm.get_rank() == 0:
+        print("kept:", *sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

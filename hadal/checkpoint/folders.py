@@ -1,0 +1,222 @@
+"""One folder per checkpoint, complete or not there: how it comes, is replaced, found and removed.
+
+A save writes into `.<tag>.<mark>.partial` and renames it when all is on disk. Where the tag was
+there before, the old folder stands as `.<tag>.<mark>.old` between two renames; where that is all
+that a crash has left, it is still found. What must go is renamed to `.<tag>.<mark>.dead` first, so
+that nobody takes half a folder for a checkpoint. One job saves into a folder at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hadal.checkpoint.files import (
+    check_inside,
+    naming,
+    new_mark,
+    read_small,
+    replace_file,
+    sync_folder,
+)
+from hadal.errors import CheckpointError
+
+LATEST = "latest"
+INDEX = "index.json"
+_LEFTOVER = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{16}\.(?P<state>partial|old|dead)", re.DOTALL)
+_OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors|index\.json")
+
+
+def check_tag(tag: str) -> None:
+    """See that a tag can be the name of a folder here.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    plain = isinstance(tag, str) and tag.isprintable() and "/" not in tag and "\\" not in tag
+    if not plain or not tag or tag.strip() != tag or tag.startswith(".") or tag == LATEST:
+        raise CheckpointError(
+            f"a checkpoint's tag must be a plain folder name, found {tag!r}: printable characters"
+            f" without slashes, no dot or space at its start, and not {LATEST!r}"
+        )
+
+
+def find(load_dir: Path, tag: str | None) -> Path | None:
+    """The folder of the checkpoint `tag`, or of the latest one; None where there is none.
+
+    Raises:
+        CheckpointError: a tag was asked for that is not there, or `latest` names one.
+    """
+    asked = f"checkpoint {tag!r}"
+    if tag is None:
+        latest = load_dir / LATEST
+        if not os.path.lexists(latest):
+            return None
+        tag = _read_latest(load_dir)
+        asked = f"checkpoint {tag!r}, which {latest} names,"
+    folder = _standing(load_dir, tag)
+    if folder is None:
+        raise CheckpointError(
+            f"no complete {asked} in {load_dir} ({load_dir / tag / INDEX} is missing)"
+        )
+    check_inside(folder, load_dir)
+    return folder
+
+
+def _read_latest(load_dir: Path) -> str:
+    latest = load_dir / LATEST
+    check_inside(latest, load_dir)
+    try:
+        tag = read_small(latest, 4096).decode().strip()
+        check_tag(tag)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{latest} is damaged: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{latest} cannot be used: {error}") from error
+    return tag
+
+
+def _standing(load_dir: Path, tag: str) -> Path | None:
+    """Where a tag's checkpoint is: under its name, or beside it if a replacement was cut short."""
+    folder = load_dir / tag
+    with naming(folder, "read"):
+        try:
+            check_tag(tag)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"no complete checkpoint {tag!r} in {load_dir}: {error}"
+            ) from None
+        if (folder / INDEX).is_file():
+            return folder
+        if os.path.lexists(folder):
+            return None
+        for path, found, state in _leftovers(load_dir):
+            if found == tag and state == "old" and (path / INDEX).is_file():
+                return path
+    return None
+
+
+def begin(save_dir: Path, tag: str) -> Path:
+    """Clear away what dead saves have left, and make the folder that a save writes into.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or something else has the tag's name.
+    """
+    folder = save_dir / tag
+    with naming(save_dir, "written"):
+        save_dir.mkdir(parents=True, exist_ok=True)
+        sweep(save_dir)
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+        raise CheckpointError(f"{folder} cannot be written: it is there and is no folder")
+    draft = save_dir / f".{tag}.{new_mark()}.partial"
+    with naming(draft, "written"):
+        draft.mkdir()
+    return draft
+
+
+def commit(draft: Path, folder: Path) -> None:
+    """Give a complete draft its name; a folder of that name is replaced.
+
+    Files in it that are no checkpoint's go over to the new folder.
+
+    Raises:
+        CheckpointError: a rename was refused; the old folder has its name again.
+    """
+    old = draft.with_suffix(".old")
+    with naming(folder, "written"):
+        sync_folder(draft)
+        if folder.exists():
+            os.rename(folder, old)
+        try:
+            os.rename(draft, folder)
+        except OSError:
+            if old.exists():
+                os.rename(old, folder)
+            raise
+        sync_folder(folder.parent)
+        if old.exists():
+            _retire(old, folder)
+
+
+def set_latest(save_dir: Path, tag: str) -> None:
+    """Let `latest` name a checkpoint; it names the old or the new one at every moment."""
+    replace_file(save_dir / LATEST, tag)
+
+
+def latest_tag(save_dir: Path) -> str | None:
+    """What `latest` names; None where it names nothing that could be."""
+    try:
+        return _read_latest(save_dir)
+    except CheckpointError:
+        return None
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder; it is no checkpoint any more from the first moment on."""
+    dead = folder
+    if not folder.name.endswith(".dead"):
+        tag = folder.name
+        if found := _LEFTOVER.fullmatch(tag):
+            tag = found["tag"]
+        dead = folder.with_name(f".{tag}.{new_mark()}.dead")
+        os.rename(folder, dead)
+    shutil.rmtree(dead)
+
+
+def discard(draft: Path) -> None:
+    """Remove the draft of a save that failed, as far as that is possible."""
+    with suppress(OSError):
+        remove(draft)
+
+
+def sweep(save_dir: Path) -> None:
+    """Bring back a checkpoint that was being replaced, and remove what else dead saves have left.
+
+    Raises:
+        OSError: something cannot be renamed or removed.
+    """
+    for path, tag, state in list(_leftovers(save_dir)):
+        folder = save_dir / tag
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        elif state == "old" and not os.path.lexists(folder):
+            os.rename(path, folder)
+            sync_folder(save_dir)
+        elif state == "old":
+            _retire(path, folder)
+        else:
+            remove(path)
+
+
+def checkpoints(save_dir: Path) -> list[Path]:
+    """The folders that have an index."""
+    return [path for path in save_dir.iterdir() if not _is_hidden(path) and _has_index(path)]
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.is_symlink()
+
+
+def _has_index(path: Path) -> bool:
+    return (path / INDEX).is_file()
+
+
+def _retire(old: Path, folder: Path) -> None:
+    """Remove a folder that another has replaced; the user's own files go over to that one."""
+    for path in list(old.iterdir()):
+        if not _OWN.fullmatch(path.name) and not os.path.lexists(folder / path.name):
+            os.rename(path, folder / path.name)
+    remove(old)
+
+
+def _leftovers(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Path, tag and state of everything that an unfinished save has left."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if found := _LEFTOVER.fullmatch(path.name):
+            yield path, found["tag"], found["state"]

@@ -1,0 +1,101 @@
+"""`index.json`: what a checkpoint is made of, as JSON that carries its own checksum."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hadal.checkpoint.files import Seal, check_inside, read_small, write_file
+from hadal.checkpoint.folders import INDEX
+from hadal.errors import CheckpointError
+
+FORMAT = 3
+_LIMIT = 1 << 30
+# The checksum is that of the file without this line: what a flipped bit leaves does not match.
+_SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
+
+
+def write_index(folder: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint's index, the last of its files."""
+    body = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False).encode()
+    line = b'{\n "crc32": "%08x",' % zlib.crc32(body)
+    write_file(folder / INDEX, [line + body[1:]])
+    read_index(folder)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """A checkpoint's index, known to be as it was written.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a version that is not read here.
+    """
+    path = folder / INDEX
+    check_inside(path, folder)
+    raw = read_small(path, _LIMIT)
+    found = _SUM.match(raw)
+    body = b"{" + raw[found.end() :] if found else b""
+    if found is None or zlib.crc32(body) != int(found[1], 16):
+        _refuse(path, raw)
+    content = strict_json(body, path)
+    if content.get("format") != FORMAT:
+        _refuse(path, raw)
+    return content
+
+
+def strict_json(text: str | bytes, path: Path) -> dict[str, Any]:
+    """An object of JSON, without the infinities and NaNs that JSON does not have.
+
+    Raises:
+        CheckpointError: it is not one; `path` is named.
+    """
+    try:
+        content = json.loads(text, parse_constant=_not_finite)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: no object of JSON")
+    return content
+
+
+def _not_finite(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _refuse(path: Path, raw: bytes) -> NoReturn:
+    """Tell another version from damage."""
+    try:
+        content = json.loads(raw)
+        version = content["format"] if isinstance(content, dict) else FORMAT
+    except (ValueError, RecursionError, KeyError):
+        version = FORMAT
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {version!r}, this version of Hadal reads {FORMAT}; load it with"
+            " the version that wrote it"
+        )
+    raise CheckpointError(
+        f"{path} is damaged: its checksum is not that of its contents; take another checkpoint"
+    )
+
+
+def seals_of(content: dict[str, Any], names: list[str], path: Path) -> dict[str, Seal]:
+    """What each of the named files must be.
+
+    No other name is looked for, and none is taken from the index, so that it leads nowhere.
+
+    Raises:
+        CheckpointError: the index tells of other files.
+    """
+    files = content["files"]
+    told = [name for name in names if name not in files]
+    if told or len(files) != len(names):
+        raise CheckpointError(
+            f"{path} is of the files {sorted(files)[:8]}, expected {sorted(names)[:8]}"
+        )
+    seals = {name: Seal(*files[name]) for name in names}
+    if any(type(number) is not int or number < 0 for seal in seals.values() for number in seal):
+        raise CheckpointError(f"{path} is damaged: sizes and checksums are whole numbers")
+    return seals

@@ -1,0 +1,67 @@
+"""Which checkpoints stay: the newest, the young, and all that were not saved as `latest`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hadal.checkpoint import folders
+from hadal.checkpoint.index import read_index
+from hadal.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A checkpoint stays that either of the two keeps; where both are None, all do."""
+
+    last: int | None = None
+    """As many of the newest ones."""
+    hours: float | None = None
+    """All that are younger."""
+
+
+def prune(save_dir: Path, saved: str, keep: Keep) -> None:
+    """Remove checkpoints that are not to be kept; called by one rank, after a save.
+
+    Only complete ones that were `latest` once are removed: a checkpoint saved with
+    `save_latest=False` is the caller's own. The one just saved, `saved`, and the one that
+    `latest` names always stay. What cannot be removed is told, and stays.
+    """
+    if keep.last is None and keep.hours is None:
+        return
+    try:
+        ages = sorted(_ages(save_dir))
+    except OSError as error:
+        _log.warning("%s: old checkpoints are not removed: %s", save_dir, error)
+        return
+    spared = {saved, folders.latest_tag(save_dir)}
+    for number, (age, name) in enumerate(ages):
+        is_new = keep.last is not None and number < keep.last
+        is_young = keep.hours is not None and age < keep.hours * _HOUR
+        if is_new or is_young or name in spared:
+            continue
+        try:
+            folders.remove(save_dir / name)
+        except OSError as error:
+            _log.warning("%s is not removed: %s", save_dir / name, error)
+
+
+def _ages(save_dir: Path) -> list[tuple[float, str]]:
+    """Age in seconds and name of each complete checkpoint that was saved as the latest."""
+    now, ages = time.time(), []
+    for folder in folders.checkpoints(save_dir):
+        try:
+            content = read_index(folder)
+            whole = all(
+                (folder / name).stat().st_size == seal[0] for name, seal in content["files"].items()
+            )
+            if whole and content["was_latest"] is True:
+                ages.append((now - float(content["saved_at"]), folder.name))
+        except (CheckpointError, OSError, KeyError, TypeError, ValueError, AttributeError):
+            continue  # no complete checkpoint of ours: left alone
+    return ages

@@ -1,0 +1,86 @@
+"""Tensors in a safetensors file: written piece by piece, read where they lie.
+
+The format is a length (8 bytes, little endian), a JSON header of that length, and all tensors one
+after the other. It is written here, not by the library, so that no second copy of all tensors
+is made and the checksum is that of the bytes as they are handed out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hadal.checkpoint.files import Chunk, Seal, write_file
+from hadal.errors import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Seal:
+    """Write tensors of any device, and texts into the header; one tensor at a time is copied.
+
+    Raises:
+        CheckpointError: the file cannot be written, or a tensor is of a dtype without a name.
+    """
+    # Wide dtypes first, so that each tensor begins at a multiple of its elements' size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    return write_file(path, _chunks(path, dict(ordered), texts))
+
+
+def _chunks(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Iterator[Chunk]:
+    header: dict[str, object] = {"__metadata__": dict(texts)}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{path} cannot hold {name}, a tensor of {tensor.dtype}")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            yield flat.view(torch.uint8).numpy().data
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, on the host, mapped where the system can; and the header's texts.
+
+    They are to be copied: what is mapped hangs on the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no such file.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, dict(file.metadata() or {})
+    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,232 @@
+"""What a checkpoint holds beside weights, which stay, and how one takes another's place."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.toys import assert_equal, engine_of, train
+from ranks import RankPools
+from torch import nn
+
+from hadal import comm
+from hadal.checkpoint.keep import Keep, prune
+from hadal.errors import CheckpointError
+
+
+class Dropping(nn.Module):
+    """Dropout, and noise from the generators of Python and numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.5), nn.Linear(9, 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        noise = random.gauss(0.0, 0.1) + np.random.standard_normal() * 0.1
+        return self.layers(inputs + noise)
+
+
+def seed(number: int) -> None:
+    number += 100 * comm.get_rank()
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def go_on_with_dropout(stage: int, folder: str) -> None:
+    engine = engine_of(stage, Dropping())
+    seed(1)
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    losses = train(engine, range(3, 6))
+    other = engine_of(stage, Dropping())
+    seed(2)
+    other.load_checkpoint(folder)
+    assert torch.equal(torch.stack(train(other, range(3, 6))), torch.stack(losses))
+    assert_equal(other.state_dict(), engine.state_dict())
+    drawn = torch.rand(1).item()
+    other.load_checkpoint(folder)
+    assert torch.rand(1).item() != drawn
+    comm.barrier()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_with_dropout_goes_on_bit_for_bit(
+    stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(go_on_with_dropout, stage, str(tmp_path))
+
+
+def accelerator_draws(folder: str) -> None:
+    device = torch.accelerator.current_accelerator()
+    engine = engine_of(1, nn.Linear(2, 2))
+    torch.rand(5, device=device)
+    engine.save_checkpoint(folder)
+    drawn = torch.rand(5, device=device)
+    engine.load_checkpoint(folder)
+    assert torch.equal(torch.rand(5, device=device), drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_the_accelerators_generator_goes_on(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(1).run(accelerator_draws, str(tmp_path))
+
+
+CLIENT = {
+    "best": math.inf,
+    "steps": (1, 2.5, True, None),
+    4: {"nested": [{"x": "y"}]},
+    "counts": Counter("hadal"),
+    "ema": [torch.arange(6.0).reshape(2, 3).t(), torch.tensor(3), torch.zeros(0, 2)],
+    "bf16": torch.ones(2, dtype=torch.bfloat16),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "number": np.float64(0.1),
+}
+
+
+def keep_client_state(folder: str) -> None:
+    engine = engine_of(3)
+    engine.save_checkpoint(folder, client_state=CLIENT)
+    _, found = engine.load_checkpoint(folder)
+    assert found.keys() == CLIENT.keys()
+    for key in ("best", "steps", 4, "counts", "number"):
+        assert found[key] == CLIENT[key]
+    assert isinstance(found["steps"], tuple)
+    for one, other in zip(found["ema"], CLIENT["ema"], strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    assert torch.equal(found["bf16"], CLIENT["bf16"])
+    assert found["array"].dtype == np.int16
+    assert (found["array"] == CLIENT["array"]).all()
+
+
+def test_client_state_comes_back_as_it_was(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(keep_client_state, str(tmp_path))
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+UNSAVABLE: dict[str, tuple[Any, str]] = {
+    "object": ([{"x": object()}], r"client_state\['k'\]\[0\]\['x'\] is of type object.*give"),
+    "model": (nn.Linear(1, 1), r"client_state\['k'\] is of type torch.*Linear.*state_dict\(\)"),
+    "words": (np.array(["a"]), r"client_state\['k'\] is an array of <U1"),
+    "sparse": (torch.eye(2).to_sparse(), r"client_state\['k'\] is a Tensor .*sparse.*dense"),
+    "meta": (torch.ones(2, device="meta"), r"client_state\['k'\] is a Tensor .*meta"),
+    "key": ({(object(),): 1}, r"the key .* of client_state\['k'\]"),
+}
+
+
+def save_all_unsavable(folder: str) -> None:
+    engine = engine_of(1)
+    engine.save_checkpoint(folder)
+    for value, told in [*UNSAVABLE.values(), (endless(), "client_state is nested too deep")]:
+        with pytest.raises(CheckpointError, match=told):
+            engine.save_checkpoint(folder, "other", client_state={"k": value})
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step0", "latest"]
+
+
+def test_what_cannot_be_saved_is_named_by_its_path(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_all_unsavable, str(tmp_path))
+
+
+# ---- which checkpoints stay ----------------------------------------------------------------------
+
+
+def save_many(folder: str, section: dict[str, Any]) -> list[str]:
+    engine = engine_of(1, checkpoint=section)
+    engine.save_checkpoint(folder, "best", save_latest=False)
+    for number in range(5):
+        engine.save_checkpoint(folder, f"s{number}")
+    comm.barrier()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("section", "kept"),
+    [
+        ({}, ["s0", "s1", "s2", "s3", "s4"]),
+        ({"keep_last": 2}, ["s3", "s4"]),
+        ({"keep_hours": 1e-9}, ["s4"]),
+        ({"keep_hours": 1}, ["s0", "s1", "s2", "s3", "s4"]),
+        ({"keep_last": 3, "keep_hours": 1e-9}, ["s2", "s3", "s4"]),
+    ],
+)
+def test_old_checkpoints_go(section, kept, ranks: RankPools, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "index.json").write_text("{}")
+    for found in ranks(2).run(save_many, str(tmp_path), section):
+        assert found == sorted(["best", "broken", "latest", "notes", *kept])
+
+
+def save_and_prune(folder: str) -> None:
+    """What `latest` names stays, whatever its age, and what is not whole is left alone."""
+    engine = engine_of(1)
+    for tag in ("a", "b", "c"):
+        engine.save_checkpoint(folder, tag)
+    Path(folder, "latest").write_text("a")
+    Path(folder, "b", "rank_00000.safetensors").unlink()
+    time.sleep(0.01)
+    prune(Path(folder), "c", Keep(last=1))
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["a", "b", "c", "latest"]
+    prune(Path(folder), "a", Keep(hours=1e-9))
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["a", "b", "latest"]
+
+
+def test_the_latest_checkpoint_never_goes(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(1).run(save_and_prune, str(tmp_path))
+
+
+# ---- one takes another's place -------------------------------------------------------------------
+
+
+def replace_one(folder: str) -> None:
+    engine = engine_of(2)
+    engine.save_checkpoint(folder, "same")
+    saved = engine.state_dict()
+    home = Path(folder, "same")
+    comm.barrier()
+    if comm.get_rank() == 0:
+        (home / "tokenizer.txt").write_text("the user's own")
+        # As a kill between the two renames leaves it.
+        home.rename(Path(folder, ".same.0123456789abcdef.old"))
+        Path(folder, ".same.0123456789abcdef.partial").mkdir()
+        Path(folder, ".latest.0123456789abcdef.partial").write_text("x")
+        Path(folder, ".gone.0123456789abcdef.dead").mkdir()
+    comm.barrier()
+    train(engine, range(1))
+    engine.load_checkpoint(folder)
+    assert_equal(engine.state_dict(), saved)
+    train(engine, range(1))
+    engine.save_checkpoint(folder, "same")
+    saved = engine.state_dict()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "same"]
+    assert (home / "tokenizer.txt").read_text() == "the user's own"
+    other = engine_of(2)
+    other.load_checkpoint(folder)
+    assert_equal(other.state_dict(), saved)
+    for tag in ("", ".", "..", ".hidden", "a/b", "a\\b", "latest", "a\nb", " a", "a\0b"):
+        if tag:
+            with pytest.raises(CheckpointError, match="plain folder name"):
+                engine.save_checkpoint(folder, tag)
+            with pytest.raises(CheckpointError, match="no complete checkpoint"):
+                engine.load_checkpoint(folder, tag)
+    comm.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "same"]
+
+
+def test_a_checkpoint_takes_the_place_of_another(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(replace_one, str(tmp_path))

@@ -1,0 +1,309 @@
+"""Damaged files and refused saves: told on every rank, with the file, and nothing moves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import assert_equal, engine_of, train
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankPools
+
+from hadal import comm
+from hadal.checkpoint.index import read_index, write_index
+from hadal.checkpoint.plain import decoded, encoded
+from hadal.errors import CheckpointError
+
+INDEX, ONE, TWO = "index.json", "rank_00000.safetensors", "rank_00001.safetensors"
+CLIENT = "client_state.safetensors"
+
+
+def refused(engine: Any, folder: str, named: str, tag: str | None = None) -> str:
+    """Loading fails on this rank with the file's name, and changes nothing."""
+    before, drawn = engine.state_dict(), torch.get_rng_state()
+    steps = engine.global_steps
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder, tag)
+    assert named in str(caught.value), (named, str(caught.value))
+    assert_equal(engine.state_dict(), before)
+    assert engine.global_steps == steps
+    assert torch.equal(torch.get_rng_state(), drawn)
+    return str(caught.value)
+
+
+def on_one(change: Callable[[], None]) -> None:
+    """Do something on rank 0 while the other waits."""
+    comm.barrier()
+    if comm.get_rank() == 0:
+        change()
+    comm.barrier()
+
+
+def harmed(data: bytes, found: random.Random) -> bytes:
+    """The data with bits flipped, cut short, made longer, or with a piece that is another's."""
+    place = found.randrange(len(data))
+    match found.randrange(5):
+        case 0:
+            return data[:place]
+        case 1:
+            return data + bytes(found.randrange(1, 9))
+        case 2:
+            end = min(len(data), place + found.randrange(1, 64))
+            piece = bytes(255 - byte for byte in data[place:end])
+            return data[:place] + piece + data[end:]
+        case 3:
+            return data[:8] + data[:place][::-1] + b"~"
+        case _:
+            flipped = bytes([data[place] ^ 1 << found.randrange(8)])
+            return data[:place] + flipped + data[place + 1 :]
+
+
+def harm_at_random(folder: str, times: int) -> None:
+    engine = engine_of(3)
+    train(engine, range(1))
+    engine.save_checkpoint(folder, client_state={"ema": torch.arange(20.0)})
+    saved = engine.state_dict()
+    train(engine, range(1, 2))
+    found = random.Random(11)
+    tag = Path(folder, "global_step1")
+    paths = [tag / INDEX, tag / ONE, tag / TWO, tag / CLIENT, Path(folder, "latest")]
+    for _ in range(times):
+        path = found.choice(paths)
+        data = path.read_bytes()
+        damaged = harmed(data, found)
+        on_one(lambda path=path, damaged=damaged: path.write_bytes(damaged))
+        refused(engine, folder, path.name)
+        on_one(lambda path=path, data=data: path.write_bytes(data))
+    _, client_state = engine.load_checkpoint(folder)
+    assert torch.equal(client_state["ema"], torch.arange(20.0))
+    assert_equal(engine.state_dict(), saved)
+    engine.destroy()
+
+
+def test_every_random_damage_is_found(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(harm_at_random, str(tmp_path), 120, timeout=300)
+
+
+# ---- damage with a plan --------------------------------------------------------------------------
+
+
+def swap(one: Path, other: Path) -> None:
+    held = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(held)
+
+
+def reheaded(path: Path, **changes: Any) -> None:
+    """Another header for the same bytes: shapes, dtypes or counts that were not written."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    name = next(name for name in header if name.startswith("optimizer") and "exp_avg" in name)
+    header[name].update(changes)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    """An index that was written anew, with a checksum that fits."""
+    content = read_index(folder)
+    (folder / INDEX).unlink()
+    with suppress(CheckpointError):  # it is read back at once, and may be refused
+        write_index(folder, {**content, **changes})
+
+
+def linked(path: Path) -> None:
+    outside = path.parents[2] / "outside"
+    shutil.copy(path, outside)
+    path.unlink()
+    path.symlink_to(outside)
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def not_finite(path: Path) -> None:
+    path.write_text(path.read_text().replace(": 1", ": NaN", 1))
+
+
+def huge_header(path: Path) -> None:
+    path.write_bytes((1 << 62).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+SEALS = {ONE: [1, 2, 3, 4], TWO: [1, 2, 3, 4], CLIENT: [1, 2, 3, 4]}
+CLIMBING = {"../" + ONE: [1, 2, 3, 4], TWO: [1, 2, 3, 4], CLIENT: [1, 2, 3, 4]}
+OTHER = "global_step2"
+# What is done to a checkpoint's folder, and the file that must be named.
+PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "ranks swapped": (lambda tag: swap(tag / ONE, tag / TWO), ONE),
+    "checkpoints swapped": (lambda tag: swap(tag / TWO, tag.with_name(OTHER) / TWO), TWO),
+    "indices swapped": (lambda tag: swap(tag / INDEX, tag.with_name(OTHER) / INDEX), ONE),
+    "shape": (lambda tag: reheaded(tag / ONE, shape=[1, 1]), ONE),
+    "dtype": (lambda tag: reheaded(tag / TWO, dtype="I32"), TWO),
+    "huge shape": (lambda tag: reheaded(tag / ONE, shape=[1 << 62, 9]), ONE),
+    "huge header": (lambda tag: huge_header(tag / ONE), ONE),
+    "missing": (lambda tag: (tag / TWO).unlink(), TWO),
+    "missing client": (lambda tag: (tag / CLIENT).unlink(), CLIENT),
+    "missing index": (lambda tag: (tag / INDEX).unlink(), INDEX),
+    "not finite": (lambda tag: not_finite(tag / INDEX), INDEX),
+    "deep": (lambda tag: (tag / INDEX).write_text("[" * 100_000), INDEX),
+    "version": (lambda tag: (tag / INDEX).write_text('{"format": 9}'), "index.json is of format 9"),
+    "sealed: version": (lambda tag: resealed(tag, format=8), "index.json is of format 8"),
+    "sealed: world": (lambda tag: resealed(tag, world_size=10**30), "world_size"),
+    "sealed: climbing": (lambda tag: resealed(tag, files=CLIMBING), INDEX),
+    "sealed: sizes": (lambda tag: resealed(tag, files=SEALS), ONE),
+    "sealed: negative": (lambda tag: resealed(tag, files={**SEALS, ONE: [-1] * 4}), INDEX),
+    "sealed: scalars": (lambda tag: resealed(tag, scalars={"dict": [["x", 1]]}), INDEX),
+    "sealed: infinite": (lambda tag: resealed(tag, param_groups={"float": "inf"}), INDEX),
+    "latest climbs": (lambda tag: (tag.parent / "latest").write_text("../outside"), "latest"),
+    "latest is the parent": (lambda tag: (tag.parent / "latest").write_text(".."), "latest"),
+    "latest is empty": (lambda tag: (tag.parent / "latest").write_text(""), "latest"),
+    "latest is large": (lambda tag: (tag.parent / "latest").write_bytes(b"x" * 9999), "latest"),
+    "latest is lost": (lambda tag: (tag.parent / "latest").write_text("global_step7"), "latest"),
+    "link out": (lambda tag: linked(tag / ONE), ONE),
+    "index links out": (lambda tag: linked(tag / INDEX), INDEX),
+    "folder links out": (
+        lambda tag: (shutil.move(tag, tag.parents[1]), tag.symlink_to(tag.parents[1] / tag.name)),
+        "global_step1 leads out",
+    ),
+    "latest links out": (
+        lambda tag: (
+            shutil.move(tag.parent / "latest", tag.parents[1] / "l"),
+            (tag.parent / "latest").symlink_to("../l"),
+        ),
+        "latest",
+    ),
+    "pipe": (lambda tag: piped(tag / TWO), TWO),
+}
+
+
+def harm_by_plan(folder: str, verifies: bool) -> None:
+    engine = engine_of(1, checkpoint={"verify_checksums": verifies})
+    home, kept = Path(folder, "home"), Path(folder, "kept")
+    for tag in (OTHER, "global_step1"):
+        train(engine, range(1))
+        engine.save_checkpoint(home, tag, client_state={"w": torch.ones(3)})
+    on_one(lambda: shutil.copytree(home, kept))
+    for act, named in PLANS.values():
+        on_one(lambda act=act: act(home / "global_step1"))
+        refused(engine, str(home), named)
+        on_one(lambda: anew(Path(folder)))
+    engine.load_checkpoint(home)
+    engine.destroy()
+
+
+def anew(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != "kept":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(folder / "kept", folder / "home")
+
+
+@pytest.mark.parametrize("verifies", [True, False], ids=["all bytes", "headers"])
+def test_planned_damage_is_found(verifies: bool, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(harm_by_plan, str(tmp_path), verifies, timeout=200)
+
+
+def skip_the_checksums(folder: str) -> None:
+    """Without checksums a flipped bit among the weights is not looked for."""
+    engine = engine_of(1, checkpoint={"verify_checksums": False})
+    engine.save_checkpoint(folder)
+    path = Path(folder, "global_step0", ONE)
+    data = path.read_bytes()
+    on_one(lambda: path.write_bytes(data[:-1] + bytes([data[-1] ^ 1])))
+    engine.load_checkpoint(folder)
+    strict = engine_of(1)
+    refused(strict, folder, ONE)
+
+
+def test_checksums_can_be_left_out(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(skip_the_checksums, str(tmp_path))
+
+
+@given(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(allow_nan=False)))
+def test_an_index_reads_as_it_was_written(content: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), {"content": encoded(content, "content")})
+        assert decoded(read_index(Path(folder))["content"]) == content
+
+
+# ---- saves that are refused ----------------------------------------------------------------------
+
+
+def refuse(error: int, function: str, place: str, rank: int) -> Callable[..., Any]:
+    real = getattr(os, function)
+
+    def act(*args: Any, **options: Any) -> Any:
+        if comm.get_rank() == rank and any(place in str(arg) for arg in args):
+            raise OSError(error, os.strerror(error), str(args[0]))
+        return real(*args, **options)
+
+    return act
+
+
+def fail_to_save(folder: str, function: str, place: str, rank: int, named: str) -> None:
+    """All ranks are told, what was there stays, and the next save works.
+
+    A limit on the size of files stands for a full disk.
+    """
+    engine = engine_of(2)
+    train(engine, range(1))
+    engine.save_checkpoint(folder, "same")
+    saved = engine.state_dict()
+    train(engine, range(1, 2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    patch = pytest.MonkeyPatch()
+    if function == "limit":
+        if comm.get_rank() == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    else:
+        error = errno.EROFS if function == "mkdir" else errno.ENOSPC
+        patch.setattr(os, function, refuse(error, function, place, rank))
+    try:
+        with pytest.raises(CheckpointError, match=named):
+            engine.save_checkpoint(folder, "same")
+        if function != "limit":
+            with pytest.raises(CheckpointError, match=named):
+                engine.save_checkpoint(folder, "new")
+    finally:
+        patch.undo()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    comm.barrier()
+    assert Path(folder, "latest").read_text() == "same"
+    if place != ".latest":
+        other = engine_of(2)
+        other.load_checkpoint(folder)
+        assert_equal(other.state_dict(), saved)
+    comm.barrier()
+    engine.save_checkpoint(folder, "next")
+    assert not list(Path(folder).glob(".*"))
+    assert Path(folder, "latest").read_text() == "next"
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "rank", "named"),
+    [
+        ("limit", "", 1, r"rank 1: .*rank_00001.safetensors cannot be written: File too large"),
+        ("mkdir", ".partial", 0, r"rank 0: .*\.partial cannot be written: Read-only file system"),
+        ("rename", ".partial", 0, r"rank 0: .* cannot be written: No space left on device"),
+        ("replace", ".latest", 0, r"latest cannot be written: No space left on device"),
+    ],
+)
+def test_a_refused_save_leaves_what_was_there(
+    function: str, place: str, rank: int, named: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(fail_to_save, str(tmp_path), function, place, rank, named)
