@@ -1,6 +1,6 @@
 """Save often, keep a few, and go on with the same random numbers.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/15_keep_checkpoints.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/16_keep_checkpoints.py
 
 A save that is killed leaves what was complete; a damaged file is refused by its name. What was
 saved with `save_latest=False` is your own, and is never removed.
