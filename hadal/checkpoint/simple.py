@@ -118,8 +118,9 @@ def agree_on_tag(tag: str, validation: str, ranks: Ranks) -> None:
 def save(save_dir: Path, tag: str, state: Saved, save_latest: bool) -> None:
     """Write a checkpoint: every rank its own file, and when all are on disk rank 0 names it.
 
-    Then `latest` moves, and old checkpoints go. Whatever fails, the checkpoint that was there
-    under this tag, and `latest`, are as before.
+    Then `latest` moves, and old checkpoints go. Whatever fails before the new checkpoint is
+    complete leaves the one that was there under this tag, and `latest`, as they are; where
+    `latest` itself cannot be written, the new one stands and `latest` names what it named.
 
     Raises:
         CheckpointError: on every rank, with the file and the reason.
