@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.pairs import receive, send
 from hadal.comm.pending import Pending, Work, at_end, failure, finished, followed_by
 from hadal.comm.ranks import Ranks
-from hadal.comm.watchdog import Letter, watched
+from hadal.comm.watchdog import watched
 
 # torch 2.13 renamed these; the library supports 2.11 too.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -27,7 +28,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Sends in pairs are matched by order within a tag: what is started in its own order has its own
 # tag.
-_REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE = 11, 12, 13, 14, 15
+_REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE, _SMALL = 11, 12, 13, 14, 15, 16
+
+# Ranks and bytes up to which each tells all others what it has, in place of a collective.
+_FEW_RANKS, _FEW_BYTES = 8, 4096
 
 
 def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
@@ -43,11 +47,11 @@ def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = _GATHER)
     mine = slice_of(full, ranks.rank, ranks)
     if not ranks.exchanges_in_pairs(full.device):
         return Pending(label, [_all_gather(full, mine, group=ranks.group, async_op=True)])
-    works: list[Work] = []
-    for other in ranks.others:
-        works.append(send(mine, other, ranks, tag, label))
-        works.append(receive(slice_of(full, other, ranks), other, ranks, tag, label))
-    return Pending(label, works)
+    leaving = [send(mine, other, ranks, tag, label) for other in ranks.others]
+    coming = [
+        receive(slice_of(full, other, ranks), other, ranks, tag, label) for other in ranks.others
+    ]
+    return Pending(label, [*coming, *leaving])
 
 
 def start_gather_in_pieces(full: Tensor, ranks: Ranks, label: str, numel: int) -> Pending:
@@ -79,11 +83,9 @@ def _start_exchange(cuts: Sequence[Tensor], ranks: Ranks, label: str) -> Pending
         return at_end(
             pending, lambda: torch._foreach_copy_(list(cuts), list(joined.split(mine.numel())))
         )
-    works: list[Work] = []
-    for other in ranks.others:
-        works.append(send(mine, other, ranks, _GATHER, label))
-        works.append(receive(cuts[other], other, ranks, _GATHER, label))
-    return Pending(label, works)
+    leaving = [send(mine, other, ranks, _GATHER, label) for other in ranks.others]
+    coming = [receive(cuts[other], other, ranks, _GATHER, label) for other in ranks.others]
+    return Pending(label, [*coming, *leaving])
 
 
 def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:
@@ -136,12 +138,16 @@ def start_reduce_scatter(
         total = torch.empty(out.numel(), dtype=wire, device=out.device)
         work = _reduce_scatter(total, sent, op=operation, group=ranks.group, async_op=True)
         return Pending(label, [work], lambda: sum_into(out, [total], after, accumulate))
-    works: list[Work] = []
-    pieces = [slice_of(sent, ranks.rank, ranks)]
-    for other in ranks.others:
-        works.append(send(slice_of(sent, other, ranks), other, ranks, _REDUCE, label))
-        pieces.append(torch.empty_like(pieces[0]))
-        works.append(receive(pieces[-1], other, ranks, _REDUCE, label))
+    mine = slice_of(sent, ranks.rank, ranks)
+    leaving = [
+        send(slice_of(sent, other, ranks), other, ranks, _REDUCE, label) for other in ranks.others
+    ]
+    pieces = [mine, *(torch.empty_like(mine) for _ in ranks.others)]
+    coming = [
+        receive(piece, other, ranks, _REDUCE, label)
+        for piece, other in zip(pieces[1:], ranks.others, strict=True)
+    ]
+    works = [*coming, *leaving]
     return Pending(label, works, lambda: sum_into(out, pieces, after, accumulate))
 
 
@@ -340,38 +346,31 @@ def barrier() -> None:
             dist.barrier()
 
 
-def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
-    """Begin to give another rank a contiguous tensor; what has one tag arrives in its order."""
-    try:
-        work = dist.isend(_as_bytes(tensor), group=ranks.host_group, group_dst=other, tag=tag)
-    except RuntimeError as error:
-        raise failure(label, error) from error
-    assert work is not None  # this rank is in the group
-    return Letter(work, other)
-
-
-def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
-    """Begin to fill a contiguous tensor with what another rank sends."""
-    try:
-        work = dist.irecv(_as_bytes(tensor), group=ranks.host_group, group_src=other, tag=tag)
-    except RuntimeError as error:
-        raise failure(label, error) from error
-    assert work is not None  # this rank is in the group
-    return Letter(work, other)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    # Values are carried, not added, so every dtype travels alike.
-    return tensor.detach().view(torch.uint8) if tensor.dim() else tensor.detach()
-
-
 def _small_reduction(
     tensor: Tensor, operation: dist.ReduceOp.RedOpType, ranks: Ranks, label: str
 ) -> None:
     if ranks.size == 1:
+        return
+    few = ranks.size <= _FEW_RANKS and tensor.nbytes <= _FEW_BYTES
+    if few and tensor.device.type == "cpu" and ranks.are_neighbours:
+        _reduce_among_neighbours(tensor, operation, ranks, label)
         return
     try:
         with watched(label):
             dist.all_reduce(tensor, op=operation, group=ranks.group_for(tensor))
     except (RuntimeError, dist.DistError) as error:
         raise failure(label, error) from error
+
+
+def _reduce_among_neighbours(
+    tensor: Tensor, operation: dist.ReduceOp.RedOpType, ranks: Ranks, label: str
+) -> None:
+    """Every rank sees what each has and takes it in the order of ranks: the same bits on all."""
+    values = [torch.empty_like(tensor) for _ in range(ranks.size)]
+    values[ranks.rank].copy_(tensor)
+    leaving = [send(values[ranks.rank], other, ranks, _SMALL, label) for other in ranks.others]
+    coming = [receive(values[other], other, ranks, _SMALL, label) for other in ranks.others]
+    Pending(label, [*coming, *leaving]).wait()
+    stacked = torch.stack(values)
+    is_sum = operation == dist.ReduceOp.SUM
+    tensor.copy_(stacked.sum(0) if is_sum else stacked.amax(0))

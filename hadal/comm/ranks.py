@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from hadal.comm.start import local_rank
+from hadal.comm.neighbours import Circle, Identity, identity, meet
+from hadal.comm.start import local_rank, may_read_memory
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Ranks:
     size: int
     host_group: dist.ProcessGroup
     """The group that carries tensors on the host, where `group` does not."""
+    circle: Circle = field(default_factory=Circle, compare=False, repr=False)
+    """Those of the ranks that tensors on the host reach without the backend."""
 
     @classmethod
     def world(cls) -> Ranks:
@@ -33,7 +36,9 @@ class Ranks:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
         """The ranks of a process group that this one is in; all of them must call it."""
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), _host_group(group))
+        host_group = _host_group(group)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return cls(group, rank, size, host_group, _circle(host_group))
 
     def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
         """Cut all ranks of the world into blocks of `size` consecutive ones.
@@ -54,6 +59,11 @@ class Ranks:
     def others(self) -> tuple[int, ...]:
         """The other ranks, starting after mine, so that no two ranks call on the same one first."""
         return tuple((self.rank + step) % self.size for step in range(1, self.size))
+
+    @property
+    def are_neighbours(self) -> bool:
+        """Whether all of them are on this host, and reach each other without the backend."""
+        return len(self.circle.neighbours) == self.size - 1
 
     def group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """The group whose backend carries `tensor` from where it is."""
@@ -97,6 +107,18 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     )
     assert isinstance(made, dist.ProcessGroup)  # this rank is in it
     return made
+
+
+@cache
+def _circle(group: dist.ProcessGroup) -> Circle:
+    """Find out who of a group's ranks are neighbours. All of them must call it."""
+    size = dist.get_world_size(group)
+    if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
+        return Circle()
+    told: list[Identity] = [identity(reads=may_read_memory())] * size
+    # Before there is a `Ranks` that a collective could be given.
+    dist.all_gather_object(told, told[0], group=group)  # noqa: TID251
+    return meet(told, dist.get_rank(group))
 
 
 def is_initialized() -> bool:

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import (
-    receive,
-    send,
     slice_of,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.pairs import receive, send
 from hadal.comm.pending import Pending, Work, followed_by
 from hadal.comm.ranks import Ranks
 

@@ -31,6 +31,9 @@ class Place(NamedTuple):
 
 ALONE = Place(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
 
+# How long to wait for other ranks in what the library carries itself; the last one counts.
+_timeout = [DEFAULT_TIMEOUT]
+
 # (launcher, rank, world size, local rank): the first whose rank and world size are both set wins.
 # SLURM_STEP_NUM_TASKS, unlike SLURM_NTASKS, is set only for processes that srun itself started.
 _LAUNCHERS = (
@@ -67,6 +70,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
+    _timeout.append(timeout)
     place = find_place(os.environ, distributed_port, is_told_where=init_method is not None)
     rank_device(place.local_rank)
     backend = dist_backend or collective_backend()
@@ -159,6 +163,11 @@ def local_rank() -> int:
     return told.local_rank if told else 0
 
 
+def collective_timeout_s() -> float:
+    """Seconds to wait for another rank, as `init_distributed` was told."""
+    return _timeout[-1].total_seconds()
+
+
 def watchdog_limit() -> float:
     """Seconds after which a rank tells that it waits for another one (HADAL_WATCHDOG_S; 0: never).
 
@@ -175,6 +184,26 @@ def watchdog_limit() -> float:
             f"the variable HADAL_WATCHDOG_S must be a number of seconds, or 0, found {told!r}"
         )
     return limit
+
+
+def memory_is_tuned() -> bool:
+    """Whether the user has told the C library himself what becomes of freed memory."""
+    told = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+    return any(key in os.environ for key in told) or "malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+
+
+def may_read_memory() -> bool:
+    """Whether ranks of one host may read from each other's memory (HADAL_CROSS_MEMORY; yes).
+
+    Raises:
+        CommunicationError: the variable holds something else than 0 or 1.
+    """
+    told = os.environ.get("HADAL_CROSS_MEMORY", "") or "1"
+    if told not in ("0", "1"):
+        raise CommunicationError(f"the variable HADAL_CROSS_MEMORY must be 0 or 1, found {told!r}")
+    return told == "1"
 
 
 def _whole_number(variables: Mapping[str, str], key: str) -> int:

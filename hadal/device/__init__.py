@@ -17,7 +17,13 @@ from hadal.device.kernels import (
     fused_sgd_,
     has_fused_kernels,
 )
-from hadal.device.memory import MemoryUse, memory_use, reset_peak_memory
+from hadal.device.memory import (
+    MemoryUse,
+    give_back_freed_memory,
+    keep_freed_memory,
+    memory_use,
+    reset_peak_memory,
+)
 
 __all__ = [
     "AdagradRule",
@@ -29,7 +35,9 @@ __all__ = [
     "fused_adagrad_",
     "fused_adam_",
     "fused_sgd_",
+    "give_back_freed_memory",
     "has_fused_kernels",
+    "keep_freed_memory",
     "memory_use",
     "random_state",
     "rank_device",

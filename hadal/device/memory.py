@@ -1,7 +1,8 @@
-"""How much memory this process uses, on the host and on its device."""
+"""Memory of the host and of the device: how much is in use, and what becomes of freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import NamedTuple
 import torch
 
 _STATM = Path("/proc/self/statm")
+
+# glibc's mallopt(3): from how many bytes on memory is asked of the system and given back on its
+# own, and how much may lie free at the end of the heap (-1: all that does).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MMAP_NBYTES = 1 << 30
+_OLDER_MMAP_NBYTES = 1 << 25
 
 
 class MemoryUse(NamedTuple):
@@ -36,6 +43,38 @@ def reset_peak_memory(device: torch.device) -> None:
     """Count the device's peak from here; a CPU has none."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let this process keep host memory that it frees, where that is what it computes in.
+
+    By default the C library gives large pieces back to the system at once and asks for them anew
+    in the next step: every page is then cleared and mapped again, which takes longer than to gather
+    or to add up what is in it. Nothing is done where the C library is not glibc.
+    """
+    library = _glibc() if device.type == "cpu" else None
+    if library is None:
+        return
+    # Either call keeps the library from moving both thresholds by itself.
+    if not library.mallopt(_MMAP_THRESHOLD, _MMAP_NBYTES):
+        library.mallopt(_MMAP_THRESHOLD, _OLDER_MMAP_NBYTES)
+    library.mallopt(_TRIM_THRESHOLD, -1)
+    library.malloc_trim(0)
+
+
+def give_back_freed_memory() -> None:
+    """Give the system all memory of the host that lies free."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    known = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
+    return library if known else None
 
 
 def _resident_nbytes() -> int:

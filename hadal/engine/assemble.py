@@ -16,8 +16,9 @@ from torch.utils.data import Dataset
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import told_to_all
+from hadal.comm.start import memory_is_tuned
 from hadal.config import Config, load_config
-from hadal.device import current_device
+from hadal.device import current_device, keep_freed_memory
 from hadal.engine.arguments import choose_config, with_schedule
 from hadal.engine.checks import check_birth, check_model, check_same, members_of_groups
 from hadal.engine.engine import Engine
@@ -134,6 +135,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         source = with_schedule(args, source, lr_scheduler is not None)
         admitted = _admit(model, wishes, source, wish, world)
     engine = _assemble(admitted, wishes, make_topology(wish, admitted.config, world), world)
+    if not memory_is_tuned():
+        keep_freed_memory(current_device())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

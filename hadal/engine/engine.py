@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from hadal.checkpoint import simple as checkpoint
 from hadal.config import Config
+from hadal.device import give_back_freed_memory
 from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
 from hadal.engine.loader import Reading, ShardedLoader
@@ -637,3 +638,4 @@ class Engine(nn.Module):
         if self._collector is not None:
             self._collector()
         gc.collect()
+        give_back_freed_memory()

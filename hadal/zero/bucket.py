@@ -23,7 +23,7 @@ from hadal.zero.layout import Layout, lay_out
 from hadal.zero.policy import Partition, Precision, Refresh
 
 # Elements compared at a time on a CPU: what is cast for it stays in the cache.
-_CPU_BLOCK_NUMEL = 1 << 16
+_CPU_BLOCK_NUMEL = 1 << 18
 
 _REFRESH = Refresh()
 

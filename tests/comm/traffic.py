@@ -11,12 +11,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hadal.comm import Ranks, collectives, rows
+from hadal.comm import Ranks, collectives, pairs, rows
 
 # The tags of messages that carry no values: codes, and counts of rows.
-_OF_NUMBERS = (collectives._CODE, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
+_OF_NUMBERS = (collectives._CODE, collectives._SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
 _CALLS = {
-    "isend": (dist, "isend"),
+    "isend": (pairs, "_start_send"),
     "broadcast": (dist, "broadcast"),
     "reduce": (dist, "reduce"),
     "reduce_scatter": (collectives, "_reduce_scatter"),

@@ -1,0 +1,230 @@
+"""Tensors between processes of one host, read straight from the other one's memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, RankPools, RanksFailed
+
+from hadal.comm import Ranks, neighbours
+from hadal.comm import ranks as ranks_module
+from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
+from hadal.comm.neighbours import Circle, Identity, meet
+from hadal.comm.pairs import receive, send
+from hadal.comm.start import may_read_memory
+from hadal.errors import CommunicationError
+
+# Below and above what travels in the message itself, and odd ones.
+NUMELS = (1, 7, 1023, 1025, 4097, 300_001)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+def exchange() -> list[bool]:
+    """Send each of the tensors to all others, and receive theirs in the same order."""
+    ranks = Ranks.world()
+    found, works, targets = [], [], []
+    for number, numel in enumerate(NUMELS):
+        for dtype in DTYPES:
+            of = [torch.arange(numel).add(r + number).to(dtype) for r in range(ranks.size)]
+            for other in ranks.others:
+                works.append(send(of[ranks.rank], other, ranks, 90, "a test"))
+                target = torch.zeros(numel, dtype=dtype)
+                works.append(receive(target, other, ranks, 90, "a test"))
+                targets.append((target, of[other]))
+    for work in works:
+        work.wait()
+    found = [torch.equal(target, wanted) for target, wanted in targets]
+    return [len(ranks.circle.neighbours) == ranks.size - 1, *found]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_lengths_and_dtypes_arrive_in_their_order(world: int, ranks: RankPools) -> None:
+    for found in ranks(world).run(exchange):
+        assert all(found)
+
+
+def tags_that_cross() -> list[float]:
+    ranks = Ranks.world()
+    other = ranks.others[0]
+    mine = [torch.full((9000,), 10.0 * tag + ranks.rank) for tag in (91, 92)]
+    works = [send(mine[1], other, ranks, 92, "a test"), send(mine[0], other, ranks, 91, "a test")]
+    found = [torch.zeros(9000) for _ in mine]
+    works += [receive(found[tag - 91], other, ranks, tag, "a test") for tag in (91, 92)]
+    for work in works:
+        work.wait()
+    return [float(one.mean()) for one in found]
+
+
+def test_tags_do_not_mix(ranks: RankPools) -> None:
+    assert ranks(2).run(tags_that_cross) == [[911.0, 921.0], [910.0, 920.0]]
+
+
+def flood(count: int) -> bool:
+    """Far more messages than a socket holds, before anybody asks for one."""
+    ranks = Ranks.world()
+    other = ranks.others[0]
+    leaving = [
+        send(torch.full((100,), float(number)), other, ranks, 93, "a test")
+        for number in range(count)
+    ]
+    large = torch.full((50_000,), float(ranks.rank))
+    leaving.append(send(large, other, ranks, 93, "a test"))
+    dist.barrier()
+    found = torch.zeros(100)
+    for number in range(count):
+        receive(found, other, ranks, 93, "a test").wait()
+        if not torch.equal(found, torch.full((100,), float(number))):
+            return False
+    found = torch.zeros(50_000)
+    receive(found, other, ranks, 93, "a test").wait()
+    for work in leaving:
+        work.wait()
+    return bool((found == other).all())
+
+
+def test_more_messages_than_a_socket_holds_wait_for_their_turn(ranks: RankPools) -> None:
+    assert ranks(2).run(flood, 3000) == [True, True]
+
+
+def both_ways(dtype: torch.dtype) -> list[bool]:
+    """What collectives give with neighbours, and with the backend's sends."""
+    ranks = Ranks.world()
+    through = []
+    for circle in (ranks.circle, Circle()):
+        some = Ranks(ranks.group, ranks.rank, ranks.size, ranks.host_group, circle)
+        torch.manual_seed(ranks.rank)
+        full = torch.randn(24_000).to(dtype)
+        out = torch.zeros(24_000 // ranks.size, dtype=dtype)
+        start_reduce_scatter(full.clone(), out, some, dtype, False, "a test").wait()
+        start_all_gather(full, some, "a test").wait()
+        least = torch.tensor([float(ranks.rank), 0.25])
+        sum_(least, some, "a test")
+        most = torch.tensor(ranks.rank)
+        max_(most, some, "a test")
+        through.append((out, full, least, most))
+    return [torch.equal(one, other) for one, other in zip(*through, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_give_what_the_backend_gives(dtype: torch.dtype, ranks: RankPools) -> None:
+    for same in ranks(3).run(both_ways, dtype):
+        assert all(same)
+
+
+def of_another_length() -> None:
+    ranks = Ranks.world()
+    mine = torch.zeros(5000 + ranks.rank)
+    works = [send(mine, ranks.others[0], ranks, 94, "a test")]
+    works.append(receive(torch.zeros(5000), ranks.others[0], ranks, 94, "a test"))
+    for work in reversed(works):
+        work.wait()
+
+
+def test_a_tensor_of_another_length_is_told_at_both_ends(ranks: RankPools) -> None:
+    raised = [str(error) for error in ranks(2).raises(of_another_length)]
+    assert "20004 bytes were sent where 20000 are expected" in raised[0]
+    assert "could not take it" in raised[1]
+
+
+def wait_for_the_dead(fork: bool) -> tuple[str, float]:
+    ranks = Ranks.world()
+    if ranks.rank == 1:
+        if fork and os.fork() == 0:
+            time.sleep(2)  # as a worker of a loader that outlives its rank
+            os._exit(0)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    target = torch.zeros(10_000)
+    with pytest.raises(RuntimeError) as caught:
+        receive(target, 1, ranks, 95, "the wait").wait()
+    with pytest.raises(CommunicationError, match="the next one failed: connection closed"):
+        send(target, 1, ranks, 95, "the next one")
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a child"])
+def test_a_rank_that_dies_is_told_at_once(fork: bool) -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RanksFailed, match="TOLD connection closed by process"):
+            pool.run(told, fork)
+    finally:
+        pool.close()
+
+
+def told(fork: bool) -> None:
+    found, seconds = wait_for_the_dead(fork)
+    assert seconds < 1.5
+    raise RuntimeError(f"TOLD {found}")
+
+
+def without_reading(who: int) -> tuple[int, bool]:
+    """One rank cannot read from the other: both stay with the backend."""
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    blind = patch.object(neighbours, "_secret_of", lambda *_: b"-")
+    # As processes that have not met yet.
+    met = neighbours._Office()
+    with patch.object(neighbours, "_office", lambda: met):
+        if dist.get_rank() == who:
+            with blind:
+                ranks = Ranks.of(group)
+        else:
+            ranks = Ranks.of(group)
+    ranks_module._circle.cache_clear()
+    full = torch.arange(2.0).repeat_interleave(5000)
+    full[:5000] += 3 * (ranks.rank == 1)
+    start_all_gather(full, ranks, "a test").wait()
+    return len(ranks.circle.neighbours), bool(torch.equal(full[:5000], torch.zeros(5000)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_where_one_cannot_read_both_stay_with_the_backend(who: int, ranks: RankPools) -> None:
+    assert ranks(2).run(without_reading, who) == [(0, True), (0, True)]
+
+
+def test_another_host_is_no_neighbour() -> None:
+    here = neighbours.identity(reads=True)
+    there = here._replace(host="another host", pid=here.pid + 1, address=b"\0nobody")
+    silent = neighbours.identity(reads=False)
+    assert silent.host == ""
+    for other in (there, silent):
+        circle = meet([other, here], 1)
+        assert circle == Circle(other.group)
+    # Processes that tell nothing of their host are on no host together.
+    nameless = Identity("", 1, b"", 5)
+    assert meet([nameless, nameless._replace(pid=2)], 0).neighbours == {}
+
+
+@pytest.mark.parametrize(("value", "reads"), [("", True), ("1", True), ("0", False)])
+def test_a_variable_keeps_ranks_from_reading(
+    value: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HADAL_CROSS_MEMORY", value)
+    assert may_read_memory() is reads
+    monkeypatch.setenv("HADAL_CROSS_MEMORY", "maybe")
+    with pytest.raises(CommunicationError, match="must be 0 or 1, found 'maybe'"):
+        may_read_memory()
+
+
+def timed_out() -> Any:
+    ranks = Ranks.world()
+    with patch("hadal.comm.pairs.collective_timeout_s", lambda: 0.05):
+        work = receive(torch.zeros(3), ranks.others[0], ranks, 96, "a test")
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.05 s"):
+            work.wait()
+    dist.barrier()
+    send(torch.zeros(3), ranks.others[0], ranks, 96, "a test").wait()
+    dist.barrier()
+
+
+def test_a_wait_ends_with_the_groups_timeout(ranks: RankPools) -> None:
+    ranks(2).run(timed_out)

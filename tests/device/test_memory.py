@@ -1,0 +1,60 @@
+"""What becomes of host memory that was freed."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from hadal.comm.start import memory_is_tuned
+
+PROGRAM = """
+import resource, sys, torch
+from hadal.device import give_back_freed_memory, keep_freed_memory, memory_use
+
+def faults(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        torch.ones(12_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+cpu = torch.device("cpu")
+if sys.argv[1] == "kept":
+    keep_freed_memory(cpu)
+faults(3)
+print(faults(5))
+held = memory_use(cpu).host
+give_back_freed_memory()
+print(held - memory_use(cpu).host)
+"""
+NBYTES = 48_000_000
+
+
+def run(how: str) -> tuple[int, int]:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
+    )
+    faults, returned = run.stdout.split()
+    return int(faults) * resource.getpagesize(), int(returned)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_what_is_freed_is_used_again_and_given_back_when_asked() -> None:
+    cleared, returned = run("kept")
+    assert cleared < NBYTES / 10
+    assert returned > 0.9 * NBYTES
+    cleared, _ = run("by default")
+    assert cleared > 4.5 * NBYTES
+
+
+def test_what_the_user_has_told_the_library_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    assert not memory_is_tuned()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072")
+    assert memory_is_tuned()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.hwcaps=x")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    assert memory_is_tuned()
