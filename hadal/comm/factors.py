@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements that are summed at a time: a block in float32 stays in the cache, and there are few calls.
+# Elements that are summed at a time: a block in float32 stays in the cache, and calls are few.
 _BLOCK_NUMEL = 1 << 18
 
 
