@@ -106,6 +106,21 @@ ALWAYS = {
     "stage3-fp32-acc3-clip-w2-branches-tiny-sgd",
 }
 
+# How a model may be compiled: by the engine, or as a whole before the engine sees it.
+COMPILATIONS = ("engine.compile", "torch.compile")
+# Cells that run once more, compiled. No factor of the matrix: a compilation takes about a second.
+COMPILED = (
+    "stage0-bf16-acc1-clip-w2-tied-tiny-adamw-usual",
+    "stage1-fp32-acc3-clip-w2-frozen-tiny-adamw-usual",
+    "stage1-autocast-acc3-free-w2-scalars-large-sgd-usual",
+    "stage2-fp32-acc3-free-w2-unused-tiny-sgd-usual",
+    "stage3-fp32-acc3-clip-w2-tied_matmul-ahead-adamw-usual",
+    "stage3-fp32-acc1-free-w2-frozen-tiny-sgd-usual",
+    "stage3-bf16-acc3-clip-w2-unused-default-adamw-usual",
+    "stage3-autocast-acc1-clip-w2-branches-ahead-sgd-usual",
+    "stage3-fp32-acc1-clip-w2-checkpointed-tiny-sgd-usual",
+)
+
 
 @dataclass(frozen=True)
 class Departure:

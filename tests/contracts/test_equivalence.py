@@ -37,6 +37,8 @@ from ranks import RankPools
 from . import cells, models
 from .cells import (
     ALWAYS,
+    COMPILATIONS,
+    COMPILED,
     FACTORS,
     LEVELS,
     accumulation_of,
@@ -55,6 +57,7 @@ from .training import (
     SMALL_STEPS,
     trained_by_hadal,
     trained_by_small_steps,
+    trained_compiled,
     trained_through_overflow,
 )
 
@@ -81,6 +84,21 @@ def test_every_stage_trains_as_one_process_does(cell: Cell, ranks: RankPools) ->
     for rank, got in enumerate(ranks(world_of(cell)).run(trained_by_hadal, cell)):
         faults = faults_of(cell, rank, got, expected)
         assert not faults, f"rank {rank} of {id_of(cell)}:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize("compilation", COMPILATIONS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_model_trains_as_one_process_does(
+    name: str, compilation: str, ranks: RankPools
+) -> None:
+    """Some cells once more, with graphs in the place of the model's own code."""
+    cell = cell_named(name)
+    expected = trained_by_reference(cell)
+    runs = ranks(world_of(cell)).run(trained_compiled, cell, compilation)
+    for rank, (got, graphs) in enumerate(runs):
+        faults = faults_of(cell, rank, got, expected)
+        assert not faults, f"rank {rank} of {name}, {compilation}:\n" + "\n".join(faults)
+        assert graphs > 0
 
 
 def faults_of(cell: Cell, rank: int, got: Outcome, expected: Outcome) -> list[str]:

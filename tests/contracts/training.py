@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -20,18 +21,21 @@ from .reference import Outcome, cast, play
 class Trained(Trainee):
     """A Hadal engine, driven as a user drives it."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, compilation: str = "") -> None:
         self.subject = SUBJECTS[cell["model"]]
         self.dtype = cells.compute_dtype_of(cell)
         self.settings = cells.departing_settings(cell)
         model = built(self.subject)
         self.parameters = dict(model.named_parameters())
         _, params = cells.optimizer_of(cell)
+        whole = compilation == "torch.compile"
         self.engine, _, _, _ = hadal.initialize(
-            model=model,
+            model=torch.compile(model, backend="aot_eager") if whole else model,
             model_parameters=groups_of(self.subject, model, params),
             config=cells.config_of(cell),
         )
+        if compilation == "engine.compile":
+            self.engine.compile(backend="aot_eager")
         self.outcome = Outcome()
 
     def start(self, moment: Moment) -> None:
@@ -71,9 +75,9 @@ class Trained(Trainee):
                 parameter.copy_(values)
 
 
-def trained_by_hadal(cell: Cell) -> Outcome:
+def trained_by_hadal(cell: Cell, compilation: str = "") -> Outcome:
     """Train a cell's model as one rank of a world."""
-    trained = Trained(cell)
+    trained = Trained(cell, compilation)
     rank = int(os.environ["RANK"])
     play(trained.subject, trained, [rank], cells.accumulation_of(cell))
     engine, outcome = trained.engine, trained.outcome
@@ -84,6 +88,20 @@ def trained_by_hadal(cell: Cell) -> Outcome:
         name: parameter.detach().float().clone() for name, parameter in trained.parameters.items()
     }
     return outcome
+
+
+def trained_compiled(cell: Cell, compilation: str) -> tuple[Outcome, int]:
+    """The same with a compiled model, and how many graphs were made."""
+    from torch._dynamo.utils import counters
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, about itself
+        torch.compiler.reset()
+        counters.clear()
+        outcome = trained_by_hadal(cell, compilation)
+        graphs = counters["stats"]["unique_graphs"]
+        torch.compiler.reset()
+    return outcome, graphs
 
 
 # What DeepSpeed's dynamic loss scale does under these overflows, from 1024 with a window of 3 and a
