@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import told_to_all
 from hadal.comm.start import memory_is_tuned
 from hadal.config import Config, load_config
 from hadal.device import current_device, keep_freed_memory
+from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import choose_config, with_schedule
-from hadal.engine.checks import check_birth, check_model, check_same, members_of_groups
+from hadal.engine.checks import check_birth, check_parameters, check_same, members_of_groups
 from hadal.engine.engine import Engine
 from hadal.engine.later_groups import LaterGroups
 from hadal.engine.loader import ShardedLoader
@@ -30,15 +29,12 @@ from hadal.engine.policies import (
     batch_sizes_of,
     clocks_of,
     divergence_of,
-    leaves_of,
     limits_of,
     reduction_of,
-    refresh_of,
     reporter_of,
     saving_of,
 )
 from hadal.engine.precision import (
-    buffer_rule_of,
     casting_of,
     precisions_of,
     scale_rule_of,
@@ -60,18 +56,9 @@ from hadal.engine.wishes import (
 )
 from hadal.errors import UsageError
 from hadal.optim.build import build_stepper
-from hadal.zero import access, apply, init
-from hadal.zero.bucket import Bucket
-from hadal.zero.external import announced_uses
-from hadal.zero.grouping import (
-    Unit,
-    find_tables,
-    find_units,
-    is_foreign,
-    plan_buckets,
-)
+from hadal.zero import apply, init
 from hadal.zero.hooks import Hooks
-from hadal.zero.policy import STAGES, Partition, Precision
+from hadal.zero.policy import Precision
 from hadal.zero.runtime import ZeroRuntime
 
 
@@ -171,7 +158,7 @@ def _admit(
         client_scheduler=wishes.schedule is not None,
     )
     open_log(config, ranks.rank)
-    check_model(model, current_device(), ranks)
+    check_parameters(model.named_parameters(), current_device(), ranks)
     optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)
@@ -186,15 +173,12 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
     optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
     with told_to_all(world, "initialize"):
-        check_birth(model, ranks)
+        check_birth(model.named_parameters(), ranks)
     batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
     check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
-    runtime = _build_runtime(admitted, ranks, device)
-    _spread_the_rest(model, runtime, config, ranks, device)
-    access.register(runtime, runtime.bucket_of)
+    adopter = Adopter(model, config, ranks, device)
+    runtime = _build_runtime(admitted, adopter, ranks)
     apply.watch_apply()
-    if not config.zero_optimization.override_module_apply:
-        apply.leave_alone(runtime.bucket_of)
     runtime.reducing = clocks.reduce
     readers = topology.data_parallel
     loading = make_loading(wishes, config, readers.size, readers.rank)
@@ -205,7 +189,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
         assert optimizer is not None  # there are gradients, so there is something to train
         stepper = build_stepper(optimizer, runtime.gradients, groups)
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
-        LaterGroups(model, runtime, hooks, optimizer, stepper)
+        LaterGroups(model, runtime, hooks, optimizer, stepper, adopter)
         return Training(optimizer, schedule, stepper)
 
     training = None
@@ -254,48 +238,13 @@ def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
     }
 
 
-def _spread_the_rest(
-    model: nn.Module, runtime: ZeroRuntime, config: Config, ranks: Ranks, device: torch.device
-) -> None:
-    """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device."""
-    rule = buffer_rule_of(config, model)
-    for name, parameter in model.named_parameters():
-        if parameter not in runtime.bucket_of:
-            parameter.data = parameter.data.to(device)
-            broadcast_(parameter.data, 0, ranks, f"the broadcast of {name}")
-    for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            name = f"{path}.{key}" if path else key
-            moved = buffer.to(device, rule.dtype_of(name, module, buffer)).contiguous()
-            broadcast_(moved, 0, ranks, f"the broadcast of buffer {name}")
-            module._buffers[key] = moved
-
-
-def _build_runtime(admitted: _Admitted, ranks: Ranks, device: torch.device) -> ZeroRuntime:
-    model, config, groups = admitted.model, admitted.config, admitted.groups
-    # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
-    partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
-    limits = limits_of(config)
-    group_of = {p: -1 for p in model.parameters() if not is_foreign(p)}
-    group_of |= {p: number for number, members in enumerate(groups) for p in members}
-    units: list[Unit] = find_units(model, group_of, leaves_of(config))
-    tables = find_tables(model) if config.sparse_gradients else frozenset()
-    buckets = []
-    for plan in plan_buckets(units, partition, limits, admitted.precisions, tables):
-        precision = admitted.precisions(plan.members[0].parameter)
-        with init.taking_over([member.parameter for member in plan.members]):
-            bucket = Bucket(
-                plan,
-                precision,
-                ranks,
-                device,
-                refresh_of(config),
-                gathers_by_sum=config.zero_optimization.stage3_use_all_reduce_for_fetch_params,
-            )
-        bucket.reshard()
-        buckets.append(bucket)
+def _build_runtime(admitted: _Admitted, adopter: Adopter, ranks: Ranks) -> ZeroRuntime:
+    config = admitted.config
+    group_of = {p: number for number, members in enumerate(admitted.groups) for p in members}
+    buckets = adopter.buckets(group_of, admitted.precisions)
     reduction = reduction_of(config, config.sequence_parallel_size)
-    uses = [*units, *announced_uses(model, units)]
-    return ZeroRuntime(uses, buckets, ranks, limits, reduction, divergence_of(config))
+    limits, divergence = limits_of(config), divergence_of(config)
+    runtime = ZeroRuntime(adopter.uses(), buckets, ranks, limits, reduction, divergence)
+    adopter.spread_the_rest()
+    adopter.register(runtime, buckets)
+    return runtime

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from hadal.zero import access, init
 from hadal.zero.grouping import is_foreign
 
 
-def check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
+def check_parameters(
+    named: Iterable[tuple[str, nn.Parameter]], device: torch.device, ranks: Ranks
+) -> None:
     """Raise `ModelError` for a parameter without a shape, or on another device than this rank."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
-                f"rank {ranks.rank}: parameter {name} has no shape yet; run the model once before"
-                " initialize"
+                f"rank {ranks.rank}: parameter {name} has no shape yet; run its module once first"
             )
         if access.is_kept_by_engine(parameter):
             raise UsageError(
@@ -43,13 +44,13 @@ def check_model(model: nn.Module, device: torch.device, ranks: Ranks) -> None:
         if misplaced or elsewhere:
             raise ModelError(
                 f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
-                f" or the cpu; move the model with model.to({str(device)!r})"
+                f" or the cpu; move it with .to({str(device)!r}) first"
             )
 
 
-def check_birth(model: nn.Module, ranks: Ranks) -> None:
+def check_birth(named: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
     """Raise `UsageError` for a parameter that was born sharded over other ranks than `ranks`."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         born = init.born_over(parameter)
         if born is not None and born.numbers != ranks.numbers:
             raise UsageError(

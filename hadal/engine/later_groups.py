@@ -1,7 +1,13 @@
-"""Param groups that are added while a model trains: `optimizer.add_param_group` as in torch."""
+"""Param groups that are added while a model trains: `optimizer.add_param_group` as in torch.
+
+What a program has put into the model since `initialize` (an adapter, another head) is taken over
+then, all of it: what is in the group is trained, the rest lies there as frozen parameters do.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,13 +15,17 @@ from torch.optim import Optimizer
 
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import told_to_all
+from hadal.engine.adopt import Adopter
+from hadal.engine.checks import check_birth, check_parameters
 from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
 from hadal.optim.step import Stepper
 from hadal.zero import access
 from hadal.zero.grouping import is_foreign
 from hadal.zero.hooks import Hooks
-from hadal.zero.regroup import train_later
+from hadal.zero.regroup import merged, renamed, train_later
 from hadal.zero.runtime import ZeroRuntime
+
+_log = logging.getLogger(__name__)
 
 
 class LaterGroups:
@@ -32,12 +42,14 @@ class LaterGroups:
         hooks: Hooks,
         optimizer: Optimizer,
         stepper: Stepper,
+        adopter: Adopter,
     ) -> None:
         self._model = model
         self._runtime = runtime
         self._hooks = hooks
         self._optimizer = optimizer
         self._stepper = stepper
+        self._adopter = adopter
         self._add = optimizer.add_param_group
         optimizer.add_param_group = self.add  # type: ignore[method-assign]
 
@@ -45,12 +57,14 @@ class LaterGroups:
         """Train the parameters of one more group from the next update on.
 
         All ranks must call it at the same point between two updates, with the same group. What was
-        frozen must have been thawed (`requires_grad_(True)`) before.
+        frozen must have been thawed (`requires_grad_(True)`) before. What has come into the model
+        since `initialize` gets rank 0's values.
 
         Raises:
             OptimizerError: torch refuses the group, or a parameter of it is not the model's, is
                 frozen or is trained already.
-            ModelError: a parameter of it cannot lie in a flat buffer.
+            ModelError: a parameter of it cannot lie in a flat buffer, or one that is new has no
+                values here.
             UsageError: gradients have been collected since the last update.
             MismatchError: another rank is elsewhere, or adds something else.
         """
@@ -61,22 +75,44 @@ class LaterGroups:
             with told_to_all(runtime.ranks, "add_param_group"):
                 self._check_moment()
                 self._add(param_group)
-                self._check_members(groups[number]["params"], number)
-            self._check_same(groups[number])
+                newcomers = self._adopter.newcomers()
+                self._check_newcomers(newcomers)
+                self._check_members(groups[number]["params"], newcomers)
+            self._check_same(groups[number], newcomers)
         except Exception:
             # Whether it was refused here or elsewhere: no rank keeps it.
             del groups[number:]
             raise
         members = list(groups[number]["params"])
+        self._take_in(dict.fromkeys(members, number))
         gradients = train_later(runtime, members, number)
         self._hooks.watch_gradients(gradients)
         self._stepper.add(gradients, members)
+
+    def _take_in(self, group_of: Mapping[nn.Parameter, int]) -> None:
+        """Give what has come into the model buckets of its own, and old parameters new names."""
+        runtime = self._runtime
+        buckets = self._adopter.buckets(group_of)
+        order = {p: number for number, p in enumerate(self._model.parameters())}
+        runtime.extend(merged(runtime.buckets, buckets, order))
+        self._adopter.spread_the_rest()
+        self._adopter.register(runtime, buckets)
+        self._hooks.watch_units(runtime.gathering.extend(self._adopter.uses()))
+        gone = renamed(runtime.buckets, {p: name for name, p in self._model.named_parameters()})
+        if gone and runtime.ranks.rank == 0:
+            _log.warning(
+                "%s went out of the model after initialize: their memory, and what the optimizer"
+                " remembers of them, stays until the engine is destroyed",
+                ", ".join(gone),
+            )
 
     @property
     def _where(self) -> str:
         return f"rank {self._runtime.ranks.rank}: optimizer.add_param_group"
 
     def _check_moment(self) -> None:
+        if not all(map(access.is_kept_by_engine, self._runtime.bucket_of)):
+            raise OptimizerError(f"{self._where}: the engine was destroyed; initialize anew")
         if not self._runtime.is_between_updates:
             raise UsageError(
                 f"{self._where} was called inside forward, backward or GatheredParameters, or after"
@@ -84,7 +120,13 @@ class LaterGroups:
                 " that ended in an update"
             )
 
-    def _check_members(self, members: list[Tensor], number: int) -> None:
+    def _check_newcomers(self, newcomers: Mapping[str, nn.Parameter]) -> None:
+        ranks = self._runtime.ranks
+        device = self._runtime.buckets[0].device
+        check_parameters(newcomers.items(), device, ranks)
+        check_birth(newcomers.items(), ranks)
+
+    def _check_members(self, members: list[Tensor], newcomers: Mapping[str, nn.Parameter]) -> None:
         names = {id(p): name for name, p in self._model.named_parameters()}
         for index, parameter in enumerate(members):
             name = names.get(id(parameter))
@@ -93,22 +135,17 @@ class LaterGroups:
                     f"{self._where}: parameter {index} of the group ({tuple(parameter.shape)},"
                     f" {parameter.dtype}) is not a parameter of the model; add the model's own"
                 )
-            self._check_member(name, parameter)
+            self._check_member(name, parameter, is_new=name in newcomers)
 
-    def _check_member(self, name: str, parameter: nn.Parameter) -> None:
+    def _check_member(self, name: str, parameter: nn.Parameter, *, is_new: bool) -> None:
         if is_foreign(parameter):
             raise ModelError(
                 f"{self._where}: {name} is a {type(parameter).__name__} of {parameter.dtype} and"
                 " cannot lie in a flat buffer; leave it frozen, or convert it to a plain"
                 " floating-point parameter before hadal.initialize"
             )
-        if not access.is_kept_by_engine(parameter) or parameter not in self._runtime.bucket_of:
-            raise OptimizerError(
-                f"{self._where}: {name} is in no engine's hands; the engine was destroyed, or the"
-                " parameter was put into the model after hadal.initialize. Initialize anew"
-            )
-        bucket = self._runtime.bucket_of[parameter]
-        if bucket.trainable:
+        bucket = None if is_new else self._runtime.bucket_of[parameter]
+        if bucket is not None and bucket.trainable:
             pairs = zip(bucket.layout.slots, bucket.parameters, strict=True)
             group = next(slot.group for slot, known in pairs if known is parameter)
             raise OptimizerError(
@@ -120,10 +157,14 @@ class LaterGroups:
                 f"{self._where}: {name} is frozen; call its requires_grad_(True) first"
             )
 
-    def _check_same(self, group: dict[str, Any]) -> None:
+    def _check_same(self, group: dict[str, Any], newcomers: Mapping[str, nn.Parameter]) -> None:
         names = {id(p): name for name, p in self._model.named_parameters()}
-        mine = {"its parameters": [names[id(p)] for p in group["params"]]}
-        mine |= {key: repr(value) for key, value in group.items() if key != "params"}  # type: ignore[misc]
+        mine: dict[str, Any] = {"its parameters": [names[id(p)] for p in group["params"]]}
+        mine |= {
+            f"the new {name}": f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            for name, p in newcomers.items()
+        }
+        mine |= {key: repr(value) for key, value in group.items() if key != "params"}
         everybody = gather_objects(mine, self._runtime.ranks)
         for rank, other in enumerate(everybody):
             for key in dict.fromkeys([*everybody[0], *other]):

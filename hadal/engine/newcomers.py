@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
+from hadal.zero.grouping import is_foreign
 
 _log = logging.getLogger(__name__)
 
@@ -24,12 +25,15 @@ class Newcomers:
         self._model = model
         self._bucket_of = bucket_of
         self._left_out: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._told: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for parameter in model.parameters():
+            self._known[parameter] = True
             if not self._is_expected(parameter):
                 self._left_out[parameter] = True
 
     def check(self, where: str) -> None:
-        """Refuse parameters that can never be trained; warn of those that could be, once each.
+        """Refuse new parameters that are not trained; warn of thawed ones, once each.
 
         Raises:
             UsageError: a parameter that asks for gradients was put into the model.
@@ -37,27 +41,41 @@ class Newcomers:
         if all(self._is_expected(parameter) for parameter in self._model.parameters()):
             return
         found = [(n, p) for n, p in self._model.named_parameters() if not self._is_expected(p)]
-        added = [name for name, parameter in found if parameter not in self._bucket_of]
+        asking = [(n, p) for n, p in found if p.requires_grad]
+        added = [name for name, parameter in asking if parameter not in self._known]
         if added:
             raise UsageError(
                 f"{where}: {_few(added)} would get gradients and never be trained: put into the"
-                " model after initialize. Initialize anew, or freeze them (requires_grad_(False));"
-                " to train them yourself, put them in before initialize and leave them out of"
-                " model_parameters."
+                " model after initialize. Give them to optimizer.add_param_group({'params': [...]})"
+                " on every rank, or freeze them (requires_grad_(False)); to train them yourself,"
+                " put them in before initialize and leave them out of model_parameters."
             )
-        _log.warning(
-            "%s: %s get gradients and are not trained: thawed after initialize. Give them to"
-            " optimizer.add_param_group({'params': [...]}), or freeze them again.",
-            where,
-            _few([name for name, _ in found]),
-        )
+        if asking:
+            _log.warning(
+                "%s: %s get gradients and are not trained: thawed after initialize. Give them to"
+                " optimizer.add_param_group({'params': [...]}), or freeze them again.",
+                where,
+                _few([name for name, _ in asking]),
+            )
+        frozen = [name for name, parameter in found if not parameter.requires_grad]
+        if frozen:
+            _log.warning(
+                "%s: %s were put into the model after initialize, frozen: each rank computes with"
+                " its own values of them; the next optimizer.add_param_group gives rank 0's to all",
+                where,
+                _few(frozen),
+            )
         for _, parameter in found:
-            self._left_out[parameter] = True
+            (self._left_out if parameter.requires_grad else self._told)[parameter] = True
 
     def _is_expected(self, parameter: nn.Parameter) -> bool:
+        if parameter in self._left_out:
+            return True
         bucket = self._bucket_of.get(parameter)
-        trained = bucket is not None and bucket.trainable
-        return trained or not parameter.requires_grad or parameter in self._left_out
+        if parameter.requires_grad:
+            return bucket is not None and bucket.trainable
+        has_come = parameter not in self._known and parameter not in self._told
+        return bucket is not None or not has_come or is_foreign(parameter)
 
 
 def _few(names: list[str]) -> str:

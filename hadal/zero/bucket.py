@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -95,6 +96,12 @@ class Bucket:
             self._refresh,
             gathers_by_sum=self._gathers_by_sum,
         )
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Call the parameters by other full names, in their order."""
+        pairs = zip(self.layout.slots, names, strict=True)
+        slots = tuple(dataclasses.replace(slot, name=name) for slot, name in pairs)
+        self.layout = dataclasses.replace(self.layout, slots=slots)
 
     # ---- laying down -----------------------------------------------------------------------------
 

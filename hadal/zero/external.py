@@ -61,7 +61,7 @@ def announced_uses(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
     for path, module in model.named_modules():
         read = [members[p] for p in external_parameters(module) if p in members]
         if read:
-            uses.append(Unit(f"{path or '(root)'} (external)", module, read))
+            uses.append(Unit(f"{path or '(root)'} (external)", module, read, is_external=True))
     return uses
 
 

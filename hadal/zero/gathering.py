@@ -66,13 +66,9 @@ class Gathering:
         self._limits = limits
         self._agreement = Agreement(ranks, self._gather, self._lend, self._name)
         self._paths = Paths(ranks, limits, divergence)
-        self._take([bucket for bucket in buckets if bucket.partition.weights])
         self._uses: dict[Unit, list[Bucket]] = {}
-        for unit in units:
-            mine = (member.parameter for member in unit.members)
-            uses = dict.fromkeys(self._bucket_of[p] for p in mine if p in self._bucket_of)
-            if uses:
-                self._uses[unit] = list(uses)
+        self.take_up(buckets)
+        self.extend(units)
         self._announces_all = divergence.is_expected
         self._recorder = Recorder()
         self._walk = Walk(Kind.FORWARD)
@@ -86,8 +82,30 @@ class Gathering:
         self._keeps = False
         self._moves = False
 
+    def extend(self, units: Iterable[Unit]) -> list[Unit]:
+        """Take up the units of the model that are not known yet, or that have come to use more.
+
+        Returns:
+            Those whose modules were not watched for a unit so far.
+        """
+        known = {(unit.module, unit.is_external): unit for unit in self._uses}
+        fresh = []
+        for unit in units:
+            mine = (member.parameter for member in unit.members)
+            uses = list(dict.fromkeys(self._bucket_of[p] for p in mine if p in self._bucket_of))
+            same = known.get((unit.module, unit.is_external))
+            if same is not None:
+                self._uses[same] += [bucket for bucket in uses if bucket not in self._uses[same]]
+            elif uses:
+                self._uses[unit] = uses
+                fresh.append(unit)
+        return fresh
+
+    def take_up(self, buckets: Iterable[Bucket]) -> None:
+        """Those of these that come and go; nothing is known of their uses."""
+        self._take([bucket for bucket in buckets if bucket.partition.weights])
+
     def _take(self, buckets: list[Bucket]) -> None:
-        """These are the buckets that come and go; nothing is known of their uses."""
         self._buckets = buckets
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}

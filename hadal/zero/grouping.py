@@ -60,6 +60,8 @@ class Unit:
     name: str
     module: nn.Module
     members: list[Member] = field(default_factory=list)
+    is_external: bool = False
+    """Whether the module reads these parameters, and other modules own them."""
 
 
 @dataclass(slots=True, eq=False)

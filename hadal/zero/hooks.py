@@ -90,18 +90,17 @@ class Hooks:
     """All hooks of one model. They stand outside units, so that a unit can be compiled."""
 
     def __init__(self, model: nn.Module, runtime: ZeroRuntime) -> None:
+        self._model = model
         self._runtime = runtime
         self._handles: list[RemovableHandle] = []
+        self._model_handles: list[RemovableHandle] = []
         self._forward = ExitStack()
         self._depth = 0
         self._exception_before: BaseException | None = None
         if _is_compiler_there():
             shield_hooks()
         self.watch_gradients(runtime.gradients)
-        for unit in runtime.gathering.units:
-            self._watch_unit(unit)
-        if runtime.gathering.units:
-            self._watch_model(model)
+        self.watch_units(runtime.gathering.units)
 
     def watch_gradients(self, many: Iterable[Gradients]) -> None:
         """Collect the gradients of these buckets as they arrive."""
@@ -109,11 +108,27 @@ class Hooks:
             for index, parameter in enumerate(gradients.bucket.parameters):
                 self._handles.append(self._watch_gradient(gradients.bucket, index, parameter))
 
+    def watch_units(self, units: Iterable[Unit]) -> None:
+        """Gather the weights of these units when they are used."""
+        is_root_new = False
+        for unit in units:
+            self._watch_unit(unit)
+            is_root_new = is_root_new or unit.module is self._model
+        # Registered after the units' hooks, so that the model's own come first and last.
+        if self._runtime.gathering.units and (is_root_new or not self._model_handles):
+            for handle in self._model_handles:
+                handle.remove()
+            self._model_handles = [
+                self._model.register_forward_pre_hook(_Own(self._begin), prepend=True),
+                self._model.register_forward_hook(_Own(self._end), always_call=True),
+            ]
+
     def remove(self) -> None:
         """Take every hook off."""
-        for handle in self._handles:
+        for handle in [*self._handles, *self._model_handles]:
             handle.remove()
         self._handles.clear()
+        self._model_handles.clear()
 
     def end_interrupted(self) -> None:
         """End a forward that was left by what is no `Exception`: torch calls no hook then."""
@@ -158,13 +173,6 @@ class Hooks:
             module.register_forward_hook(_Own(after), with_kwargs=True, always_call=True),
             module.register_state_dict_pre_hook(check),
             module.register_load_state_dict_pre_hook(check),
-        ]
-
-    def _watch_model(self, model: nn.Module) -> None:
-        # Registered after the units' hooks, so that the model's own come first and last.
-        self._handles += [
-            model.register_forward_pre_hook(_Own(self._begin), prepend=True),
-            model.register_forward_hook(_Own(self._end), always_call=True),
         ]
 
     def _begin(self, *_: Any) -> None:

@@ -1,8 +1,9 @@
-"""Parameters that come to be trained later: only the buckets that hold them are divided."""
+"""Parameters that come later, or come to be trained later: all other buckets stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from torch import nn
 
@@ -15,18 +16,18 @@ from hadal.zero.runtime import ZeroRuntime
 def train_later(
     runtime: ZeroRuntime, parameters: Iterable[nn.Parameter], group: int
 ) -> list[Gradients]:
-    """Give parameters that lie in untrained buckets buckets of their own, as param group `group`.
+    """Give those parameters that lie in untrained buckets new ones, as param group `group`.
 
     All ranks must call it together, with the same parameters, between two updates. A bucket that
     holds other parameters too is divided: the rest stays untrained, in the same order. Masters
     begin with the weights as they stand.
 
     Returns:
-        What collects the gradients of the new buckets, in the order of the buckets.
+        What collects the gradients of all the parameters given, in the order of the buckets.
     """
     chosen = dict.fromkeys(parameters)
-    olds = set(map(runtime.bucket_of.__getitem__, chosen))
-    for old in [bucket for bucket in runtime.buckets if bucket in olds]:
+    holders = set(map(runtime.bucket_of.__getitem__, chosen))
+    for old in [b for b in runtime.buckets if b in holders and not b.trainable]:
         runtime.gathering.need(old)
         old.check_links()
         plans = _plans(old, chosen, group)
@@ -51,3 +52,51 @@ def _plans(old: Bucket, chosen: Iterable[nn.Parameter], group: int) -> Iterator[
             is_all = len(members) == len(pairs)
             name = old.name if is_all else f"{old.name}[{members[0].name}..]"
             yield BucketPlan(name, old.partition, members, [], old.row_numel)
+
+
+def merged(
+    olds: Sequence[Bucket], news: Sequence[Bucket], order: Mapping[nn.Parameter, int]
+) -> list[Bucket]:
+    """Each new bucket before the first old one whose parameters come later in the model's order.
+
+    Gradients come in the reverse order, and reductions wait for each other.
+    """
+
+    def place(bucket: Bucket) -> int:
+        return min((order[p] for p in bucket.parameters if p in order), default=-1)
+
+    return merged_by(olds, news, place)
+
+
+_T = TypeVar("_T")
+
+
+def merged_by(olds: Sequence[_T], news: Sequence[_T], place: Callable[[_T], int]) -> list[_T]:
+    """The arithmetic of `merged`: neither list changes its own order."""
+    result, waiting = [], list(news)
+    for old in olds:
+        while waiting and place(waiting[0]) < place(old):
+            result.append(waiting.pop(0))
+        result.append(old)
+    return result + waiting
+
+
+def renamed(buckets: Iterable[Bucket], names: Mapping[nn.Parameter, str]) -> list[str]:
+    """Call parameters by the full names that they have in the model now.
+
+    Returns:
+        The names of those that have gone out of it since the last look.
+    """
+    gone = []
+    for bucket in buckets:
+        own = []
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            name = names.get(parameter)
+            if name is None and not slot.name.endswith(_GONE):
+                gone.append(slot.name)
+            own.append(name or slot.name.removesuffix(_GONE) + _GONE)
+        bucket.rename(own)
+    return gone
+
+
+_GONE = " (no longer in the model)"

@@ -304,11 +304,24 @@ class ZeroRuntime:
         What is known of all others (their order, what to expect, who uses them) stays.
         """
         place = self.buckets.index(old)
-        self.buckets[place : place + 1] = parts
-        self.bucket_of.update((p, bucket) for bucket in parts for p in bucket.parameters)
         self.gathering.replace(old, parts)
+        self._take_up([*self.buckets[:place], *parts, *self.buckets[place + 1 :]])
+
+    def extend(self, buckets: Sequence[Bucket]) -> None:
+        """Take up buckets of parameters that came into the model: all buckets in their new order.
+
+        What is known of the others stays.
+        """
+        self.gathering.take_up(buckets)
+        self._take_up(buckets)
+
+    def _take_up(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.bucket_of.update((p, bucket) for bucket in buckets for p in bucket.parameters)
         self._gradients_of |= {
-            bucket: Gradients(bucket, self._reduction) for bucket in parts if bucket.trainable
+            bucket: Gradients(bucket, self._reduction)
+            for bucket in buckets
+            if bucket.trainable and bucket not in self._gradients_of
         }
         self.gradients = [self._gradients_of[bucket] for bucket in self.buckets if bucket.trainable]
         for one in self.gradients:

@@ -122,9 +122,16 @@ def attach(stage: int) -> None:
         engine.backward(loss_of(outputs, targets))
     assert model[4].weight.grad is None
     model[4].requires_grad_(False)
-    train(engine, range(1, 2))
+    told: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hadal.engine.newcomers").addHandler(listener)
+    train(engine, range(1, 3))
+    logging.getLogger("hadal.engine.newcomers").removeHandler(listener)
+    assert len(told) == (comm.get_rank() == 0)
+    assert all("4.weight, 4.bias were put into the model after initialize" in one for one in told)
     model[4].requires_grad_(True)
-    with pytest.raises(UsageError, match=r"Initialize anew.*before initialize"):
+    with pytest.raises(UsageError, match=r"add_param_group.*before initialize"):
         train(engine, range(2, 3))
     engine.destroy()
 

@@ -1,0 +1,121 @@
+"""Taking a model over: its parameters into buckets, the rest as rank 0 has it; later ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_
+from hadal.config import Config
+from hadal.engine.policies import leaves_of, limits_of, refresh_of
+from hadal.engine.precision import buffer_rule_of, precisions_of
+from hadal.zero import access, apply, init
+from hadal.zero.bucket import Bucket
+from hadal.zero.external import announced_uses
+from hadal.zero.grouping import Unit, find_tables, find_units, is_foreign, plan_buckets
+from hadal.zero.policy import STAGES, Partition, Precision
+
+
+class Adopter:
+    """Takes over what one model is made of, as one configuration says.
+
+    Remembers which modules and parameters it has seen: what comes into the model afterwards is
+    taken over in the same way, when it is asked to.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, ranks: Ranks, device: torch.device
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._ranks = ranks
+        self._device = device
+        # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
+        self._partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
+        self._limits = limits_of(config)
+        self._modules: WeakSet[nn.Module] = WeakSet()
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def newcomers(self) -> dict[str, nn.Parameter]:
+        """By full name, the model's parameters that have not been taken over."""
+        return {n: p for n, p in self._model.named_parameters() if p not in self._parameters}
+
+    def buckets(
+        self,
+        group_of: Mapping[nn.Parameter, int],
+        precisions: Callable[[nn.Parameter], Precision] | None = None,
+    ) -> list[Bucket]:
+        """Buckets for all newcomers that can lie in one; all ranks must call it together.
+
+        `group_of`: the param group of each parameter that will be trained.
+        """
+        new = [p for p in self.newcomers().values() if not is_foreign(p)]
+        init.show_as_given(new)
+        model, config = self._model, self._config
+        precisions = precisions or precisions_of(config, model, self._device)
+        units = find_units(model, {p: group_of.get(p, -1) for p in new}, leaves_of(config))
+        tables = find_tables(model) if config.sparse_gradients else frozenset()
+        buckets = []
+        for plan in plan_buckets(units, self._partition, self._limits, precisions, tables):
+            precision = precisions(plan.members[0].parameter)
+            with init.taking_over([member.parameter for member in plan.members]):
+                bucket = Bucket(
+                    plan,
+                    precision,
+                    self._ranks,
+                    self._device,
+                    refresh_of(config),
+                    gathers_by_sum=config.zero_optimization.stage3_use_all_reduce_for_fetch_params,
+                )
+            bucket.reshard()
+            buckets.append(bucket)
+        self._use_up_room(buckets)
+        return buckets
+
+    def _use_up_room(self, buckets: list[Bucket]) -> None:
+        """What stays whole although weights are sharded counts for those that come later too."""
+        whole = [b for b in buckets if self._partition.weights and not b.partition.weights]
+        room = self._limits.persistent_total_numel - sum(b.layout.numel for b in whole)
+        self._limits = replace(self._limits, persistent_total_numel=max(0, room))
+
+    def uses(self) -> list[Unit]:
+        """Every unit of the model as it stands, with whatever else was announced to be read."""
+        managed = {p: -1 for p in self._model.parameters() if not is_foreign(p)}
+        units = find_units(self._model, managed, leaves_of(self._config))
+        return [*units, *announced_uses(self._model, units)]
+
+    def spread_the_rest(self) -> None:
+        """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device.
+
+        Everything has been taken over then.
+        """
+        for name, parameter in self.newcomers().items():
+            if is_foreign(parameter):
+                parameter.data = parameter.data.to(self._device)
+                broadcast_(parameter.data, 0, self._ranks, f"the broadcast of {name}")
+            self._parameters[parameter] = True
+        rule = buffer_rule_of(self._config, self._model)
+        for path, module in self._model.named_modules():
+            if module in self._modules:
+                continue
+            self._modules.add(module)
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                moved = buffer.to(self._device, rule.dtype_of(name, module, buffer)).contiguous()
+                broadcast_(moved, 0, self._ranks, f"the broadcast of buffer {name}")
+                module._buffers[key] = moved
+
+    def register(self, keeper: access.Keeper, buckets: list[Bucket]) -> None:
+        """Make the buckets' parameters known to `GatheredParameters`, `apply` and copies."""
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        access.register(keeper, parameters)
+        if not self._config.zero_optimization.override_module_apply:
+            apply.leave_alone(parameters)
