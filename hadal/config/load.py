@@ -88,7 +88,10 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
         inferred.append("sequence_parallel_size")
     zero = values.get("zero_optimization") or default_of(Config.model_fields["zero_optimization"])
     if zero.overlap_comm is None:
-        update = {"overlap_comm": zero.stage == 3}
+        # Below stage 2 nobody knows which backward is an update's last, where the caller says so
+        # by `step`: reductions come behind it.
+        managed = values.get("managed_gradient_accumulation", True)
+        update = {"overlap_comm": managed or zero.stage >= 2}
         values["zero_optimization"] = zero.model_copy(update=update)
         inferred.append("zero_optimization.overlap_comm")
     return tuple(inferred)

@@ -102,8 +102,8 @@ class ZeroOptimization(Section):
     overlap_comm: Boolean | None = key(
         None,
         "Let reductions go on while the backward pass does; false waits for each where it starts. "
-        "null is shown as DeepSpeed reads it (true at stage 3, else false), yet overlaps at every "
-        "stage: the numbers are the same.",
+        "null is true at every stage (DeepSpeed: at stage 3), as the numbers are the same; below "
+        "stage 2 with managed_gradient_accumulation false there is nothing to overlap: false.",
     )
     grad_hooks: Boolean = key(
         True,

@@ -94,9 +94,7 @@ def limits_of(config: Config) -> Limits:
         live_numel=zero.stage3_max_live_parameters,
         reuse_numel=zero.stage3_max_reuse_distance,
         prefetch_numel=0 if zero.stage3_allgather_sequential else zero.stage3_prefetch_bucket_size,
-        # Reductions overlap backward unless the user wrote false: the numbers are the same.
-        overlap=bool(zero.overlap_comm)
-        or config.origins.get("zero_optimization.overlap_comm") != "you",
+        overlap=bool(zero.overlap_comm),
     )
 
 

@@ -402,9 +402,11 @@ def test_the_first_form_of_stage_1_is_refused():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_overlap_follows_the_stage(stage):
+def test_overlap_is_true_wherever_something_can(stage):
     config = load_config(with_zero(stage=stage))
-    assert config.zero_optimization.overlap_comm is (stage == 3)
+    assert config.zero_optimization.overlap_comm is True
+    unmanaged = load_config({**with_zero(stage=stage), "managed_gradient_accumulation": False})
+    assert unmanaged.zero_optimization.overlap_comm is (stage >= 2)
     assert config.origins["zero_optimization.overlap_comm"] == "inferred"
     config = load_config(with_zero(stage=stage, overlap_comm=False))
     assert config.zero_optimization.overlap_comm is False
