@@ -237,7 +237,15 @@ class ZeroOptimization(Section):
         False,
         "Tell each time that the recorded order of modules no longer holds, not only the first.",
     )
-    enable_sanity_checks: Boolean = key(False, "Check more while running.", mark=UNBUILT)
+    enable_sanity_checks: Boolean = key(
+        False,
+        "Check more, at every stage, and change no number. Before each update the ranks compare "
+        "digests of the weights they hold whole and of those they gathered; a weight, or (but for "
+        "fp16) a gradient of any micro-step, that is not finite is an error with its name and "
+        "ranks; unequally many gradients are a warning. It reads each gather, each gradient and "
+        "all weights once more: expect a third more time on a CPU, and on an accelerator a wait "
+        "at each.",
+    )
     save_muon_momentum_buffer_in_memory: Boolean = key(
         False, "Keep Muon's momentum off the disk.", mark=UNBUILT_AT_STAGE_3
     )

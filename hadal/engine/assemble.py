@@ -60,6 +60,7 @@ from hadal.zero import apply, init
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import Precision
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.sanity import Sanity
 
 
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -244,7 +245,8 @@ def _build_runtime(admitted: _Admitted, adopter: Adopter, ranks: Ranks) -> ZeroR
     buckets = adopter.buckets(group_of, admitted.precisions)
     reduction = reduction_of(config, config.sequence_parallel_size)
     limits, divergence = limits_of(config), divergence_of(config)
-    runtime = ZeroRuntime(adopter.uses(), buckets, ranks, limits, reduction, divergence)
+    sanity = Sanity(ranks) if config.zero_optimization.enable_sanity_checks else None
+    runtime = ZeroRuntime(adopter.uses(), buckets, ranks, limits, reduction, divergence, sanity)
     adopter.spread_the_rest()
     adopter.register(runtime, buckets)
     return runtime

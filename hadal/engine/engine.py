@@ -453,6 +453,7 @@ class Engine(nn.Module):
         with parts.clocks.late_reduce:
             parts.runtime.reduce_all()
         with parts.clocks.step:
+            parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
             parts.runtime.reshard_all()
             found = self._cycle.last = measure(parts, self._scale.scale)
             if found.overflow:

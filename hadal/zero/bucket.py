@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -83,6 +83,8 @@ class Bucket:
         cut = plan.partition.optimizer or plan.partition.weights
         self.span = self.layout.span(ranks.rank) if cut else (0, self.layout.numel)
         self.state = Weights.FULL
+        self.on_gather: Callable[[Tensor], None] | None = None
+        """Is shown what was gathered, for this rank's use or for the others'."""
         self._pending: Pending | None = None
         self._adopt()
 
@@ -173,6 +175,8 @@ class Bucket:
         assert self._pending is not None  # ARRIVING means that a gather was started
         self._pending.wait()
         self._pending = None
+        if self.on_gather is not None:
+            self.on_gather(self.full)
         self._point_at(self._views)
         self.state = Weights.FULL
 
@@ -195,6 +199,8 @@ class Bucket:
         scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
         scratch[self.span[0] : self.span[1]].copy_(self.shard)
         self._start_gather(scratch).wait()
+        if self.on_gather is not None:
+            self.on_gather(scratch)
 
     def _start_gather(self, full: Tensor) -> Pending:
         gather = start_gather_by_sum if self._gathers_by_sum else start_all_gather

@@ -17,6 +17,7 @@ from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
+from hadal.zero.sanity import Sanity
 from hadal.zero.still import has_frozen, held_still
 from hadal.zero.unused import UnusedCheck
 
@@ -41,6 +42,7 @@ class ZeroRuntime:
         limits: Limits,
         reduction: Reduction,
         divergence: Divergence,
+        sanity: Sanity | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self.ranks = ranks
@@ -62,6 +64,9 @@ class ZeroRuntime:
         self._frozen: list[Bucket] = []
         self._overlaps = limits.overlap
         self._unused: UnusedCheck | None = None
+        self._sanity = sanity
+        if sanity is not None:
+            sanity.watch(self.buckets)
         self._plan_reductions()
         self._reduces = False
         self._has_learned = False
@@ -156,6 +161,8 @@ class ZeroRuntime:
                 " (requires_grad_(False))."
             )
         gradients = self._gradients_of[bucket]
+        if self._sanity is not None:
+            self._sanity.came(gradients, index)
         gradients.take(index)
         if self._unused is not None:
             self._unused.came(gradients, index)
@@ -254,6 +261,15 @@ class ZeroRuntime:
             if gradients.state is Arrival.EMPTY:
                 gradients.count_as_zero()
 
+    def check_sanity(self, *, overflow_is_told: bool) -> None:
+        """Before an update, where more is to be checked.
+
+        Raises:
+            MismatchError, ModelError: something is wrong (see `sanity.py`).
+        """
+        if self._sanity is not None:
+            self._sanity.check(overflow_is_told=overflow_is_told)
+
     def holding_frozen(self) -> AbstractContextManager[None]:
         """Around an update, behind `reduce_all`: what was frozen since the start does not move."""
         return held_still(self._frozen)
@@ -317,6 +333,8 @@ class ZeroRuntime:
 
     def _take_up(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
+        if self._sanity is not None:
+            self._sanity.watch(self.buckets)
         self.bucket_of.update((p, bucket) for bucket in buckets for p in bucket.parameters)
         self._gradients_of |= {
             bucket: Gradients(bucket, self._reduction)

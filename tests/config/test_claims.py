@@ -32,7 +32,6 @@ _ZERO = "zero_optimization."
 OF_A_FEATURE = {
     "optimizer.params{type=OneBit*": "1-bit optimizers",
     "optimizer.params{type=ZeroOneAdam*": "1-bit optimizers",
-    f"{_ZERO}enable_sanity_checks": "gathering on use",
     f"{_ZERO}gather_16bit_weights_on_model_save": "checkpoints",
     f"{_ZERO}stage3_gather_*": "checkpoints",
     f"{_ZERO}load_from_fp32_weights": "checkpoints",

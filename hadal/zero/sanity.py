@@ -1,0 +1,189 @@
+"""What is checked besides while a model trains, for those who look for a fault."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
+from hadal.errors import MismatchError, ModelError
+from hadal.zero.bucket import Bucket
+from hadal.zero.gradients import Gradients
+
+_log = logging.getLogger(__name__)
+
+_BLOCK_NUMEL = 1 << 20
+_SHOWN = 8
+
+
+def digest(values: Tensor) -> int:
+    """A number that two 1-D tensors share where they hold the same bits, and else hardly ever.
+
+    Their bytes are a multiple of 8. Works on any device, a block at a time.
+    """
+    words = values.detach().view(torch.int64)
+    total = 0
+    for number, block in enumerate(words.split(_BLOCK_NUMEL)):
+        # Odd factors: none makes two different words alike. Sums wrap around.
+        places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
+        total = hash((total, number, int((block * places).sum()), int(block.sum())))
+    return total
+
+
+@dataclass(slots=True)
+class _Report:
+    """What one rank has seen since the last update."""
+
+    digests: dict[str, int] = field(default_factory=dict)
+    """Of each parameter whose weights are whole on every rank."""
+    gathers: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    """Of each bucket: how often it was gathered, and a digest of each slice in all of them."""
+    arrivals: dict[str, int] = field(default_factory=dict)
+    """How many gradients came for each trained parameter."""
+    faulty_weights: list[str] = field(default_factory=list)
+    faulty_gradients: list[str] = field(default_factory=list)
+
+
+class Sanity:
+    """Watches the buckets of one model and compares, once an update, what the ranks have seen.
+
+    It changes no number. It costs a look at each gathered bucket, at each gradient, and at all
+    weights once an update; on an accelerator each look waits for the device.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buckets: list[Bucket] = []
+        self._gathers: dict[str, tuple[int, list[int]]] = {}
+        self._arrivals: dict[str, int] = {}
+        self._faulty_gradients: dict[str, None] = {}
+        self._told: set[str] = set()
+
+    def watch(self, buckets: Sequence[Bucket]) -> None:
+        """From now on these are the buckets."""
+        self._buckets = list(buckets)
+        self._gathers.clear()
+        for bucket in buckets:
+            if bucket.partition.weights:
+                bucket.on_gather = partial(self._gathered, bucket)
+
+    def _gathered(self, bucket: Bucket, full: Tensor) -> None:
+        count, known = self._gathers.get(bucket.name, (0, [0] * bucket.layout.world_size))
+        slices = full.split(bucket.layout.shard_numel) if full.numel() else ()
+        seen = [hash((old, digest(part))) for old, part in zip(known, slices, strict=False)]
+        self._gathers[bucket.name] = (count + 1, seen)
+
+    def came(self, gradients: Gradients, index: int) -> None:
+        """Autograd has put a gradient on parameter number `index` of a bucket."""
+        bucket = gradients.bucket
+        name, gradient = bucket.layout.slots[index].name, bucket.parameters[index].grad
+        self._arrivals[name] = self._arrivals.get(name, 0) + 1
+        if gradient is not None and not _is_finite(gradient):
+            self._faulty_gradients[name] = None
+
+    def check(self, *, overflow_is_told: bool) -> None:
+        """Compare what the ranks have seen since the last update; all ranks must call it.
+
+        `overflow_is_told`: gradients that are not finite are dealt with elsewhere.
+
+        Raises:
+            MismatchError: the ranks hold different weights, or saw different ones in a gather.
+            ModelError: a weight, or a gradient of any micro-step, is not finite.
+        """
+        faulty = [] if overflow_is_told else list(self._faulty_gradients)
+        mine = _Report(
+            dict(self._weights()),
+            dict(self._gathers),
+            dict(self._arrivals),
+            list(self._faulty_weights()),
+            faulty,
+        )
+        self._gathers.clear()
+        self._arrivals.clear()
+        self._faulty_gradients.clear()
+        reports = gather_objects(mine, self._ranks)
+        _expect_one([report.digests for report in reports], _PARTED_WEIGHTS)
+        _expect_one([report.gathers for report in reports], _PARTED_GATHERS)
+        _expect_finite("weight", [report.faulty_weights for report in reports])
+        _expect_finite("gradient", [report.faulty_gradients for report in reports])
+        self._tell_missing([report.arrivals for report in reports])
+
+    def _weights(self) -> Iterator[tuple[str, int]]:
+        for bucket in self._buckets:
+            if not bucket.partition.weights:
+                for slot in bucket.layout.slots:
+                    if slot.numel:
+                        # To the next border: padding holds zeros on every rank.
+                        words = max(1, 8 // bucket.full.itemsize)
+                        stop = -(-slot.stop // words) * words
+                        yield slot.name, digest(bucket.full[slot.offset : stop])
+
+    def _faulty_weights(self) -> Iterator[str]:
+        for bucket in self._buckets:
+            if not bucket.trainable or _is_finite(bucket.shard):
+                continue
+            for part in bucket.layout.fragments(*bucket.span):
+                if not _is_finite(bucket.shard[part.offset : part.offset + part.numel]):
+                    yield bucket.layout.slots[part.slot].name
+
+    def _tell_missing(self, arrivals: Sequence[Mapping[str, int]]) -> None:
+        """Ranks may take different branches, so this is a warning, once for each parameter."""
+        names = dict.fromkeys(name for one in arrivals for name in one)
+        counts = {name: [one.get(name, 0) for one in arrivals] for name in names}
+        parted = sorted(n for n, c in counts.items() if len(set(c)) > 1 and n not in self._told)
+        self._told.update(parted)
+        if parted and self._ranks.rank == 0:
+            _log.warning(
+                "the ranks got different numbers of gradients in this update: %s. Where none came"
+                " it counts as zero: the mean is over all ranks. Told once for each parameter.",
+                _few(f"{name} {counts[name]}" for name in parted),
+            )
+
+
+_PARTED_WEIGHTS = (
+    "the ranks hold different weights of {names}: rank {rank} others than rank 0. Change weights"
+    " alike on every rank, or inside `with hadal.zero.GatheredParameters([parameter],"
+    " modifier_rank=0):`"
+)
+_PARTED_GATHERS = (
+    "the ranks saw different weights in the gathers of {names} (or gathered them not equally"
+    " often): rank {rank} others than rank 0. Memory of a rank, or what travels between them, is"
+    " damaged"
+)
+
+
+def _expect_one(known: Sequence[Mapping[str, object]], message: str) -> None:
+    for rank, mine in enumerate(known):
+        parted = [name for name in {**known[0], **mine} if known[0].get(name) != mine.get(name)]
+        if parted:
+            raise MismatchError(message.format(names=_few(parted), rank=rank))
+
+
+def _expect_finite(what: str, known: Sequence[Sequence[str]]) -> None:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, names in enumerate(known):
+        for name in names:
+            ranks_of.setdefault(name, []).append(rank)
+    if ranks_of:
+        told = (f"{name} (rank {', '.join(map(str, r))})" for name, r in ranks_of.items())
+        raise ModelError(
+            f"a {what} is not finite: {_few(told)}; told by zero_optimization.enable_sanity_checks"
+        )
+
+
+def _is_finite(values: Tensor) -> bool:
+    # One pass and no second tensor: a sum is finite only where all elements are (or it overflows,
+    # which is looked at closely then).
+    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+
+
+def _few(names: Iterable[str]) -> str:
+    known = list(names)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return ", ".join(known[:_SHOWN]) + more
