@@ -1,13 +1,9 @@
-"""Processes of one host give each other tensors by reading straight from each other's memory.
+"""Which processes of one host can read from each other's memory, and do so in place of sockets.
 
-Linux lets a process copy from another one of the same user (cross-memory attach,
-`process_vm_readv`): one copy, at the speed of memory, where a socket needs several. What is offered
-is told by a small message on a Unix socket: where it lies, and how long it is. A thread of the
-receiver copies it to where it is wanted and says that it is taken. Short tensors travel in the
-message itself.
-
-Two processes try each other out when their group is made; where one cannot read from the other
-(another host, another container, a forbidding kernel), the pair stays with the backend's sends.
+Linux lets a process copy from another one of the same user (cross-memory attach): one copy, at the
+speed of memory, where a socket needs several. Two processes try each other out when their group is
+made; where one cannot read from the other (another host, another container, a forbidding kernel),
+the pair stays with the backend's sends.
 """
 
 from __future__ import annotations
@@ -16,63 +12,18 @@ import contextlib
 import ctypes
 import os
 import secrets
-import selectors
 import socket
 import struct
-import sys
-import threading
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
+from hadal.comm.cross_memory import MEETING_S, Neighbour, Office, read, system
 
-# Bytes that travel in the message: below, a copy more is cheaper than an answer.
-_SHORT = 4096
-_LONGEST_READ = 1 << 30
-_MEETING_S = 60.0
-# kind, group, tag, number, address, bytes
-_HEADER = struct.Struct("<BQIQQQ")
-_OFFER, _SHORT_OFFER, _TAKEN, _REFUSED = 1, 2, 3, 4
-_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 # Linux: whoever may read this process's memory, where the Yama module guards it (prctl.h).
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
-
-
-class _Vector(ctypes.Structure):
-    """`struct iovec`: where bytes lie."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
-@cache
-def _system() -> ctypes.CDLL | None:
-    """The C library; None where the system has no cross-memory attach."""
-    if sys.platform != "linux":
-        return None
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "process_vm_readv"):
-        return None
-    many, vector = ctypes.c_ulong, ctypes.POINTER(_Vector)
-    library.process_vm_readv.argtypes = (ctypes.c_int, vector, many, vector, many, many)
-    library.process_vm_readv.restype = ctypes.c_ssize_t
-    return library
-
-
-def _read(pid: int, source: int, target: int, nbytes: int) -> None:
-    """Copy bytes of another process's memory. The interpreter's lock is free meanwhile."""
-    library = _system()
-    assert library is not None  # or no neighbour was met
-    while nbytes:
-        piece = min(nbytes, _LONGEST_READ)
-        here, there = _Vector(target, piece), _Vector(source, piece)
-        copied = library.process_vm_readv(pid, here, 1, there, 1, 0)
-        if copied <= 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        source, target, nbytes = source + copied, target + copied, nbytes - copied
 
 
 class Identity(NamedTuple):
@@ -87,309 +38,6 @@ class Identity(NamedTuple):
     """A number for the group that is being made; the first member's counts."""
 
 
-class _Ended:
-    """One send or receive: over, or at fault."""
-
-    __slots__ = ("_event", "_fault", "_timeout")
-
-    def __init__(self, timeout: float) -> None:
-        self._event = threading.Event()
-        self._fault = ""
-        self._timeout = timeout
-
-    def end(self, fault: str = "") -> None:
-        self._fault = fault
-        self._event.set()
-
-    def wait(self) -> None:
-        """Wait for the end.
-
-        Raises:
-            RuntimeError: the other process is gone, or has not come in time.
-        """
-        if not self._event.wait(self._timeout):
-            raise RuntimeError(f"timed out after {self._timeout:g} s")
-        if self._fault:
-            raise RuntimeError(self._fault)
-
-
-class _Sent(_Ended):
-    """A tensor that is offered, kept until it is taken."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor | None, timeout: float) -> None:
-        super().__init__(timeout)
-        self.tensor = tensor
-
-
-class _Received(_Ended):
-    """A tensor that is wanted."""
-
-    __slots__ = ("_neighbour", "nbytes", "tensor")
-
-    def __init__(self, tensor: Tensor, timeout: float, neighbour: Neighbour) -> None:
-        super().__init__(timeout)
-        self.tensor = tensor
-        self.nbytes = tensor.nbytes
-        self._neighbour = neighbour
-
-    def wait(self) -> None:
-        """As `_Ended.wait`; whoever waits copies what the thread has not begun with."""
-        self._neighbour.take_what_met()
-        super().wait()
-
-
-class _Offer(NamedTuple):
-    """What the other process has for us."""
-
-    number: int
-    address: int
-    nbytes: int
-    short: bytes | None
-
-
-class _Channel(NamedTuple):
-    """Offers and wishes meet by their order within it."""
-
-    group: int
-    tag: int
-
-
-class Neighbour:
-    """Another process of this host whose memory this one reads, and that reads from this one."""
-
-    def __init__(self, pid: int, connection: socket.socket, bell: _Bell) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._bell = bell
-        self._lock = threading.Lock()
-        self._offers: dict[_Channel, deque[_Offer]] = defaultdict(deque)
-        self._wanted: dict[_Channel, deque[_Received]] = defaultdict(deque)
-        self._met: deque[tuple[_Received, _Offer]] = deque()
-        self._untaken: dict[int, _Sent] = {}
-        self._unwritten: deque[bytes] = deque()
-        self._number = 0
-        self._fault = ""
-
-    # ---- what the caller's thread does -----------------------------------------------------------
-
-    def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> _Ended:
-        """Offer a contiguous tensor of the host; it must stay as it is until the end."""
-        nbytes, address = tensor.nbytes, tensor.data_ptr()
-        with self._lock:
-            self._check()
-            if nbytes <= _SHORT:
-                header = _HEADER.pack(_SHORT_OFFER, group, tag, 0, 0, nbytes)
-                self._write(header + ctypes.string_at(address, nbytes))
-                sent = _Sent(None, timeout)
-                sent.end()
-                return sent
-            self._number += 1
-            sent = self._untaken[self._number] = _Sent(tensor, timeout)
-            self._write(_HEADER.pack(_OFFER, group, tag, self._number, address, nbytes))
-            return sent
-
-    def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> _Ended:
-        """Have a contiguous tensor of the host filled with what the other process offers."""
-        received = _Received(tensor, timeout, self)
-        channel = _Channel(group, tag)
-        with self._lock:
-            waiting = self._offers.get(channel)
-            if not waiting:
-                self._check()
-                self._wanted[channel].append(received)
-                return received
-            offer = waiting.popleft()
-            if offer.short is None:
-                self._met.append((received, offer))
-                self._bell.ring()
-                return received
-        self._take(received, offer)
-        return received
-
-    def _check(self) -> None:
-        if self._fault:
-            raise RuntimeError(self._fault)
-
-    def _write(self, message: bytes) -> None:
-        """Send a message, or leave it to the thread where the socket is full. With the lock."""
-        if not self._unwritten:
-            try:
-                self._connection.send(message)
-                return
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # the thread finds the end of the connection, and tells it
-        self._unwritten.append(message)
-        self._bell.ring()
-
-    # ---- what the thread does --------------------------------------------------------------------
-
-    @property
-    def wants_to_write(self) -> bool:
-        """Whether messages wait for room in the socket."""
-        return bool(self._unwritten)
-
-    def fileno(self) -> int:
-        """The connection's number, for a selector."""
-        return self._connection.fileno()
-
-    def flush(self) -> None:
-        """Send what had no room."""
-        with self._lock, contextlib.suppress(OSError):
-            while self._unwritten:
-                self._connection.send(self._unwritten[0])
-                self._unwritten.popleft()
-
-    def listen(self) -> bool:
-        """Act on all messages that have come; False: the connection has ended."""
-        while True:
-            try:
-                message = self._connection.recv(_HEADER.size + _SHORT)
-            except BlockingIOError:
-                return True
-            except OSError:
-                message = b""
-            if not message:
-                return False
-            self._act(message)
-
-    def _act(self, message: bytes) -> None:
-        kind, group, tag, number, address, nbytes = _HEADER.unpack_from(message)
-        if kind in (_TAKEN, _REFUSED):
-            with self._lock:
-                sent = self._untaken.pop(number)
-            sent.end("" if kind == _TAKEN else f"process {self.pid} could not take it")
-            return
-        short = message[_HEADER.size :] if kind == _SHORT_OFFER else None
-        offer, channel = _Offer(number, address, nbytes, short), _Channel(group, tag)
-        with self._lock:
-            wanted = self._wanted.get(channel)
-            if not wanted:
-                self._offers[channel].append(offer)
-                return
-            received = wanted.popleft()
-        self._take(received, offer)
-
-    def take_what_met(self) -> None:
-        """Copy what was offered before it was wanted."""
-        while True:
-            with self._lock:
-                if not self._met:
-                    return
-                received, offer = self._met.popleft()
-            self._take(received, offer)
-
-    def _take(self, received: _Received, offer: _Offer) -> None:
-        fault, target = "", received.tensor.data_ptr()
-        if offer.nbytes != received.nbytes:
-            fault = f"{offer.nbytes} bytes were sent where {received.nbytes} are expected"
-        elif offer.short is not None:
-            ctypes.memmove(target, offer.short, offer.nbytes)
-        else:
-            try:
-                _read(self.pid, offer.address, target, offer.nbytes)
-            except OSError as error:
-                fault = f"process {self.pid} cannot be read from: {error}"
-        if offer.short is None:
-            with self._lock:
-                self._write(_HEADER.pack(_REFUSED if fault else _TAKEN, 0, 0, offer.number, 0, 0))
-        received.end(fault)
-
-    def close(self) -> None:
-        """Give this end of the connection up."""
-        self._connection.close()
-
-    def end(self) -> None:
-        """The other process is gone: nothing will come, and nothing will be taken."""
-        self.close()
-        with self._lock:
-            self._fault = f"connection closed by process {self.pid} of this host"
-            left: list[_Ended] = [one for line in self._wanted.values() for one in line]
-            left += self._untaken.values()
-            self._wanted.clear()
-            self._untaken.clear()
-            self._unwritten.clear()
-        for one in left:
-            one.end(self._fault)
-
-
-class _Bell:
-    """Wakes the thread."""
-
-    def __init__(self) -> None:
-        self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._number
-
-    def ring(self) -> None:
-        os.eventfd_write(self._number, 1)
-
-    def hear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._number)
-
-
-class _Office:
-    """This process's end of all connections, and the thread that serves them."""
-
-    def __init__(self) -> None:
-        self.address = b"\0hadal-" + secrets.token_hex(12).encode()
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(self.address)
-        self.listener.listen(socket.SOMAXCONN)
-        self.listener.settimeout(_MEETING_S)
-        self.neighbours: dict[bytes, Neighbour] = {}
-        self.bell = _Bell()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self.bell, selectors.EVENT_READ)
-        self._thread: threading.Thread | None = None
-        os.register_at_fork(after_in_child=self._leave)
-
-    def add(self, other: Identity, connection: socket.socket) -> None:
-        """Serve a connection that was tried out."""
-        connection.setblocking(False)
-        neighbour = Neighbour(other.pid, connection, self.bell)
-        self.neighbours[other.address] = neighbour
-        self._selector.register(neighbour, selectors.EVENT_READ, other.address)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name="hadal-neighbours", daemon=True
-            )
-            self._thread.start()
-
-    def _leave(self) -> None:
-        """In a forked child: a connection ends with the process that made it, not with this one."""
-        self.listener.close()
-        for neighbour in self.neighbours.values():
-            neighbour.close()
-
-    def _serve(self) -> None:
-        while True:
-            for key, events in self._selector.select():
-                if isinstance(key.fileobj, Neighbour):
-                    self._attend(key.fileobj, events, key.data)
-                else:
-                    self.bell.hear()
-                    for address, neighbour in tuple(self.neighbours.items()):
-                        neighbour.take_what_met()
-                        if neighbour.wants_to_write:
-                            self._selector.modify(neighbour, _BOTH, address)
-
-    def _attend(self, neighbour: Neighbour, events: int, address: bytes) -> None:
-        if events & selectors.EVENT_WRITE:
-            neighbour.flush()
-            if not neighbour.wants_to_write:
-                self._selector.modify(neighbour, selectors.EVENT_READ, address)
-        if events & selectors.EVENT_READ and not neighbour.listen():
-            self._selector.unregister(neighbour)
-            del self.neighbours[address]
-            neighbour.end()
-
-
 @dataclass(frozen=True, slots=True)
 class Circle:
     """The neighbours among the ranks of one group."""
@@ -401,8 +49,8 @@ class Circle:
 
 
 @cache
-def _office() -> _Office:
-    return _Office()
+def _office() -> Office:
+    return Office()
 
 
 def _host() -> str:
@@ -418,7 +66,7 @@ def _host() -> str:
 def identity(*, reads: bool) -> Identity:
     """What this process tells the others before `meet`; without `reads` it has no neighbours."""
     number = secrets.randbits(63)
-    if not reads or _system() is None or not _host():
+    if not reads or system() is None or not _host():
         return Identity("", os.getpid(), b"", number)
     return Identity(_host(), os.getpid(), _office().address, number)
 
@@ -450,20 +98,21 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
     for number, other in others.items():
         if number < rank:  # its socket listens already, so that nobody waits for anybody
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(_MEETING_S)
+            connection.settimeout(MEETING_S)
             connection.connect(other.address)
             connection.send(_office().address)
             connections[number] = connection
     by_address = {other.address: number for number, other in others.items() if number > rank}
     while by_address:
         connection, _ = _office().listener.accept()
-        connection.settimeout(_MEETING_S)
-        number_or_none = by_address.pop(connection.recv(_SHORT), None)
+        connection.settimeout(MEETING_S)
+        number_or_none = by_address.pop(connection.recv(64), None)
         if number_or_none is None or _pid_of(connection) != others[number_or_none].pid:
             raise RuntimeError("a process that is none of the ranks connected to this one")
         connections[number_or_none] = connection
     for number in _trusted({n: (others[n].pid, c) for n, c in connections.items()}):
-        _office().add(others[number], connections.pop(number))
+        other = others[number]
+        _office().add(other.address, other.pid, connections.pop(number))
     for connection in connections.values():
         connection.close()
 
@@ -478,7 +127,7 @@ def _pid_of(connection: socket.socket) -> int:
 
 def _let_read() -> None:
     """Where the system lets only parents read from a process, let other processes do so too."""
-    library = _system()
+    library = system()
     with contextlib.suppress(OSError, ValueError):
         guard = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
         if library is not None and guard == 1:
@@ -502,7 +151,7 @@ def _trusted(connections: Mapping[int, tuple[int, socket.socket]]) -> list[int]:
 def _secret_of(pid: int, address: int) -> bytes:
     found = ctypes.create_string_buffer(16)
     try:
-        _read(pid, address, ctypes.addressof(found), 16)
+        read(pid, address, ctypes.addressof(found), 16)
     except OSError:
         return b"-"
     return found.raw

@@ -118,6 +118,28 @@ def test_neighbours_give_what_the_backend_gives(dtype: torch.dtype, ranks: RankP
         assert all(same)
 
 
+def on_two_hosts() -> list[Any]:
+    """Ranks 0 and 1 on one host, 2 and 3 on another: each pair goes its own way."""
+    group = dist.new_group([0, 1, 2, 3])
+    assert isinstance(group, dist.ProcessGroup)
+    met, host = neighbours.Office(), f"host {dist.get_rank() // 2}"
+    with (
+        patch.object(neighbours, "_office", lambda: met),
+        patch.object(neighbours, "_host", lambda: host),
+        patch.object(Ranks, "world", lambda: Ranks.of(group)),
+    ):
+        ranks = Ranks.world()
+        return [sorted(ranks.circle.neighbours), ranks.are_neighbours, *both_ways(torch.bfloat16)]
+
+
+def test_some_may_be_neighbours_and_others_not(ranks: RankPools) -> None:
+    found = ranks(4).run(on_two_hosts)
+    assert [one[0] for one in found] == [[1], [0], [3], [2]]
+    for _, all_here, *same in found:
+        assert not all_here
+        assert all(same)
+
+
 def of_another_length() -> None:
     ranks = Ranks.world()
     mine = torch.zeros(5000 + ranks.rank)
@@ -172,7 +194,7 @@ def without_reading(who: int) -> tuple[int, bool]:
     assert isinstance(group, dist.ProcessGroup)
     blind = patch.object(neighbours, "_secret_of", lambda *_: b"-")
     # As processes that have not met yet.
-    met = neighbours._Office()
+    met = neighbours.Office()
     with patch.object(neighbours, "_office", lambda: met):
         if dist.get_rank() == who:
             with blind:
