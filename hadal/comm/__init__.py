@@ -11,13 +11,21 @@ agreement   a small exchange on the host by which ranks learn that they do the s
 """
 
 from hadal.comm.collectives import barrier
-from hadal.comm.ranks import Ranks, get_local_rank, get_rank, get_world_size, is_initialized
+from hadal.comm.ranks import (
+    Ranks,
+    get_local_rank,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    is_initialized,
+)
 from hadal.comm.start import init_distributed
 
 __all__ = [
     "Ranks",
     "barrier",
     "get_local_rank",
+    "get_local_world_size",
     "get_rank",
     "get_world_size",
     "init_distributed",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.pairs import receive, send
-from hadal.comm.pending import Pending, Work, at_end, failure, finished, followed_by
+from hadal.comm.pending import Pending, Work, at_end, failure, finished, followed_by, relayed
 from hadal.comm.ranks import Ranks
 from hadal.comm.watchdog import watched
 
@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Sends in pairs are matched by order within a tag: what is started in its own order has its own
 # tag.
-_REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE, _SMALL = 11, 12, 13, 14, 15, 16
+_REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE, _SMALL, _HOP = 11, 12, 13, 14, 15, 16, 17
 
 # Ranks and bytes up to which each tells all others what it has, in place of a collective.
 _FEW_RANKS, _FEW_BYTES = 8, 4096
@@ -86,6 +86,27 @@ def _start_exchange(cuts: Sequence[Tensor], ranks: Ranks, label: str) -> Pending
     leaving = [send(mine, other, ranks, _GATHER, label) for other in ranks.others]
     coming = [receive(cuts[other], other, ranks, _GATHER, label) for other in ranks.others]
     return Pending(label, [*coming, *leaving])
+
+
+def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str) -> Pending:
+    """As `start_all_gather` over the ranks of several nodes, each byte once into each node.
+
+    First the shards of the ranks `across` nodes that stand where I do in theirs, then what the
+    ranks `inside` my node have got. Slices lie by node, and by rank in each.
+    """
+    nodes = [slice_of(full, node, across) for node in range(across.size)]
+    first = _start_exchange([slice_of(one, inside.rank, inside) for one in nodes], across, label)
+
+    def spread() -> Pending:
+        # In an order of its own: other gathers inside the node may have overtaken it.
+        pendings = [start_all_gather(one, inside, label, _HOP) for one in nodes]
+        return Pending(label, [work for pending in pendings for work in pending.works])
+
+    if inside.exchanges_in_pairs(full.device):
+        return relayed(first, spread)
+    # An accelerator waits for it in its own queue, and not the host.
+    first.wait()
+    return spread()
 
 
 def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,69 @@ def followed_by(pending: Pending, start: Callable[[], Pending]) -> Pending:
 
     pending.then = then
     return pending
+
+
+class _Relay:
+    """Starts collectives that follow earlier ones, as soon as these have arrived.
+
+    One thread for all of a process, so that they start in the order in which they were asked for:
+    the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[_Relayed] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="hadal-relay", daemon=True).start()
+
+    def put(self, relayed: _Relayed) -> None:
+        self._asked.put(relayed)
+
+    def _run(self) -> None:
+        while True:
+            self._asked.get().start()
+
+
+class _Relayed:
+    """A collective in two hops, as one call under way."""
+
+    def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
+        self._first = first
+        self._start = start
+        self._begun = threading.Event()
+        self._following: Pending | None = None
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        try:
+            self._first.wait()
+            self._following = self._start()
+        except Exception as error:
+            # Raised where it is waited for.
+            self._error = error
+        self._begun.set()
+
+    def wait(self) -> None:
+        """Wait for the end of both hops."""
+        self._begun.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._following is not None  # it was begun
+        self._following.wait()
+
+
+_relay: _Relay | None = None
+
+
+def relayed(first: Pending, start: Callable[[], Pending]) -> Pending:
+    """Let another collective follow `first` at once, and not where somebody comes to wait for it.
+
+    For ranks that may wait for the second one here before this one does.
+    """
+    global _relay
+    if _relay is None:
+        _relay = _Relay()
+    work = _Relayed(first, start)
+    _relay.put(work)
+    return Pending(first.label, [work])
 
 
 def failure(label: str, error: Exception) -> CommunicationError:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hadal.comm.neighbours import Circle, Identity, identity, meet
-from hadal.comm.start import local_rank, may_read_memory
+from hadal.comm.start import local_rank, local_size, may_read_memory
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Ranks:
         return cls(group, rank, size, host_group, _circle(host_group))
 
     def in_blocks(self, size: int) -> tuple[Ranks, Ranks]:
-        """Cut all ranks of the world into blocks of `size` consecutive ones.
+        """Cut these ranks into blocks of `size` consecutive ones; `size` divides them.
 
         Returns:
             The ranks of my block, and those that stand where I do in every block. All ranks must
             call it.
         """
-        blocks, rows = _blocks(self.group, size)
-        return Ranks.of(blocks[self.rank // size]), Ranks.of(rows[self.rank % size])
+        block, row = _block_and_row(self.group, self.rank, size)
+        return Ranks.of(block), Ranks.of(row)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -79,19 +79,23 @@ class Ranks:
 
 
 @cache
-def _blocks(
-    world: dist.ProcessGroup, size: int
-) -> tuple[list[dist.ProcessGroup], list[dist.ProcessGroup]]:
-    """The groups of `size` consecutive ranks, and of every `size`-th rank; made once for each."""
-    numbers = dist.get_process_group_ranks(world)
-    cuts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-    steps = [numbers[start::size] for start in range(size)]
-    return [_new_group(cut) for cut in cuts], [_new_group(step) for step in steps]
+def _block_and_row(
+    group: dist.ProcessGroup, rank: int, size: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups of `size` consecutive ranks, and of every `size`-th, that `rank` is in.
+
+    Made once for each size. Each rank makes its own two alone, so that their number does not grow
+    with the world.
+    """
+    numbers = dist.get_process_group_ranks(group)
+    start = rank // size * size
+    return _new_group(numbers[start : start + size]), _new_group(numbers[rank % size :: size])
 
 
 def _new_group(numbers: list[int]) -> dist.ProcessGroup:
-    # Outside of it torch gives a mark in the place of a group; it is never asked for.
-    return cast(dist.ProcessGroup, dist.new_group(numbers))
+    # Only its own ranks come here, and others may be making another one.
+    made = dist.new_group(numbers, use_local_synchronization=True)
+    return cast(dist.ProcessGroup, made)  # this rank is in it
 
 
 @cache
@@ -139,3 +143,8 @@ def get_world_size() -> int:
 def get_local_rank() -> int:
     """This process's number on its host, as its launcher told it; 0 without a launcher."""
     return local_rank()
+
+
+def get_local_world_size() -> int | None:
+    """How many processes run on each host, as the launcher told it; None where it did not."""
+    return local_size()

@@ -168,6 +168,27 @@ def collective_timeout_s() -> float:
     return _timeout[-1].total_seconds()
 
 
+# What launchers set to the number of processes on this host; Slurm's reads `4(x2),2`.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_SLURM_LOCAL_SIZES = "SLURM_STEP_TASKS_PER_NODE"
+
+
+def local_size() -> int | None:
+    """How many processes run on each host, as the launcher told it; None where it did not.
+
+    None too where Slurm says that hosts have unequally many.
+    """
+    told = _told_local_size(os.environ)
+    if told is not None:
+        return told
+    slurm = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(_SLURM_LOCAL_SIZES, ""))
+    return int(slurm[1]) if slurm else None
+
+
+def _told_local_size(variables: Mapping[str, str]) -> int | None:
+    return next((_whole_number(variables, k) for k in _LOCAL_SIZES if k in variables), None)
+
+
 def watchdog_limit() -> float:
     """Seconds after which a rank tells that it waits for another one (HADAL_WATCHDOG_S; 0: never).
 
@@ -219,9 +240,7 @@ def _first_host(variables: Mapping[str, str], world_size: int) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_slurm_host(nodes)
-    local_sizes = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    local = next((_whole_number(variables, k) for k in local_sizes if k in variables), None)
-    if world_size == 1 or local == world_size:
+    if world_size == 1 or _told_local_size(variables) == world_size:
         return "127.0.0.1"
     raise CommunicationError(
         f"{world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it to"

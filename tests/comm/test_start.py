@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hadal.comm.start import ALONE, DEFAULT_PORT, Place, find_place, first_slurm_host
+from hadal.comm.start import (
+    ALONE,
+    DEFAULT_PORT,
+    Place,
+    find_place,
+    first_slurm_host,
+    local_size,
+)
 from hadal.errors import CommunicationError
 
 TORCHRUN = {
@@ -89,6 +96,27 @@ def test_the_callers_port_is_for_those_who_know_none():
 def test_variables_that_cannot_be(variables, told):
     with pytest.raises(CommunicationError, match=told):
         find_place(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"MPI_LOCALNRANKS": "3"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x12)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, None),
+        ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 8),
+    ],
+)
+def test_how_many_processes_a_host_has(variables, size, monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", *variables):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_size() == size
 
 
 @pytest.mark.parametrize(
