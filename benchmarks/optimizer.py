@@ -33,6 +33,7 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.policy import Partition, Precision
+from hadal.zero.sharing import Sharing
 
 # The share of a copy's bytes per second that AdamW must reach.
 GOAL_CPU, GOAL_ACCELERATOR = 0.90, 0.85
@@ -114,7 +115,7 @@ def _gradients(numel: int, precisions: Precisions, device: torch.device) -> Grad
         reduce=precisions.gradient,
         state=precisions.state,
     )
-    gradients = Gradients(Bucket(plan, precision, Ranks.world(), device))
+    gradients = Gradients(Bucket(plan, precision, Sharing.over(Ranks.world()), device))
     gradients.count_as_zero()
     gradients.mean.normal_(std=1e-3)
     return gradients
@@ -175,7 +176,7 @@ def measure(name: str, precision: str, numel: int, rounds: int, device: torch.de
         actions["torch, foreach"] = _torch(gradients, {"foreach": True})
     counted = dict.fromkeys(actions, nbytes)
     if name == "AdamW":
-        actions["the norm"] = lambda: global_norm([gradients], gradients.bucket.ranks)
+        actions["the norm"] = lambda: global_norm([gradients], gradients.bucket.sharing)
         counted["the norm"] = precisions.gradient.itemsize
     seconds = _timed(actions, rounds, device)
     rows = []

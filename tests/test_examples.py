@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ def run(script: Path, *arguments: str, processes: int = 1) -> str:
 
 def processes_wanted(script: Path) -> int:
     """How many processes an example's own first lines start."""
-    return 2 if "--nproc_per_node=2" in script.read_text() else 1
+    told = re.search(r"--nproc_per_node=(\d+)", script.read_text())
+    return int(told[1]) if told else 1
 
 
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))

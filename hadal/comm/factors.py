@@ -25,6 +25,10 @@ class Factors(NamedTuple):
         """The plain mean: nothing before, everything after."""
         return cls(1.0, 1.0 / world_size)
 
+    def among(self, copies: int) -> Factors:
+        """The same for one of several groups: the mean over such groups is what these make."""
+        return Factors(self.before, self.after * copies)
+
     def at_owner_and_on_arrival(self, is_narrow: bool) -> tuple[float, float]:
         """`after` as two factors, where an owner's sum travels on in a dtype that may be narrow.
 

@@ -15,6 +15,7 @@ from hadal.config.prepare import prepare
 from hadal.config.reading import Source, read
 from hadal.config.report import Report
 from hadal.config.rules import tell_contradictions
+from hadal.config.rules.zero import blocks_that_do_not_fit
 from hadal.config.section import default_of
 from hadal.config.top_level import Config, Origin
 from hadal.config.triangle import Given, Sizes, complete
@@ -71,6 +72,7 @@ def _checked(
     inferred = _infer(values, brought, report)
     config = Config.model_construct(**values)
     tell_contradictions(config, report)
+    _tell_blocks(config, brought, report)
     ignored = _ignored(config, brought, report)
     tell_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
     _tell_autos(report)
@@ -152,6 +154,17 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
             data_key, f"{wanted} is not the {ranks} ranks that see different samples; leave it out"
         )
     return ranks
+
+
+def _tell_blocks(config: Config, brought: Circumstances, report: Report) -> None:
+    # Of one rank nothing is shared, whatever the sizes of blocks.
+    if brought.world_size == 1 or report.is_faulty(("zero_optimization", "sequence_parallel_size")):
+        return
+    ranks = brought.world_size
+    if brought.data_parallel_size is not None:
+        ranks = brought.data_parallel_size * config.sequence_parallel_size
+    for fault in blocks_that_do_not_fit(config, ranks):
+        report.fault(fault.path, fault.message)
 
 
 def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[str, ...]:

@@ -196,9 +196,12 @@ class ZeroOptimization(Section):
     )
     zero_hpz_partition_size: Integer = key(
         1,
-        "Ranks (of a node) that hold a second copy of the weights between them; 1 is off.",
+        "Stage 3: consecutive ranks (those of a node) that keep a second copy of the weights "
+        "between them (ZeRO++ hpZ). A gather over all ranks leaves it behind; until weights change "
+        "again (in backward, further micro-steps, recomputation, evaluation) they are gathered "
+        "from these ranks alone. Costs the memory of the weights, divided by this number. Divides "
+        "the number of ranks. 0 and 1: none.",
         ge=0,
-        mark=Mark(status="not built yet", off=(0,), stages=(3,)),
     )
     zero_quantized_weights: Boolean = key(False, "Gather weights as int8.", mark=UNBUILT_AT_STAGE_3)
     zero_quantized_nontrainable_weights: Boolean = key(
@@ -212,12 +215,18 @@ class ZeroOptimization(Section):
     )
     mics_shard_size: Integer = key(
         -1,
-        "Ranks that shard the weights between them; -1 is all.",
+        "Stage 3: consecutive ranks that share one copy of weights, gradients and optimizer state "
+        "(MiCS); other blocks of as many hold copies. Weights are gathered inside the block. "
+        "Gradients are reduced inside it, and between the blocks once an update, shard by shard. "
+        "Divides the number of ranks; 1 shards nothing. -1 and 0: all ranks.",
         ge=-1,
-        mark=Mark(status="not built yet", off=(0,), stages=(3,)),
     )
     mics_hierarchical_params_gather: Boolean = key(
-        False, "Gather those shards in two steps.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Stage 3: gather weights in two hops where ranks that share a copy stand on several nodes: "
+        "first between nodes, then inside each, so that every byte comes to a node once. Acts "
+        "without `mics_shard_size` too. How many ranks a node has is what the launcher says "
+        "(LOCAL_WORLD_SIZE).",
     )
     memory_efficient_linear: Boolean = key(
         True,

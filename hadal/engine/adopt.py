@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
 from hadal.config import Config
-from hadal.engine.policies import leaves_of, limits_of, refresh_of
+from hadal.engine.policies import leaves_of, limits_of, partition_of, refresh_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
 from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
 from hadal.zero.grouping import Unit, find_tables, find_units, is_foreign, plan_buckets
-from hadal.zero.policy import STAGES, Partition, Precision
+from hadal.zero.policy import Precision
+from hadal.zero.sharing import Sharing
 
 
 class Adopter:
@@ -30,14 +30,15 @@ class Adopter:
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, ranks: Ranks, device: torch.device
+        self, model: nn.Module, config: Config, sharing: Sharing, device: torch.device
     ) -> None:
         self._model = model
         self._config = config
-        self._ranks = ranks
+        self.sharing = sharing
+        """The ranks among which every bucket is shared."""
+        self._ranks = sharing.ranks
         self._device = device
-        # What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
-        self._partition = STAGES[config.zero_optimization.stage] if ranks.size > 1 else Partition()
+        self._partition = partition_of(config, sharing.ranks.size)
         self._limits = limits_of(config)
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -68,7 +69,7 @@ class Adopter:
                 bucket = Bucket(
                     plan,
                     precision,
-                    self._ranks,
+                    self.sharing,
                     self._device,
                     refresh_of(config),
                     gathers_by_sum=config.zero_optimization.stage3_use_all_reduce_for_fetch_params,

@@ -174,10 +174,10 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
     optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
     with told_to_all(world, "initialize"):
-        check_birth(model.named_parameters(), ranks)
+        check_birth(model.named_parameters(), topology.sharing)
     batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
     check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
-    adopter = Adopter(model, config, ranks, device)
+    adopter = Adopter(model, config, topology.sharing, device)
     runtime = _build_runtime(admitted, adopter, ranks)
     apply.watch_apply()
     runtime.reducing = clocks.reduce

@@ -17,6 +17,7 @@ from hadal.config.plain import leaves
 from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
 from hadal.zero.grouping import is_foreign
+from hadal.zero.sharing import Sharing
 
 
 def check_parameters(
@@ -48,14 +49,23 @@ def check_parameters(
             )
 
 
-def check_birth(named: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> None:
-    """Raise `UsageError` for a parameter that was born sharded over other ranks than `ranks`."""
+def check_birth(named: Iterable[tuple[str, nn.Parameter]], sharing: Sharing) -> None:
+    """Raise `UsageError` for a parameter that was born sharded among other ranks."""
+    ranks = sharing.ranks
     for name, parameter in named:
-        born = init.born_over(parameter)
-        if born is not None and born.numbers != ranks.numbers:
+        born = init.born_among(parameter)
+        if born is not None and born.ranks.numbers != ranks.numbers:
             raise UsageError(
-                f"parameter {name} was born sharded over ranks {born.numbers}, and is to be trained"
-                f" on ranks {ranks.numbers}; give hadal.zero.Init the mpu= that initialize gets"
+                f"parameter {name} was born sharded over ranks {born.ranks.numbers}, and is to be"
+                f" trained on ranks {ranks.numbers}; give hadal.zero.Init the mpu= that initialize"
+                " gets"
+            )
+        near = None if born is None else born.node
+        if near is not None and (sharing.node is None or near.numbers != sharing.node.numbers):
+            raise UsageError(
+                f"parameter {name} was born with zero_param_parallel_group= ranks {near.numbers};"
+                f" give initialize zero_optimization.zero_hpz_partition_size {near.size} and stage"
+                " 3, or leave the group out"
             )
 
 

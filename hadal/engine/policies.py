@@ -13,7 +13,7 @@ from hadal.engine.dtypes import dtype_named
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.zero.grouping import LeafModules
-from hadal.zero.policy import Divergence, Limits, Reduction, Refresh, Route
+from hadal.zero.policy import STAGES, Divergence, Limits, Partition, Reduction, Refresh, Route
 
 
 def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
@@ -22,6 +22,16 @@ def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype |
     if sequence_parallel_size > 1:
         chosen = config.seq_parallel_communication_data_type
     return dtype_named(chosen)
+
+
+def partition_of(config: Config, world_size: int) -> Partition:
+    """What is cut over the ranks.
+
+    What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
+    """
+    zero = config.zero_optimization
+    is_alone = world_size == 1 or (zero.stage == 3 and zero.mics_shard_size == 1)
+    return Partition() if is_alone else STAGES[zero.stage]
 
 
 def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:

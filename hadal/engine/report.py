@@ -105,8 +105,8 @@ def _state(
         f" x {batches.data_parallel_size} ranks"
     )
     yield (
-        f"ranks: {topology.sharding.size} share the state, {topology.sequence_parallel_size} each"
-        f" sequence, {topology.model_parallel_size} the model"
+        f"ranks: {topology.sharing.shards.size} share the state, {topology.sequence_parallel_size}"
+        f" each sequence, {topology.model_parallel_size} the model"
     )
     yield from _table([_row(bucket) for bucket in runtime.buckets])
 

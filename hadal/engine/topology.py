@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hadal.comm import Ranks
+from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere
 from hadal.config import Config
-from hadal.errors import MismatchError, UsageError
+from hadal.config.report import written
+from hadal.errors import ConfigError, Fault, MismatchError, UsageError
+from hadal.zero.sharing import Sharing
 
 # What tensor-parallel programs call the ranks that hold parts of one model, the commonest first.
 _MODEL_NAMES = ("model_parallel", "tensor_model_parallel", "slice_parallel")
@@ -21,7 +23,7 @@ _ASKED = ("group", "world_size", "rank")
 class Topology:
     """The ranks in which this one does each kind of shared work."""
 
-    sharding: Ranks
+    sharing: Sharing
     """They average gradients and may cut model states: data times sequence parallel."""
     data_parallel: Ranks
     """They see different samples."""
@@ -29,6 +31,11 @@ class Topology:
     """They share each sequence; None where nobody does."""
     model_parallel: Ranks | None = None
     """They hold different parts of one model; None where every rank holds it all."""
+
+    @property
+    def sharding(self) -> Ranks:
+        """All that average gradients, however many of them share one copy of model states."""
+        return self.sharing.ranks
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -122,7 +129,66 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
 
     Raises:
         MismatchError: the ranks see themselves in different groups.
+        ConfigError: the nodes do not fit a gather in two hops.
     """
+    found = _make_groups(wish, config, world)
+    return replace(found, sharing=sharing_of(config, found.sharding))
+
+
+def sharing_of(config: Config, ranks: Ranks) -> Sharing:
+    """How `ranks`, which hold the same parameters, share model states. All of them must call it."""
+    zero = config.zero_optimization
+    shard_size = zero.mics_shard_size
+    # What is cut over one rank is whole.
+    if zero.stage != 3 or ranks.size == 1 or shard_size == 1:
+        return Sharing.over(ranks)
+    shard_size = shard_size if shard_size > 0 else ranks.size
+    node_size = None
+    if zero.mics_hierarchical_params_gather:
+        node_size = _node_size(ranks, shard_size)
+    return Sharing.cut(ranks, shard_size, zero.zero_hpz_partition_size, node_size)
+
+
+def _node_size(ranks: Ranks, shard_size: int) -> int:
+    """How many ranks of a copy stand on one node."""
+    local_size = get_local_world_size()
+    everywhere = gather_objects(local_size, ranks)
+    if local_size is None or len(set(everywhere)) > 1:
+        pairs = zip(ranks.numbers, everywhere, strict=True)
+        told = ", ".join(f"rank {number}: {size}" for number, size in pairs)
+        raise _no_hops(f"launchers must tell one number of ranks for all nodes, and told {told}")
+    node_size = common_node_size(ranks.numbers, shard_size, local_size)
+    if node_size is None:
+        raise _no_hops(
+            f"nodes of {local_size} ranks do not divide the blocks of {shard_size} ranks that share"
+            " the weights evenly"
+        )
+    return node_size
+
+
+def common_node_size(numbers: Sequence[int], shard_size: int, local_size: int) -> int | None:
+    """How many ranks of each block of `shard_size` stand on each of the nodes it lies on.
+
+    None where it is not the same number everywhere. Nodes hold `local_size` consecutive ranks.
+    """
+    counts = set()
+    for start in range(0, len(numbers), shard_size):
+        nodes = [number // local_size for number in numbers[start : start + shard_size]]
+        counts |= {nodes.count(node) for node in nodes}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _no_hops(why: str) -> ConfigError:
+    path = "zero_optimization.mics_hierarchical_params_gather"
+    remedy = (
+        "set LOCAL_WORLD_SIZE to the ranks of a node, choose zero_optimization.mics_shard_size so"
+        " that nodes divide it (or it divides a node), or leave the key out"
+    )
+    faults = (Fault(path, f"true, but {why}; {remedy}"),)
+    return ConfigError(written("the configuration", faults), faults)
+
+
+def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     shared = wish.sequence_parallel_size or config.sequence_parallel_size
     sight = (shared, wish.data_parallel_size, type(wish.mpu).__name__)
     if not is_same_everywhere(repr(sight), world):
@@ -135,7 +201,7 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     if wish.cuts_the_model:
         return _topology_of_mpu(wish.mpu, shared)
     if shared == 1:
-        return Topology(world, world)
+        return Topology(Sharing.over(world), world)
     sequence, data = world.in_blocks(shared)
     if wish.mpu is not None:
         mine = Ranks.of(wish.mpu.get_sequence_parallel_group()).numbers
@@ -144,14 +210,14 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
                 f"initialize(mpu=...): rank {world.rank} shares its sequence with ranks {mine};"
                 f" expected consecutive ranks, {sequence.numbers}"
             )
-    return Topology(world, data, sequence)
+    return Topology(Sharing.over(world), data, sequence)
 
 
 def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
     data = Ranks.of(mpu.get_data_parallel_group())
     model = Ranks.of(getattr(mpu, f"get_{_model_name(mpu)}_group")())
     if shared == 1:
-        return Topology(data, data, None, model if model.size > 1 else None)
+        return Topology(Sharing.over(data), data, None, model if model.size > 1 else None)
     sequence = Ranks.of(mpu.get_sequence_parallel_group())
     sharding = Ranks.of(mpu.get_sequence_data_parallel_group())
-    return Topology(sharding, data, sequence, model if model.size > 1 else None)
+    return Topology(Sharing.over(sharding), data, sequence, model if model.size > 1 else None)

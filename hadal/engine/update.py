@@ -32,7 +32,7 @@ def _norm_and_overflow(parts: Parts, scale: float) -> tuple[float | None, bool]:
     if not parts.computes_norm:
         blown = parts.skip_overflow and has_overflow(gradients, parts.ranks, model_parallel)
         return None, blown
-    norm = global_norm(gradients, parts.ranks, model_parallel) / scale
+    norm = global_norm(gradients, parts.topology.sharing, model_parallel) / scale
     blown = parts.skip_overflow and not math.isfinite(norm)
     if parts.skip_overflow and model_parallel is not None:
         # The norm counts on the first rank alone what is not marked as a part: look at it all.

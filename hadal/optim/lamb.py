@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.collectives import sum_
 from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
 from hadal.optim.own import Group, OwnOptimizer
@@ -212,7 +211,7 @@ class LambStepper:
                     piece, parts, one.mean[piece.start : piece.stop], multiplier, sums
                 )
         if bucket.partition.optimizer:
-            sum_(sums, bucket.ranks, "the sum of Lamb's norms")
+            bucket.sharing.sum_(sums, "the sum of Lamb's norms")
         return sums
 
     def _learn_piece(

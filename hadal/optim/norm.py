@@ -12,6 +12,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import slice_of, sum_
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
+from hadal.zero.sharing import Sharing
 
 # Squares are summed in float32 along rows of so many elements; the rows' sums are added in float64,
 # which keeps digits.
@@ -22,14 +23,15 @@ _ACCELERATOR_BLOCK_NUMEL = 1 << 25
 
 
 def global_norm(
-    gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
+    gradients: Sequence[Gradients], sharing: Sharing, model_parallel: Ranks | None = None
 ) -> float:
-    """The L2 norm of all mean gradients, each counted once; one small sum over the ranks.
+    """The L2 norm of all mean gradients, each counted once; one small sum over a copy's ranks.
 
     Where `model_parallel` ranks hold parts of one model, those parts are counted too; a parameter
     that all of them hold counts on the first one only.
     """
     norms: list[Tensor] = []
+    ranks = sharing.shards
     for one in gradients:
         # Where the mean is whole on every rank, each rank counts its even cut of it.
         cut = one.bucket.partition.optimizer
@@ -42,7 +44,7 @@ def global_norm(
     if norms:
         # The host waits once, for all of them.
         total += torch.cat(norms).double().square().sum().cpu()
-    sum_(total, ranks, "the sum of the gradient norm")
+    sharing.sum_(total, "the sum of the gradient norm")
     if model_parallel is not None:
         sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")
     return math.sqrt(float(total))

@@ -67,7 +67,7 @@ class WholeParameters:
         ]
         if not flat:
             return
-        ranks = flat[0][0].bucket.ranks
+        ranks = flat[0][0].bucket.sharing.shards
         numels = [one.bucket.layout.slots[slot].numel for one, slot in flat]
         share = share_out(numels, self._loads or [0] * ranks.size)
         self._loads = list(share.loads)
@@ -78,7 +78,7 @@ class WholeParameters:
             self._transfers[one] = self._lay_transfer(one.bucket, owners)
 
     def _lay_transfer(self, bucket: Bucket, owners: dict[int, int]) -> _Transfer:
-        ranks, layout = bucket.ranks, bucket.layout
+        ranks, layout = bucket.sharing.shards, bucket.layout
         is_cut = bucket.partition.optimizer
         owned = {}
         for slot, owner in owners.items():
@@ -189,7 +189,7 @@ def _start_to_owners(
     outgoing = [_packed([_cut_of(part, cut) for part in parts], cut) for parts in transfer.held]
     incoming = [cut.new_empty(sum(part.numel for part in parts)) for parts in transfer.asked]
     label = f"the fragments of {bucket.name} for their owners"
-    pending = start_exchange(outgoing, incoming, bucket.ranks, label)
+    pending = start_exchange(outgoing, incoming, bucket.sharing.shards, label)
 
     def join() -> dict[int, Tensor]:
         pending.wait()
@@ -212,7 +212,7 @@ def _start_to_shards(bucket: Bucket, transfer: _Transfer) -> Callable[[], None]:
     ]
     incoming = [master.new_empty(sum(part.numel for part in parts)) for parts in transfer.held]
     label = f"the new values of {bucket.name}"
-    pending = start_exchange(outgoing, incoming, bucket.ranks, label)
+    pending = start_exchange(outgoing, incoming, bucket.sharing.shards, label)
 
     def finish() -> None:
         pending.wait()

@@ -20,11 +20,12 @@ from hadal.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from hadal.zero.external import register_external_parameter, unregister_external_parameter
-from hadal.zero.init import Init
+from hadal.zero.init import Init, MiCS_Init
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

@@ -11,7 +11,7 @@ are about to. Ranks that are need not announce (see `gathering.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from hadal.comm import Ranks
@@ -57,13 +57,17 @@ class Met(NamedTuple):
 
 
 class Agreement:
-    """One rank's side of the agreement. It owns nothing but the means to gather and to lend."""
+    """One rank's side of the agreement. It owns nothing but the means to gather and to lend.
+
+    `lend` is told which ranks have asked: where none of those that a rank gathers with has, it has
+    no part in the gather.
+    """
 
     def __init__(
         self,
         ranks: Ranks,
         gather: Callable[[int], None],
-        lend: Callable[[int], None],
+        lend: Callable[[int, Collection[int]], None],
         name: Callable[[int], str] = str,
     ) -> None:
         self._ranks = ranks
@@ -77,7 +81,7 @@ class Agreement:
         while True:
             codes = gather_codes(bucket, self._ranks, label)
             wanted = sorted({code for code in codes if code >= 0})
-            self._serve(wanted, bucket)
+            self._serve(wanted, bucket, codes)
             if bucket in wanted:
                 return
 
@@ -94,7 +98,7 @@ class Agreement:
         while True:
             codes = gather_codes(mine, self._ranks, label)
             wanted = sorted({code for code in codes if code >= 0})
-            self._serve(wanted, mine)
+            self._serve(wanted, mine, codes)
             if wanted:
                 continue
             told = [-code & ((1 << _MARKER_BITS) - 1) for code in codes]
@@ -110,9 +114,9 @@ class Agreement:
                 )
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
-    def _serve(self, wanted: Sequence[int], mine: int) -> None:
+    def _serve(self, wanted: Sequence[int], mine: int, codes: Sequence[int]) -> None:
         for bucket in wanted:
             if bucket == mine:
                 self._gather(bucket)
             else:
-                self._lend(bucket)
+                self._lend(bucket, [rank for rank, code in enumerate(codes) if code == bucket])

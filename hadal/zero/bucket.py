@@ -9,12 +9,13 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from hadal.comm import Ranks
 from hadal.comm.collectives import (
     broadcast_,
+    slice_of,
     start_all_gather,
     start_broadcasts,
     start_gather_by_sum,
+    start_gather_in_hops,
     start_gather_in_pieces,
 )
 from hadal.comm.pending import Pending
@@ -22,6 +23,7 @@ from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
 from hadal.zero.policy import Partition, Precision, Refresh
+from hadal.zero.sharing import Sharing
 
 # Elements compared at a time on a CPU: what is cast for it stays in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
@@ -46,14 +48,16 @@ class Bucket:
     Owns `full` (1-D, compute dtype; its storage is empty while SHARDED), `shard` (my cut of it: a
     view of `full` unless weights are partitioned) and, for what is trained, `master` (the values
     that the optimizer updates, for elements `span` of the bucket; the weights themselves where
-    they already have the master's dtype).
+    they already have the master's dtype). Where a node keeps a second copy of weights, my cut of
+    that one too, left behind when `full` is freed: from then on, until weights change, `full` is
+    gathered from the node alone.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         precision: Precision,
-        ranks: Ranks,
+        sharing: Sharing,
         device: torch.device,
         refresh: Refresh = _REFRESH,
         *,
@@ -63,7 +67,8 @@ class Bucket:
         self._gathers_by_sum = gathers_by_sum
         self.partition: Partition = plan.partition
         self.precision = precision
-        self.ranks = ranks
+        self.sharing = sharing
+        self.ranks = sharing.ranks
         self.trainable = plan.trainable
         self.row_numel = plan.row_numel
         self._refresh = refresh
@@ -74,18 +79,23 @@ class Bucket:
         itemsize = min(precision.compute.itemsize, precision.master.itemsize)
         self.layout: Layout = lay_out(
             [(m.name, tuple(m.parameter.shape), m.group) for m in members],
-            ranks.size,
+            sharing.shards.size,
             itemsize,
             plan.row_numel or 1,
+            sharing.copies,
         )
         others = f" and {len(members) - 1} more" if len(members) > 1 else ""
         self._gather_label = f"the gather of {self.name} ({members[0].name}{others})"
         cut = plan.partition.optimizer or plan.partition.weights
-        self.span = self.layout.span(ranks.rank) if cut else (0, self.layout.numel)
+        self.span = self.layout.span(sharing.shards.rank) if cut else (0, self.layout.numel)
         self.state = Weights.FULL
-        self.on_gather: Callable[[Tensor], None] | None = None
-        """Is shown what was gathered, for this rank's use or for the others'."""
+        self.on_gather: Callable[[Tensor, range], None] | None = None
+        """Is shown what was gathered, for this rank's use or for the others', and by whom."""
         self._pending: Pending | None = None
+        self._places = range(0)
+        self._secondary: Tensor | None = None
+        # Whether the node's copy is of the present weights: the same on all ranks at each gather.
+        self._is_near = False
         self._adopt()
 
     def divided(self, plan: BucketPlan) -> Bucket:
@@ -93,7 +103,7 @@ class Bucket:
         return Bucket(
             plan,
             self.precision,
-            self.ranks,
+            self.sharing,
             self.device,
             self._refresh,
             gathers_by_sum=self._gathers_by_sum,
@@ -164,7 +174,7 @@ class Bucket:
         self._check_placeholders()
         # Views that autograd saved look into this storage. It is resized, never replaced.
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        self.full[self.span[0] : self.span[1]].copy_(self.shard)
+        self._places = self.gatherers
         self._pending = self._start_gather(self.full)
         self.state = Weights.ARRIVING
 
@@ -176,7 +186,7 @@ class Bucket:
         self._pending.wait()
         self._pending = None
         if self.on_gather is not None:
-            self.on_gather(self.full)
+            self.on_gather(self.full, self._places)
         self._point_at(self._views)
         self.state = Weights.FULL
 
@@ -190,21 +200,62 @@ class Bucket:
         if not self.partition.weights or self.state is not Weights.FULL:
             return
         self.absorb_edits()
+        if self._is_near:
+            self._leave_secondary(self.full)
         self._point_at(self._placeholders)
         self.full.untyped_storage().resize_(0)
         self.state = Weights.SHARDED
 
     def serve(self) -> None:
         """Give my shard to ranks that gather this bucket while I do not use it."""
+        was_near, places = self._is_near, self.gatherers
         scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
-        scratch[self.span[0] : self.span[1]].copy_(self.shard)
         self._start_gather(scratch).wait()
         if self.on_gather is not None:
-            self.on_gather(scratch)
+            self.on_gather(scratch, places)
+        if self._is_near and not was_near and self.state is Weights.SHARDED:
+            self._leave_secondary(scratch)
+
+    @property
+    def gatherers(self) -> range:
+        """The places, among all ranks, of those that take part in my next gather."""
+        return self.sharing.places_of_node if self._is_near else self.sharing.places
 
     def _start_gather(self, full: Tensor) -> Pending:
+        """Begin to fill `full`: from the node, where its copy holds, else from all shards."""
         gather = start_gather_by_sum if self._gathers_by_sum else start_all_gather
-        return gather(full, self.ranks, self._gather_label)
+        sharing, node = self.sharing, self.sharing.node
+        if node is not None and self._is_near:
+            slice_of(full, node.rank, node).copy_(self._near_shard())
+            return gather(full, node, self._gather_label)
+        full[self.span[0] : self.span[1]].copy_(self.shard)
+        # What is gathered now leaves the node's copy behind.
+        self._is_near = node is not None
+        if sharing.hops is not None:
+            return start_gather_in_hops(full, *sharing.hops, self._gather_label)
+        return gather(full, sharing.shards, self._gather_label)
+
+    def _near_shard(self) -> Tensor:
+        """My cut of the node's copy of the weights."""
+        if self.state is Weights.SHARDED:
+            assert self._secondary is not None  # what was gathered has left it behind
+            return self._secondary
+        if self._pending is not None:
+            self._pending.wait()
+        assert self.sharing.node is not None  # the copy is cut over it
+        return slice_of(self.full, self.sharing.node.rank, self.sharing.node)
+
+    def _leave_secondary(self, full: Tensor) -> None:
+        assert self.sharing.node is not None  # the copy is cut over it
+        near = slice_of(full, self.sharing.node.rank, self.sharing.node)
+        if self._secondary is None:
+            self._secondary = near.clone()
+        else:
+            self._secondary.copy_(near)
+
+    def outdate(self) -> None:
+        """The shards have new values: the next gather is over all of them. All ranks call it."""
+        self._is_near = False
 
     def _check_placeholders(self) -> None:
         """Refuse to go on where a freed parameter was written to: the write would be lost."""
@@ -231,12 +282,13 @@ class Bucket:
 
     def start_refresh(self) -> Pending | None:
         """Gather the weights where they are whole, but were stepped or loaded in shards."""
+        self.outdate()
         if not self.partition.optimizer or self.partition.weights:
             return None
         label = f"the refresh of {self.name}"
         if self._refresh.broadcasts:
-            return start_broadcasts(self.full, self.ranks, label)
-        return start_gather_in_pieces(self.full, self.ranks, label, self._refresh.numel)
+            return start_broadcasts(self.full, self.sharing.shards, label)
+        return start_gather_in_pieces(self.full, self.sharing.shards, label, self._refresh.numel)
 
     def absorb_edits(self) -> None:
         """Put weights that the user changed since the last look into shard and master.

@@ -12,7 +12,7 @@ the others lend where they come to the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -64,7 +64,7 @@ class Gathering:
         self.phase = Phase.IDLE
         self._ranks = ranks
         self._limits = limits
-        self._agreement = Agreement(ranks, self._gather, self._lend, self._name)
+        self._agreement = Agreement(ranks, self._gather, self._lend_to, self._name)
         self._paths = Paths(ranks, limits, divergence)
         self._uses: dict[Unit, list[Bucket]] = {}
         self.take_up(buckets)
@@ -230,6 +230,14 @@ class Gathering:
 
     def _lend(self, number: int) -> None:
         self._buckets[number].serve()
+
+    def _lend_to(self, number: int, askers: Collection[int]) -> None:
+        """Lend, unless nobody asks among those that this rank gathers the bucket with.
+
+        They know the same of it, so all of them take part or none does.
+        """
+        if any(asker in self._buckets[number].gatherers for asker in askers):
+            self._lend(number)
 
     def done(self, bucket: Bucket) -> None:
         """A use of a bucket is over: free it, unless it is needed elsewhere or soon again."""

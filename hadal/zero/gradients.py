@@ -7,6 +7,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from hadal.comm import Ranks
 from hadal.comm.collectives import (
     slice_of,
     start_all_reduce,
@@ -14,7 +15,8 @@ from hadal.comm.collectives import (
     start_owner_reduces,
     start_reduce_scatter,
 )
-from hadal.comm.pending import Pending
+from hadal.comm.factors import Factors
+from hadal.comm.pending import Pending, followed_by
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.zero.bucket import Bucket
 from hadal.zero.policy import Reduction, Route
@@ -47,12 +49,17 @@ class Gradients:
     partitioned it exists only while they are collected, in the compute dtype, and the mean is
     added to a shard of its own; elsewhere it stays, in the accumulation dtype, and receives the
     mean in place.
+
+    Where there are several copies of the model states, a reduction has two hops: within the copy,
+    to its shards, and then between the ranks that hold the same one. The second waits for the last
+    reduction of an update; before it, the mean is that of this copy's ranks.
     """
 
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
         self.bucket = bucket
         self._route = reduction.route
         self._factors = reduction.factors(bucket.ranks.size)
+        self._is_of_copy = False
         self.partitioned = bucket.partition.gradients
         self.state = Arrival.EMPTY
         self.full: Tensor | None = None
@@ -179,10 +186,16 @@ class Gradients:
         self._kept = self.mean.clone()
         full.zero_()
 
-    def start_reduce(self) -> None:
+    @property
+    def is_of_copy(self) -> bool:
+        """Whether the mean is that of one copy's ranks: the second hop is still to come."""
+        return self._is_of_copy
+
+    def start_reduce(self, *, last: bool = True) -> None:
         """Begin to average what was collected. What got no gradient counts as zero.
 
-        Every rank must call this for the same buckets in the same order.
+        Every rank must call this for the same buckets in the same order. `last`: of the update, for
+        all that is known.
         """
         self.finish_reduce()
         self._open()
@@ -194,38 +207,58 @@ class Gradients:
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
-        self._pending = self._start(self.full, f"the reduction of {self.bucket.name}")
+        self._pending = self._start(self.full, self._label)
+        self._is_of_copy = self.bucket.sharing.replicas is not None
         self.state = Arrival.REDUCING
+        if last and self._is_of_copy:
+            self._pending = followed_by(self._pending, self._start_second_hop)
+
+    def start_second_hop(self) -> None:
+        """Begin to average over the copies what has been averaged within mine."""
+        self._pending = self._start_second_hop()
+        self.state = Arrival.REDUCING
+
+    def _start_second_hop(self) -> Pending:
+        self._free_full()
+        self._is_of_copy = False
+        replicas = self.bucket.sharing.replicas
+        assert replicas is not None  # there is more than one copy
+        return self._start_whole(self.mean, replicas, Factors.of_mean(replicas.size), self._label)
+
+    @property
+    def _label(self) -> str:
+        return f"the reduction of {self.bucket.name}"
 
     def _start(self, full: Tensor, label: str) -> Pending:
         bucket = self.bucket
         if not bucket.partition.optimizer:
             self._mean = full
-            return self._start_whole(full, label)
+            return self._start_whole(full, bucket.ranks, self._factors, label)
         if not self.partitioned:
-            self._mean = slice_of(full, bucket.ranks.rank, bucket.ranks)
+            self._mean = slice_of(full, bucket.sharing.shards.rank, bucket.sharing.shards)
             return self._start_cut(full, self._mean, False, label)
         if self._mean is None:
             numel, dtype = bucket.layout.shard_numel, bucket.precision.accumulate
             self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
         return self._start_cut(full, self._mean, self._mean_holds, label)
 
-    def _start_whole(self, full: Tensor, label: str) -> Pending:
-        """Every rank needs the whole result."""
-        bucket, wire = self.bucket, self.bucket.precision.reduce
-        if bucket.row_numel:
-            rows = RowWire(wire, self._factors, bucket.row_numel)
-            return start_rows_all_reduce(full, bucket.ranks, rows, label)
-        return start_all_reduce(full, bucket.ranks, wire, label, self._factors)
+    def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors, label: str) -> Pending:
+        """Every one of `ranks` needs the whole result."""
+        wire, row_numel = self.bucket.precision.reduce, self.bucket.row_numel
+        if row_numel:
+            return start_rows_all_reduce(full, ranks, RowWire(wire, factors, row_numel), label)
+        return start_all_reduce(full, ranks, wire, label, factors)
 
     def _start_cut(self, full: Tensor, out: Tensor, accumulate: bool, label: str) -> Pending:
         """This rank needs its shard of the result. Rows go straight to their owners."""
         bucket, wire = self.bucket, self.bucket.precision.reduce
+        shards = bucket.sharing.shards
+        factors = self._factors.among(bucket.sharing.copies)
         if bucket.row_numel:
-            rows = RowWire(wire, self._factors, bucket.row_numel)
-            return start_rows_reduce_scatter(full, out, bucket.ranks, rows, accumulate, label)
+            rows = RowWire(wire, factors, bucket.row_numel)
+            return start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
         start = _STARTS[self._route]
-        return start(full, out, bucket.ranks, wire, accumulate, label, self._factors)
+        return start(full, out, shards, wire, accumulate, label, factors)
 
     def advance(self, patience: float | None = None, *, through: bool = False) -> bool:
         """Bring the reduction that is under way one phase further, or `through` all of them.
@@ -254,6 +287,9 @@ class Gradients:
             self.mean.add_(self._kept)
             self._kept = None
         self._filled[:] = bytes(len(self._filled))
+        self._free_full()
+
+    def _free_full(self) -> None:
         if self.partitioned:
             self._views = []
             self.full = None
@@ -280,6 +316,6 @@ class Gradients:
         """Forget everything collected since the last update; the buffers stay."""
         self.finish_reduce()
         self.state = Arrival.EMPTY
-        self._mean_holds = False
+        self._mean_holds = self._is_of_copy = False
         self._late.clear()
         self._filled[:] = bytes(len(self._filled))

@@ -33,6 +33,7 @@ from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member, is_foreign
 from hadal.zero.hooks import ReadWatcher
 from hadal.zero.policy import Partition, Precision
+from hadal.zero.sharing import Sharing
 
 _CUT_WEIGHTS = Partition(weights=True)
 
@@ -56,7 +57,7 @@ class _Nursery:
         self._given: dict[Bucket, Tensor] = {}
         self._moves = False
 
-    def bear(self, parameters: Iterable[nn.Parameter], name: str, ranks: Ranks) -> list[Bucket]:
+    def bear(self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing) -> list[Bucket]:
         """Cut the values of new parameters over the ranks."""
         by_dtype: dict[torch.dtype, list[Member]] = {}
         for parameter in dict.fromkeys(parameters):
@@ -65,15 +66,15 @@ class _Nursery:
                 member = Member(f"{name}[{len(by_dtype)}]", parameter, -1)
                 by_dtype.setdefault(parameter.dtype, []).append(member)
         return [
-            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), ranks)
+            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), sharing)
             for dtype, members in by_dtype.items()
         ]
 
     def _lay_down(
-        self, name: str, members: list[Member], precision: Precision, ranks: Ranks
+        self, name: str, members: list[Member], precision: Precision, sharing: Sharing
     ) -> Bucket:
         plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
-        bucket = Bucket(plan, precision, ranks, current_device())
+        bucket = Bucket(plan, precision, sharing, current_device())
         bucket.reshard()
         for parameter in bucket.parameters:
             self.bucket_of[parameter] = bucket
@@ -96,7 +97,7 @@ class _Nursery:
             with self._own_moves():
                 bucket.unshard()
                 precision = Precision(dtype, given, dtype, dtype)
-                self._lay_down(bucket.name, members, precision, bucket.ranks)
+                self._lay_down(bucket.name, members, precision, bucket.sharing)
 
     # ---- seeing what was given -------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class _Nursery:
             broadcast_(given, 0, bucket.ranks, label)
             bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
             bucket.write_back(0, bucket.master.numel())
+            bucket.outdate()
             bucket.hide()
         elif bucket.state is Weights.FULL:
             bucket.take_back()
@@ -217,10 +219,10 @@ taking_over = _nursery.taking_over
 show_as_given = _nursery.show_as_given
 
 
-def born_over(parameter: nn.Parameter) -> Ranks | None:
-    """The ranks over which a parameter was born sharded; None where it was not."""
+def born_among(parameter: nn.Parameter) -> Sharing | None:
+    """The ranks among which a parameter was born sharded; None where it was not."""
     bucket = _nursery.bucket_of.get(parameter)
-    return None if bucket is None else bucket.ranks
+    return None if bucket is None else bucket.sharing
 
 
 class Init:
@@ -244,14 +246,16 @@ class Init:
         pin_memory: means something for other tiers only.
         config_dict_or_path: a configuration. Its precision gives `dtype`, and
             `zero_optimization.override_module_apply` says whether functions given to `apply` find
-            values; nothing else is read before `initialize`.
+            values; nothing else is read before `initialize`, which lays out blocks and copies.
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.
         dtype: what floating-point parameters are shown in once the context ends; by default that of
             the configuration's fp16 or bf16. Values are kept as they were given besides, until
             `initialize` makes masters of them.
         mpu: gives the data-parallel group, by its `get_data_parallel_group()`.
-        zero_param_parallel_group: not built yet.
+        zero_param_parallel_group: the consecutive ranks, of a node, that keep a second copy of
+            weights between them from birth on. `initialize` must find the same in
+            `zero_optimization.zero_hpz_partition_size`, which is enough by itself.
         zero_quantized_weights: not built yet.
         zero_quantized_nontrainable_weights: not built yet.
         sequence_data_parallel_group: as `data_parallel_group`, which is the shorter name for the
@@ -289,7 +293,6 @@ class Init:
         if not enabled:
             return
         _refuse_unbuilt(
-            zero_param_parallel_group=zero_param_parallel_group,
             zero_quantized_weights=zero_quantized_weights or None,
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
             param_swapper=param_swapper,
@@ -297,7 +300,7 @@ class Init:
         _check_remote_device(remote_device)
         if mpu is not None and data_parallel_group is None:
             data_parallel_group = mpu.get_data_parallel_group()
-        self._group = _one_of(
+        group = _one_of(
             data_parallel_group=data_parallel_group,
             sequence_data_parallel_group=sequence_data_parallel_group,
         )
@@ -306,6 +309,7 @@ class Init:
         self._born: list[Bucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
         init_distributed()
+        self._sharing = _sharing_of(group, zero_param_parallel_group)
         apply.watch_apply()
         if module is not None:
             self._bear_all(module)
@@ -356,9 +360,8 @@ class Init:
         self._bear_all(module)
 
     def _bear_all(self, module: nn.Module) -> None:
-        ranks = Ranks.world() if self._group is None else Ranks.of(self._group)
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
-        self._born += _nursery.bear(fresh, type(module).__name__, ranks)
+        self._born += _nursery.bear(fresh, type(module).__name__, self._sharing)
         if not self._birth.gathers_in_apply:
             apply.leave_alone(fresh)
 
@@ -368,6 +371,54 @@ class Init:
         if self._birth.dtype is not None:
             floating = [bucket for bucket in born if bucket.precision.compute.is_floating_point]
             _nursery.show_as(floating, self._birth.dtype)
+
+
+def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's
+    module: nn.Module | None = None,
+    data_parallel_group: Any = None,
+    sequence_data_parallel_group: Any = None,
+    mem_efficient_linear: bool = True,
+    remote_device: str | None = None,
+    pin_memory: bool = False,
+    config_dict_or_path: Any = None,
+    config: Any = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    mpu: Any = None,
+) -> Init:
+    """`Init`, by an older name. `zero_optimization.mics_shard_size` acts with either.
+
+    Until `initialize` lays out the blocks, parameters are cut over all ranks, which takes least
+    memory.
+    """
+    return Init(
+        module,
+        data_parallel_group,
+        mem_efficient_linear,
+        remote_device,
+        pin_memory,
+        config_dict_or_path,
+        config,
+        enabled,
+        dtype,
+        mpu,
+        sequence_data_parallel_group=sequence_data_parallel_group,
+    )
+
+
+def _sharing_of(group: Any, near_group: Any) -> Sharing:
+    ranks = Ranks.world() if group is None else Ranks.of(group)
+    if near_group is None:
+        return Sharing.over(ranks)
+    near = Ranks.of(near_group)
+    start = ranks.rank // near.size * near.size
+    if ranks.size % near.size or near.numbers != ranks.numbers[start : start + near.size]:
+        raise UsageError(
+            f"zero.Init(zero_param_parallel_group=...): rank {ranks.numbers[ranks.rank]} is with"
+            f" ranks {near.numbers}; expected a block of consecutive ones of {ranks.numbers}, of a"
+            " size that divides them"
+        )
+    return Sharing(ranks, ranks, node=near if 1 < near.size < ranks.size else None)
 
 
 def _on_attach(parent: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -114,12 +114,13 @@ def lay_out(
     world_size: int,
     itemsize: int,
     row_numel: int = 1,
+    cuts: int = 1,
 ) -> Layout:
     """Place (name, shape, param group) triples end to end, groups together, on aligned offsets.
 
     `itemsize` is the bytes of one element of the smallest dtype the buffer is kept in, so that
     every offset and every shard starts on a 16-byte border in every dtype. A shard holds whole rows
-    of `row_numel` elements.
+    of `row_numel` elements, and so does each of the `cuts` that are made of it in turn.
     """
     unit = max(1, ALIGNMENT_NBYTES // itemsize)
     slots: list[Slot] = []
@@ -128,7 +129,8 @@ def lay_out(
         slot = Slot(name, tuple(shape), group, align(end, unit) if prod(shape) else end)
         slots.append(slot)
         end = slot.stop
-    return Layout(tuple(slots), align(end, lcm(unit, row_numel) * world_size), world_size)
+    step = lcm(unit, row_numel) * world_size * cuts
+    return Layout(tuple(slots), align(end, step), world_size)
 
 
 @dataclass(frozen=True, slots=True)

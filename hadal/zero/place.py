@@ -101,6 +101,11 @@ class Place:
         return self.bucket.ranks
 
     @property
+    def shards(self) -> Ranks:
+        """The ranks over which one copy of the bucket is cut."""
+        return self.bucket.sharing.shards
+
+    @property
     def loss_scale(self) -> float:
         """What gradients are multiplied with."""
         return 1.0 if self.trainer is None else self.trainer.loss_scale
@@ -127,19 +132,19 @@ class Place:
 
     def cut(self, values: Tensor) -> Tensor:
         """This rank's fragment in `values`, which lie like the bucket's `span`: a 1-D view."""
-        start, stop = self.bounds(self.ranks.rank)
+        start, stop = self.bounds(self.shards.rank)
         first = self.slot.offset + start - self.bucket.span[0]
         return values[first : first + stop - start] if start < stop else values[:0]
 
     def fragment_of(self, full: Tensor) -> Tensor:
         """This rank's fragment in the parameter's own values, 1-D."""
-        start, stop = self.bounds(self.ranks.rank)
+        start, stop = self.bounds(self.shards.rank)
         return full[start:stop]
 
     def joined(self, mine: Tensor) -> Tensor:
         """The parameter's values on every rank, 1-D, from each rank's fragment of them.
 
-        Where nothing is cut they are rank 0's.
+        Where nothing is cut they are rank 0's; where there are several copies, those of my own.
         """
         label = f"the gather of {self.slot.name}"
         if not self.is_cut:
@@ -147,11 +152,18 @@ class Place:
             broadcast_(full, 0, self.ranks, label)
             return full
         full = torch.empty(self.slot.numel, dtype=mine.dtype, device=mine.device)
-        for rank in range(self.ranks.size):
+        for rank in range(self.shards.size):
             start, stop = self.bounds(rank)
-            if rank == self.ranks.rank:
+            if rank == self.shards.rank:
                 full[start:stop].copy_(mine)
-            broadcast_(full[start:stop], rank, self.ranks, label)
+            broadcast_(full[start:stop], rank, self.shards, label)
+        return full
+
+    def alike(self, full: Tensor) -> Tensor:
+        """`full` with the first copy's values in all copies."""
+        replicas = self.bucket.sharing.replicas
+        if replicas is not None:
+            broadcast_(full, 0, replicas, f"the first copy's values of {self.slot.name}")
         return full
 
     def own(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
@@ -216,7 +228,7 @@ class Place:
             for piece in group["params"]:
                 offset = _offset_in(piece, mine)
                 if offset is not None:
-                    start = self.bounds(self.ranks.rank)[0]
+                    start = self.bounds(self.shards.rank)[0]
                     return Part(state.get(piece, {}), piece, offset, start, mine.numel())
         return None
 

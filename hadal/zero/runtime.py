@@ -69,6 +69,8 @@ class ZeroRuntime:
             sanity.watch(self.buckets)
         self._plan_reductions()
         self._reduces = False
+        # Whether a reduction that starts now is the update's last one of its bucket.
+        self._is_last = True
         self._has_learned = False
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
@@ -122,6 +124,7 @@ class ZeroRuntime:
             ModelError: a parameter got no gradient in the update, and that is to be told.
         """
         self._reduces = boundary or any(g.partitioned for g in self.gradients)
+        self._is_last = boundary
         self._started = 0
         self._arrived = {g: [0] * len(g.bucket.parameters) for g in self.gradients}
         self._missing = {g: sum(counts) for g, counts in self._expected.items()}
@@ -193,7 +196,7 @@ class ZeroRuntime:
         # are gathered on use, a rank that went another way may wait for me before it reduces:
         # then patience ends, and memory gives way.
         self._advance_in_flight()
-        gradients.start_reduce()
+        gradients.start_reduce(last=self._is_last)
         self._in_flight.append(gradients)
         if not self._overlaps:
             self._advance_in_flight(through=True)
@@ -251,9 +254,13 @@ class ZeroRuntime:
         report = torch.tensor(seen, dtype=torch.uint8, device=self._device)
         max_(report, self.ranks, "the agreement on unreduced gradients")
         self._frozen = []
+        self._is_last = True
         for gradients, (is_waiting, is_frozen) in zip(self.gradients, report.tolist(), strict=True):
             if is_waiting:
                 self._start(gradients)
+            elif gradients.is_of_copy:
+                gradients.start_second_hop()
+                self._in_flight.append(gradients)
             if is_frozen:
                 self._frozen.append(gradients.bucket)
         self._finish_reductions()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +37,22 @@ def digest(values: Tensor) -> int:
     return total
 
 
+class _Gather(NamedTuple):
+    """The gathers of one bucket by the same ranks."""
+
+    name: str
+    places: range
+    """Of those ranks."""
+
+
 @dataclass(slots=True)
 class _Report:
     """What one rank has seen since the last update."""
 
     digests: dict[str, int] = field(default_factory=dict)
     """Of each parameter whose weights are whole on every rank."""
-    gathers: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    """Of each bucket: how often it was gathered, and a digest of each slice in all of them."""
+    gathers: dict[_Gather, tuple[int, list[int]]] = field(default_factory=dict)
+    """How often each bucket was gathered, and a digest of each slice in all of them."""
     arrivals: dict[str, int] = field(default_factory=dict)
     """How many gradients came for each trained parameter."""
     faulty_weights: list[str] = field(default_factory=list)
@@ -60,7 +69,7 @@ class Sanity:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._buckets: list[Bucket] = []
-        self._gathers: dict[str, tuple[int, list[int]]] = {}
+        self._gathers: dict[_Gather, tuple[int, list[int]]] = {}
         self._arrivals: dict[str, int] = {}
         self._faulty_gradients: dict[str, None] = {}
         self._told: set[str] = set()
@@ -73,11 +82,12 @@ class Sanity:
             if bucket.partition.weights:
                 bucket.on_gather = partial(self._gathered, bucket)
 
-    def _gathered(self, bucket: Bucket, full: Tensor) -> None:
-        count, known = self._gathers.get(bucket.name, (0, [0] * bucket.layout.world_size))
+    def _gathered(self, bucket: Bucket, full: Tensor, places: range) -> None:
+        gather = _Gather(bucket.name, places)
+        count, known = self._gathers.get(gather, (0, [0] * bucket.layout.world_size))
         slices = full.split(bucket.layout.shard_numel) if full.numel() else ()
         seen = [hash((old, digest(part))) for old, part in zip(known, slices, strict=False)]
-        self._gathers[bucket.name] = (count + 1, seen)
+        self._gathers[gather] = (count + 1, seen)
 
     def came(self, gradients: Gradients, index: int) -> None:
         """Autograd has put a gradient on parameter number `index` of a bucket."""
@@ -109,7 +119,7 @@ class Sanity:
         self._faulty_gradients.clear()
         reports = gather_objects(mine, self._ranks)
         _expect_one([report.digests for report in reports], _PARTED_WEIGHTS)
-        _expect_one([report.gathers for report in reports], _PARTED_GATHERS)
+        _expect_same_gathers([report.gathers for report in reports])
         _expect_finite("weight", [report.faulty_weights for report in reports])
         _expect_finite("gradient", [report.faulty_gradients for report in reports])
         self._tell_missing([report.arrivals for report in reports])
@@ -153,8 +163,8 @@ _PARTED_WEIGHTS = (
 )
 _PARTED_GATHERS = (
     "the ranks saw different weights in the gathers of {names} (or gathered them not equally"
-    " often): rank {rank} others than rank 0. Memory of a rank, or what travels between them, is"
-    " damaged"
+    " often): rank {rank} others than rank {first}. Memory of a rank, or what travels between them,"
+    " is damaged"
 )
 
 
@@ -163,6 +173,18 @@ def _expect_one(known: Sequence[Mapping[str, object]], message: str) -> None:
         parted = [name for name in {**known[0], **mine} if known[0].get(name) != mine.get(name)]
         if parted:
             raise MismatchError(message.format(names=_few(parted), rank=rank))
+
+
+def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
+    """Compare the gathers of a bucket among the ranks that made them."""
+    parted: dict[tuple[int, int], list[str]] = {}
+    for gather in dict.fromkeys(gather for one in known for gather in one):
+        first = gather.places[0]
+        for rank in gather.places:
+            if known[rank].get(gather) != known[first].get(gather):
+                parted.setdefault((rank, first), []).append(gather.name)
+    for (rank, first), names in sorted(parted.items())[:1]:
+        raise MismatchError(_PARTED_GATHERS.format(names=_few(names), rank=rank, first=first))
 
 
 def _expect_finite(what: str, known: Sequence[Sequence[str]]) -> None:

@@ -60,12 +60,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     place = held_place(param, "safe_set_local_fp32_param")
     cut = place.cut(place.master())
     mine = place.own(value, (cut.numel(),), "safe_set_local_fp32_param").to(cut.dtype)
-    _put_master(place, place.joined(mine))
+    _put_master(place, place.alike(place.joined(mine)))
 
 
 def _put_master(place: Place, full: Tensor) -> None:
     """Put `full`, the same on all ranks, where it belongs on this one."""
     bucket, master = place.bucket, place.master()
+    bucket.outdate()
     cut = place.cut(master)
     cut.copy_(place.fragment_of(full))
     if bucket.master is not None and cut.numel():
@@ -125,7 +126,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     place = held_place(param, "safe_set_local_grad")
     numel = place.fragment_of(torch.empty(place.slot.numel)).numel()
     mine = place.own(value, (numel,), "safe_set_local_grad").float()
-    _put_gradient(place, place.joined(mine))
+    _put_gradient(place, place.alike(place.joined(mine)))
 
 
 @torch.no_grad()
@@ -152,6 +153,10 @@ def _gradient(place: Place) -> Tensor | None:
     reduced = gradients.reduced
     if reduced is not None:
         total = exact(place.joined(place.cut(reduced)))
+        replicas = place.bucket.sharing.replicas
+        if replicas is not None and gradients.is_of_copy:
+            sum_(total, replicas, f"the mean of the gradient of {place.slot.name} over its copies")
+            total /= replicas.size
     if uncollected:
         local = gradients.collected(place.index)
         part = torch.zeros_like(total) if local is None else local.to(total.dtype, copy=True)
@@ -188,7 +193,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if place is None or place.trainer is None:
         return None
     part = place.part_of_optimizer()
-    held = gather_objects(_announced(part, optim_state_key), place.ranks)
+    held = gather_objects(_announced(part, optim_state_key), place.shards)
     _expect_key(place, held, optim_state_key)
     plain = [one for one in held if isinstance(one, _Plain)]
     if plain:
@@ -202,9 +207,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         if one.start + one.numel <= covered:
             continue
         piece = full[one.start : one.start + one.numel]
-        if rank == place.ranks.rank and part is not None:
+        if rank == place.shards.rank and part is not None:
             piece.copy_(part.elements(optim_state_key))
-        broadcast_(piece, rank, place.ranks, f"the {optim_state_key} of {place.slot.name}")
+        broadcast_(piece, rank, place.shards, f"the {optim_state_key} of {place.slot.name}")
         covered = one.start + one.numel
     return exact(full).view(param.shape)
 
@@ -255,7 +260,8 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Replace what of it lies on this rank: a 1-D tensor, empty where none does.
 
-    Where the state is whole on every rank (stage 0), all ranks must give the same.
+    Where the state is whole on every rank (stage 0), all ranks must give the same; where there are
+    several copies of it, the first one's values count.
 
     Raises:
         UsageError: as `safe_set_full_optimizer_state`.
@@ -267,7 +273,7 @@ def safe_set_local_optimizer_state(
     _expect_key(place, held, optim_state_key)
     _expect_elements(place, held, optim_state_key)
     numel = 0 if part is None else part.numel
-    mine = place.own(value, (numel,), name)
+    mine = place.alike(place.own(value, (numel,), name).clone())
     if part is not None:
         part.elements(optim_state_key).copy_(mine)
 

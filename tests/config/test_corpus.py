@@ -64,7 +64,6 @@ UNBUILT = {
     "zero3_old_offload": {"zero_optimization.offload_optimizer.device"},
     "zero_one_adam": {"optimizer.type"},
     "zeropp": {
-        "zero_optimization.zero_hpz_partition_size",
         "zero_optimization.zero_quantized_weights",
         "zero_optimization.zero_quantized_gradients",
     },

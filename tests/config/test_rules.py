@@ -182,6 +182,25 @@ CONTRADICTIONS = [
         "expected an integer > 0, got 0",
     ),
     (
+        with_zero(stage=3, zero_hpz_partition_size=8, mics_shard_size=4),
+        "zero_optimization.zero_hpz_partition_size",
+        "8 has nothing to spare where weights are gathered over the 4 ranks of",
+    ),
+    (
+        with_zero(stage=3, zero_hpz_partition_size=4, mics_shard_size=6),
+        "zero_optimization.zero_hpz_partition_size",
+        "4 does not divide zero_optimization.mics_shard_size, 6; take a divisor",
+    ),
+    (
+        with_zero(
+            stage=3,
+            mics_hierarchical_params_gather=True,
+            stage3_use_all_reduce_for_fetch_params=True,
+        ),
+        "zero_optimization.mics_hierarchical_params_gather",
+        "switch one of them off",
+    ),
+    (
         with_zero(stage=3, zero_quantized_gradients=True, reduce_scatter=False),
         "zero_optimization.zero_quantized_gradients",
         "switch that on",
@@ -472,3 +491,20 @@ def test_the_wire_dtype_that_does_not_act_is_told(written: str, shared: int, sil
         text = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": shared, key: "bf16"}
         told = [note for note in load_config(text, world_size=2).notes if "has no effect" in note]
         assert [note.split(":")[0] for note in told] == ([written] if key == written else [])
+
+
+@pytest.mark.parametrize("name", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_blocks_must_divide_the_ranks_that_share_weights(name):
+    path, message = only_fault(with_zero(stage=3, **{name: 4}), world_size=2)
+    assert path == f"zero_optimization.{name}"
+    assert message.startswith("4 does not divide the 2 ranks that share the weights")
+    for stage, brought in (
+        (3, {"world_size": 8}),
+        (3, {"world_size": 8, "sequence_parallel_size": 4}),
+        (3, {}),  # one rank shares with nobody
+        (2, {"world_size": 2}),
+    ):
+        load_config(with_zero(stage=stage, **{name: 4}), **brought)
+    # Parts of the model share no weights.
+    parts = {"world_size": 8, "data_parallel_size": 2, "sequence_parallel_size": 1}
+    assert "the 2 ranks" in only_fault(with_zero(stage=3, **{name: 4}), **parts)[1]

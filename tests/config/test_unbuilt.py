@@ -66,9 +66,7 @@ def test_keys_at_their_defaults_always_load():
 @pytest.mark.parametrize(
     "keys",
     [
-        {"zero_hpz_partition_size": 8},
         {"zero_quantized_weights": True},
-        {"mics_shard_size": 4},
         {"pipeline_loading_checkpoint": True},
         {"offload_param": {"device": "cpu"}},
     ],

@@ -7,6 +7,7 @@ A later factor (residence tier, codec, compiled) is one more entry.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -60,7 +61,15 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "acc3": {"gradient_accumulation_steps": 3},
     },
     "clipping": {"free": {"gradient_clipping": 0.0}, "clip": {"gradient_clipping": MAX_NORM}},
-    "world": {"w1": NOTHING, "w2": NOTHING, "w3": NOTHING},
+    # Four ranks are two nodes of two: with a second copy of the weights on each, or with a copy of
+    # all model states.
+    "world": {
+        "w1": NOTHING,
+        "w2": NOTHING,
+        "w3": NOTHING,
+        "w4hpz": {"zero_optimization": {"zero_hpz_partition_size": 2}},
+        "w4mics": {"zero_optimization": {"mics_shard_size": 2}},
+    },
     "model": {name: NOTHING for name in SUBJECTS},
     "keys": {
         "tiny": {"zero_optimization": TINY},
@@ -90,6 +99,9 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 LEVELS: dict[str, list[str]] = {factor: list(levels) for factor, levels in FACTORS.items()}
+NODES = ["w4hpz", "w4mics"]
+# What the pairwise cover is made of: nodes mean something at stage 3 only.
+COVERED = {**LEVELS, "world": [level for level in LEVELS["world"] if level not in NODES]}
 
 # Optimizers that look at whole parameters are no levels: a rounding of a small singular value, or
 # of a gradient that is almost zero, changes their whole update, so the bounds of the matrix do not
@@ -120,6 +132,23 @@ COMPILED = (
     "stage3-autocast-acc1-clip-w2-branches-ahead-sgd-usual",
     "stage3-fp32-acc1-clip-w2-checkpointed-tiny-sgd-usual",
 )
+
+
+def cells_of_nodes() -> list[Cell]:
+    """At stage 3, every model on either kind of node, and all other levels drawn evenly.
+
+    What is gathered once more and early is what nodes are about: buckets are tiny.
+    """
+    chance = random.Random(0)
+    levels = {**LEVELS, "stage": ["stage3"], "world": NODES, "keys": ["tiny", "ahead"]}
+    drawn = {
+        factor: chance.sample(many * len(LEVELS["model"]), k=len(LEVELS["model"]))
+        for factor, many in levels.items()
+    }
+    return [
+        {**{factor: drawn[factor][number] for factor in LEVELS}, "model": model}
+        for number, model in enumerate(LEVELS["model"])
+    ]
 
 
 @dataclass(frozen=True)
@@ -194,7 +223,7 @@ def cell_named(name: str) -> Cell:
 
 
 def world_of(cell: Cell) -> int:
-    return int(cell["world"].removeprefix("w"))
+    return int(cell["world"][1])
 
 
 def stage_of(cell: Cell) -> int:

@@ -39,10 +39,12 @@ from .cells import (
     ALWAYS,
     COMPILATIONS,
     COMPILED,
+    COVERED,
     FACTORS,
     LEVELS,
     accumulation_of,
     cell_named,
+    cells_of_nodes,
     config_of,
     id_of,
     world_of,
@@ -72,7 +74,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per cell, those of a world size together, so that one pool runs at a time."""
     if "cell" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full", default=False) or "HADAL_FULL" in os.environ
-        chosen = list(every_cell(LEVELS) if full else pairwise_cover(LEVELS))
+        chosen = list(every_cell(LEVELS) if full else pairwise_cover(COVERED))
+        chosen += [cell for cell in cells_of_nodes() if cell not in chosen]
         chosen += [cell for cell in map(cell_named, sorted(ALWAYS)) if cell not in chosen]
         metafunc.parametrize("cell", sorted(chosen, key=world_of), ids=id_of)
 

@@ -24,12 +24,13 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.policy import Partition, Precision
+from hadal.zero.sharing import Sharing
 
 from .plain import PlainAdam, PlainLion
 
 UPDATES = 3
 BLOCK = 24
-ALONE = Ranks(group=None, rank=0, size=1, host_group=None)  # type: ignore[arg-type]
+ALONE = Sharing.over(Ranks(group=None, rank=0, size=1, host_group=None))  # type: ignore[arg-type]
 SHAPES = ((5, 7), (), (0, 2), (BLOCK,), (3, 2, 11), (1,))
 TOLERANCE = {torch.float32: (2e-6, 1e-7), torch.float64: (1e-12, 1e-13)}
 

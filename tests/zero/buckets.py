@@ -11,6 +11,7 @@ from hadal.comm import Ranks
 from hadal.zero.bucket import Bucket
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.policy import Partition, Precision
+from hadal.zero.sharing import Sharing
 
 CPU = torch.device("cpu")
 SHAPES = ((3, 5), (), (7,), (0, 2), (4, 2))
@@ -51,4 +52,5 @@ def make_bucket(
         Member(f"layer.{index}", nn.Parameter(value, requires_grad=trainable), group)
         for index, (value, group) in enumerate(zip(values, groups, strict=True))
     ]
-    return Bucket(BucketPlan("layer", partition, members, []), precision, ranks, CPU)
+    plan = BucketPlan("layer", partition, members, [])
+    return Bucket(plan, precision, Sharing.over(ranks), CPU)

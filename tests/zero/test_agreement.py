@@ -21,7 +21,7 @@ class Log:
         self.agreement = Agreement(
             Ranks.world(),
             lambda bucket: self.moves.append(("gather", bucket)),
-            lambda bucket: self.moves.append(("lend", bucket)),
+            lambda bucket, askers: self.moves.append(("lend", bucket)),
         )
 
     @property

@@ -244,7 +244,6 @@ def use_options() -> None:
         {"param_swapper": object()},
         {"remote_device": "nvme"},
         {"zero_quantized_weights": True},
-        {"zero_param_parallel_group": object()},
     ):
         with pytest.raises(NotBuiltYetError, match=next(iter(option))):
             hadal.zero.Init(**option)

@@ -80,9 +80,9 @@ def fault(stage: int, kind: str) -> HadalError:
         bucket = engine._parts.runtime.bucket_of[model[3].weight]
         seen = bucket.on_gather
 
-        def damage(full: Tensor) -> None:
+        def damage(full: Tensor, places: range) -> None:
             full[0] += 1
-            seen(full)
+            seen(full, places)
 
         bucket.on_gather = damage
     with pytest.raises(HadalError) as caught:

@@ -109,6 +109,51 @@ def _zenflow_without_offload(config: Config) -> Iterator[Fault]:
         yield Fault(f"{_ZERO}.zenflow", f'needs {_DEVICE} "cpu"; add it or leave zenflow out')
 
 
+_HPZ = f"{_ZERO}.zero_hpz_partition_size"
+_MICS = f"{_ZERO}.mics_shard_size"
+_HOPS = f"{_ZERO}.mics_hierarchical_params_gather"
+_BY_SUM = f"{_ZERO}.stage3_use_all_reduce_for_fetch_params"
+
+
+@reading(_STAGE, _HPZ, _MICS)
+def _second_copy_in_block(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    second, block = zero.zero_hpz_partition_size, zero.mics_shard_size
+    if zero.stage != 3 or second <= 1 or block <= 0:
+        return
+    if second >= block:
+        yield Fault(
+            _HPZ,
+            f"{second} has nothing to spare where weights are gathered over the {block} ranks of"
+            f" {_MICS}; leave it out, or take a smaller number that divides {block}",
+        )
+    elif block % second:
+        yield Fault(
+            _HPZ, f"{second} does not divide {_MICS}, {block}; take a divisor or leave one out"
+        )
+
+
+@reading(_STAGE, _HOPS, _BY_SUM)
+def _hops_by_sum(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    by_sum = zero.stage3_use_all_reduce_for_fetch_params
+    if zero.stage == 3 and zero.mics_hierarchical_params_gather and by_sum:
+        yield Fault(_HOPS, f"true does not go with {_BY_SUM}; switch one of them off")
+
+
+def blocks_that_do_not_fit(config: Config, ranks: int) -> Iterator[Fault]:
+    """Blocks that do not divide the ranks that share model states."""
+    zero = config.zero_optimization
+    sizes = ((_HPZ, zero.zero_hpz_partition_size), (_MICS, zero.mics_shard_size))
+    for path, size in sizes:
+        if zero.stage == 3 and size > 1 and ranks % size:
+            yield Fault(
+                path,
+                f"{size} does not divide the {ranks} ranks that share the weights; take a divisor"
+                " or leave it out",
+            )
+
+
 RULES = (
     _partial_offload,
     _disk_without_path,
@@ -118,4 +163,6 @@ RULES = (
     _sum,
     _no_norm,
     _zenflow_without_offload,
+    _second_copy_in_block,
+    _hops_by_sum,
 )

@@ -1,0 +1,97 @@
+"""Which ranks do what with a bucket: who averages, who cuts, who holds the same, who is near."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_, sum_
+
+
+class Hops(NamedTuple):
+    """The two groups of a gather over several nodes that sends each byte into each node once."""
+
+    across: Ranks
+    """Those that stand where I do in their nodes."""
+    inside: Ranks
+    """Those of my node."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks among which one bucket is shared, by what they do with it."""
+
+    ranks: Ranks
+    """All that hold the same parameters: their gradients become one."""
+    shards: Ranks
+    """Consecutive ones of `ranks`, over which one copy of the model states is cut."""
+    replicas: Ranks | None = None
+    """Those that hold the same shard, one of each copy; None: there is one copy."""
+    node: Ranks | None = None
+    """Consecutive ones of `shards` that cut a second copy of the weights; None: there is none."""
+    hops: Hops | None = None
+    """Weights are gathered over `shards` in two hops; None: in one."""
+
+    @classmethod
+    def over(cls, ranks: Ranks) -> Sharing:
+        """One copy, cut over all of `ranks`."""
+        return cls(ranks, ranks)
+
+    @classmethod
+    def cut(
+        cls, ranks: Ranks, shard_size: int, secondary_size: int = 1, node_size: int | None = None
+    ) -> Sharing:
+        """Cut one copy over each `shard_size` ranks, and a second one of weights over fewer.
+
+        Each size divides the one before it. All ranks must call it, alike.
+
+        Args:
+            ranks: all that hold the same parameters.
+            shard_size: ranks of one copy.
+            secondary_size: ranks of a second copy of the weights; 1: there is none.
+            node_size: how many consecutive ranks stand near each other, where weights are gathered
+                in two hops.
+        """
+        shards, replicas = ranks, None
+        if shard_size < ranks.size:
+            shards, replicas = ranks.in_blocks(shard_size)
+        node = hops = None
+        # Cut over all of them, a second copy would be the first one again.
+        if 1 < secondary_size < shards.size:
+            node, _ = shards.in_blocks(secondary_size)
+        if node_size is not None and 1 < node_size < shards.size:
+            inside, across = shards.in_blocks(node_size)
+            hops = Hops(across, inside)
+        return cls(ranks, shards, replicas, node, hops)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model states there are."""
+        return 1 if self.replicas is None else self.replicas.size
+
+    @cached_property
+    def places(self) -> range:
+        """The places among `ranks` of `shards`."""
+        return self._places_of(self.shards)
+
+    @cached_property
+    def places_of_node(self) -> range:
+        """The places among `ranks` of `node`; of `shards`, where there is none."""
+        return self._places_of(self.node or self.shards)
+
+    def _places_of(self, some: Ranks) -> range:
+        first = self.ranks.numbers.index(some.numbers[0])
+        return range(first, first + some.size)
+
+    def sum_(self, tensor: Tensor, label: str) -> None:
+        """Replace a small tensor, of which each shard gives a part, by its sum over one copy.
+
+        The bits are the same on all ranks: copies of what is computed from it must not part.
+        """
+        sum_(tensor, self.shards, label)
+        if self.replicas is not None:
+            broadcast_(tensor, 0, self.replicas, label)
