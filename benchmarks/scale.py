@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -34,6 +35,13 @@ from hadal.comm import Ranks, collectives
 _MIB = 2**20
 _WORLDS = (1, 2, 8, 64, 256, 1024)
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
+# What else stands under `zero_optimization`, by its name; a number is the ranks of a node.
+_ROUTES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": lambda node: {},
+    "hpz": lambda node: {"zero_hpz_partition_size": node},
+    "mics": lambda node: {"mics_shard_size": node},
+    "hops": lambda node: {"mics_hierarchical_params_gather": True},
+}
 
 
 class Block(nn.Module):
@@ -58,6 +66,9 @@ class Case:
     stage: int
     dtype: str
     pairs: bool
+    route: str = "plain"
+    node: int = 8
+    """Ranks of a node."""
 
 
 @dataclass
@@ -70,6 +81,8 @@ class Traffic:
     """Sends of values to single ranks."""
     nbytes: int = 0
     """Bytes of values that leave this rank: by messages, or in a ring's share of a collective."""
+    across: int = 0
+    """Those of them that leave its node; of a ring, a rank's share of what does."""
     agreements: int = 0
     """Small exchanges of whole numbers and scalars: which bucket next, who is late, the norm."""
 
@@ -98,13 +111,13 @@ class _Mirror:
     """The other ranks: each sends here what it was sent."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], list[Tensor]] = {}
+        self._sent: dict[tuple[Any, int, int], list[Tensor]] = {}
 
-    def keep(self, tensor: Tensor, group_dst: int, tag: int) -> None:
-        self._sent.setdefault((group_dst, tag), []).append(tensor)
+    def keep(self, tensor: Tensor, group: Any, group_dst: int, tag: int) -> None:
+        self._sent.setdefault((group, group_dst, tag), []).append(tensor)
 
-    def give(self, tensor: Tensor, group_src: int, tag: int) -> None:
-        sent = self._sent[group_src, tag].pop(0)
+    def give(self, tensor: Tensor, group: Any, group_src: int, tag: int) -> None:
+        sent = self._sent[group, group_src, tag].pop(0)
         if sent.numel() == tensor.numel():
             tensor.copy_(sent)
 
@@ -115,17 +128,23 @@ def _counted(case: Case) -> Iterator[Traffic]:
     traffic, mirror = Traffic(), _Mirror()
     originals = {name: getattr(dist, name) for name in ("isend", "irecv", "all_reduce")}
 
+    def nodes_of(group: Any) -> list[int]:
+        return [number // case.node for number in dist.get_process_group_ranks(group)]
+
     def isend(tensor: Tensor, **rest: Any) -> Any:
-        mirror.keep(tensor, rest["group_dst"], rest["tag"])
+        mirror.keep(tensor, rest["group"], rest["group_dst"], rest["tag"])
         if rest["tag"] == collectives._CODE:
             traffic.agreements += 1
         else:
             traffic.messages += 1
             traffic.nbytes += tensor.nbytes
+            nodes = nodes_of(rest["group"])
+            if nodes[rest["group_dst"]] != nodes[dist.get_rank(rest["group"])]:
+                traffic.across += tensor.nbytes
         return originals["isend"](tensor, **rest)
 
     def irecv(tensor: Tensor, **rest: Any) -> Any:
-        mirror.give(tensor, rest["group_src"], rest["tag"])
+        mirror.give(tensor, rest["group"], rest["group_src"], rest["tag"])
         return originals["irecv"](tensor, **rest)
 
     def all_reduce(tensor: Tensor, *args: Any, **rest: Any) -> Any:
@@ -136,8 +155,13 @@ def _counted(case: Case) -> Iterator[Traffic]:
         call = getattr(collectives, name)
 
         def noted(*args: Any, **rest: Any) -> Any:
+            nodes = nodes_of(rest["group"])
+            nbytes = args[full_at].nbytes * (len(nodes) - 1) // len(nodes)
+            # Around the ring, from each rank to the next.
+            borders = sum(node != nodes[place - 1] for place, node in enumerate(nodes))
             traffic.collectives += 1
-            traffic.nbytes += args[full_at].nbytes * (case.world - 1) // case.world
+            traffic.nbytes += nbytes
+            traffic.across += nbytes * borders // len(nodes)
             return call(*args, **rest)
 
         return patch.object(collectives, name, noted)
@@ -152,10 +176,11 @@ def _counted(case: Case) -> Iterator[Traffic]:
 
 
 @contextmanager
-def _world(size: int, rank: int) -> Iterator[None]:
+def _world(size: int, rank: int, node: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield
+        with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(node)}):
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -188,6 +213,7 @@ def _configuration(case: Case, block_numel: int) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
+            **_ROUTES[case.route](case.node),
         },
     }
 
@@ -218,7 +244,7 @@ def _start(case: Case, options: argparse.Namespace) -> tuple[hadal.Engine, float
 def _held(engine: hadal.Engine) -> dict[str, int]:
     """The bytes of model state on this rank at the end of a backward, by kind."""
     runtime = engine._parts.runtime
-    weights = [t for b in runtime.buckets for t in (b.full, b.shard)]
+    weights = [t for b in runtime.buckets for t in (b.full, b.shard, b._secondary)]
     masters = [b.master for b in runtime.buckets]
     gradients = [t for g in runtime.gradients for t in (g.full, g.reduced)]
     state = engine.optimizer.state.values()
@@ -246,7 +272,8 @@ def _reached_nbytes() -> int:
 
 def measure(case: Case, options: argparse.Namespace) -> Found:
     """One rank's start, and its second step: in the first the optimizer's state is made."""
-    with _world(case.world, options.rank % case.world), _counted(case) as traffic:
+    place = _world(case.world, options.rank % case.world, case.node)
+    with place, _counted(case) as traffic:
         seconds = []
         for _ in range(options.repeat):
             engine, took = _start(case, options)
@@ -286,8 +313,8 @@ def passes(case: Case, found: Found) -> float:
 
 
 _HEADER = (
-    "way         | dtype | stage | ranks | weights  master moments   grads |   all MiB |"
-    " calls messages agreements | wire MiB passes | peak MiB | start: calls      s"
+    "way         | route | dtype | stage | ranks | weights  master moments   grads |   all MiB |"
+    " calls messages agreements | wire MiB passes across MiB | peak MiB | start: calls      s"
 )
 
 
@@ -295,11 +322,12 @@ def _line(case: Case, found: Found) -> str:
     held, traffic = found.held, found.traffic
     kinds = " ".join(f"{held[kind] / _MIB:7.3f}" for kind in held)
     return (
-        f"{'pairs' if case.pairs else 'collectives':11} | {case.dtype:5} | {case.stage:5} |"
+        f"{'pairs' if case.pairs else 'collectives':11} | {case.route:5} | {case.dtype:5} |"
+        f" {case.stage:5} |"
         f" {case.world:5} | {kinds} | {found.state / _MIB:9.3f} | {traffic.collectives:5}"
         f" {traffic.messages:8} {traffic.agreements:10} | {traffic.nbytes / _MIB:8.3f}"
-        f" {passes(case, found):6.3f} | {found.peak / _MIB:8.3f} | {found.start_calls:12,}"
-        f" {found.start_s:6.3f}"
+        f" {passes(case, found):6.3f} {traffic.across / _MIB:10.3f} | {found.peak / _MIB:8.3f} |"
+        f" {found.start_calls:12,} {found.start_s:6.3f}"
     )
 
 
@@ -314,7 +342,7 @@ def _draw(results: dict[Case, Found], file: Path) -> None:
         mine = [
             (case, found)
             for case, found in (chosen or results).items()
-            if (case.stage, case.dtype) == (stage, dtype)
+            if (case.stage, case.dtype, case.route) == (stage, dtype, "plain")
         ]
         worlds = [case.world for case, _ in mine]
         held.plot(worlds, [f.state / _MIB for _, f in mine], marker="o", label=f"stage {stage}")
@@ -336,6 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
     add("--stages", type=_numbers, default=[0, 1, 2, 3], help="ZeRO stages, as 0,1,2,3")
     add("--dtypes", type=lambda text: text.split(","), default=list(_ITEMSIZE), help="bf16,fp32")
     add("--ways", type=lambda text: text.split(","), default=["collectives"])
+    add("--routes", type=lambda text: text.split(","), default=["plain"], help=",".join(_ROUTES))
+    add("--node", type=int, default=8, help="ranks of a node")
     add("--blocks", type=int, default=4)
     add("--width", type=int, default=256)
     add("--rank", type=int, default=0, help="which rank is measured, modulo their number")
@@ -347,11 +377,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[Case, Found]:
     gc.collect()
     gc.freeze()  # what is there already holds no tensor of a step, and need not be looked at
     cases = [
-        Case(world, stage, dtype, way == "pairs")
+        Case(world, stage, dtype, way == "pairs", route, options.node)
         for way in options.ways
         for dtype in options.dtypes
         for stage in options.stages
         for world in options.worlds
+        for route in options.routes
+        if route == "plain" or (stage == 3 and world % options.node == 0 and world > options.node)
     ]
     measure(cases[0], options)  # what is imported at first use is no part of any case
     results = {}

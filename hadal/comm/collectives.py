@@ -95,18 +95,34 @@ def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str)
     ranks `inside` my node have got. Slices lie by node, and by rank in each.
     """
     nodes = [slice_of(full, node, across) for node in range(across.size)]
-    first = _start_exchange([slice_of(one, inside.rank, inside) for one in nodes], across, label)
+    mine = [slice_of(one, inside.rank, inside) for one in nodes]
+    if not inside.exchanges_in_pairs(full.device):
+        return _start_hops_by_collectives(full, mine, across, inside, label)
 
     def spread() -> Pending:
         # In an order of its own: other gathers inside the node may have overtaken it.
         pendings = [start_all_gather(one, inside, label, _HOP) for one in nodes]
         return Pending(label, [work for pending in pendings for work in pending.works])
 
-    if inside.exchanges_in_pairs(full.device):
-        return relayed(first, spread)
-    # An accelerator waits for it in its own queue, and not the host.
-    first.wait()
-    return spread()
+    return relayed(_start_exchange(mine, across, label), spread)
+
+
+def _start_hops_by_collectives(
+    full: Tensor, mine: Sequence[Tensor], across: Ranks, inside: Ranks, label: str
+) -> Pending:
+    # One call for each hop, however many nodes there are, for a copy at the end: what arrives lies
+    # by rank, and by node in each.
+    by_rank = torch.empty_like(full)
+    row = slice_of(by_rank, inside.rank, inside)
+    slice_of(row, across.rank, across).copy_(mine[across.rank])
+    # An accelerator waits for the first hop in its own queue, and not the host.
+    start_all_gather(row, across, label).wait()
+
+    def put() -> None:
+        table = by_rank.view(inside.size, across.size, -1)
+        full.view(across.size, inside.size, -1).copy_(table.transpose(0, 1))
+
+    return at_end(start_all_gather(by_rank, inside, label), put)
 
 
 def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,9 +153,8 @@ def sharing_of(config: Config, ranks: Ranks) -> Sharing:
 def _node_size(ranks: Ranks, shard_size: int) -> int:
     """How many ranks of a copy stand on one node."""
     local_size = get_local_world_size()
-    everywhere = gather_objects(local_size, ranks)
-    if local_size is None or len(set(everywhere)) > 1:
-        pairs = zip(ranks.numbers, everywhere, strict=True)
+    if not is_same_everywhere(str(local_size), ranks) or local_size is None:
+        pairs = zip(ranks.numbers, gather_objects(local_size, ranks), strict=True)
         told = ", ".join(f"rank {number}: {size}" for number, size in pairs)
         raise _no_hops(f"launchers must tell one number of ranks for all nodes, and told {told}")
     node_size = common_node_size(ranks.numbers, shard_size, local_size)
@@ -171,10 +171,8 @@ def common_node_size(numbers: Sequence[int], shard_size: int, local_size: int) -
 
     None where it is not the same number everywhere. Nodes hold `local_size` consecutive ranks.
     """
-    counts = set()
-    for start in range(0, len(numbers), shard_size):
-        nodes = [number // local_size for number in numbers[start : start + shard_size]]
-        counts |= {nodes.count(node) for node in nodes}
+    places = ((place // shard_size, number // local_size) for place, number in enumerate(numbers))
+    counts = set(Counter(places).values())
     return counts.pop() if len(counts) == 1 else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,6 +61,18 @@ def wait_in_any_order() -> None:
 
 def test_gathers_may_be_waited_for_in_any_order(ranks: RankPools) -> None:
     ranks(4).run(wait_in_any_order)
+
+
+def by_the_backends_collectives() -> None:
+    with patch.object(Ranks, "exchanges_in_pairs", lambda *_: False):
+        for number in range(4):
+            full, expected, pending = started(number, torch.float32)
+            pending.wait()
+            assert torch.equal(full, expected)
+
+
+def test_collectives_do_the_same(ranks: RankPools) -> None:
+    ranks(4).run(by_the_backends_collectives)
 
 
 def meet_between_start_and_wait(late: int) -> None:

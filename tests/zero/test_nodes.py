@@ -397,17 +397,21 @@ def test_mics_init_is_a_name_of_init(ranks: RankPools) -> None:
 # ---- what does not fit -----------------------------------------------------------------------
 
 
-def wrong_nodes(size: int | None, zero: dict[str, Any]) -> None:
-    with nodes_of(size):
+def wrong_nodes(sizes: list[int | None], zero: dict[str, Any]) -> None:
+    with nodes_of(sizes[comm.get_rank()]):
         engine_of(3, blocks(), zero_optimization={**CUT, **zero})
 
 
 @pytest.mark.parametrize(
-    ("size", "told"),
-    [(3, "nodes of 3 ranks do not divide the blocks of 4"), (None, "rank 1: None")],
+    ("sizes", "told"),
+    [
+        ([3] * 4, "nodes of 3 ranks do not divide the blocks of 4"),
+        ([None] * 4, "rank 1: None"),
+        ([2, 2, 1, None], "rank 2: 1, rank 3: None"),
+    ],
 )
-def test_nodes_that_do_not_fit_are_told(size: Any, told: str, ranks: RankPools) -> None:
-    for error in ranks(4).raises(wrong_nodes, size, HOPS):
+def test_nodes_that_do_not_fit_are_told(sizes: Any, told: str, ranks: RankPools) -> None:
+    for error in ranks(4).raises(wrong_nodes, sizes, HOPS):
         assert isinstance(error, ConfigError)
         assert error.faults[0].path == "zero_optimization.mics_hierarchical_params_gather"
         assert told in error.faults[0].message

@@ -24,6 +24,18 @@ CUT_FROM = (3, 1, 1, 2)
 # Collectives of a block's size in a step. At stage 3 the last block of forward is the first of
 # backward: by a plan it stays in between.
 TRIPS = (2 * BLOCKS, 2 * BLOCKS, 2 * BLOCKS, 3 * BLOCKS - 1)
+NODE = 8
+NODES = MANY // NODE
+# Bytes that leave a rank's node in a step, at stage 3 and in pairs, for each byte of a block. A
+# gather or reduction over all ranks sends a shard to all of them but those of the node. In two hops
+# a shard goes once to each other node. Of copies only the gradients' shards leave the node.
+_ALL, _ONCE = (MANY - NODE) / MANY, (NODES - 1) / MANY
+ACROSS = {
+    "plain": TRIPS[3] * _ALL,
+    "hpz": 2 * BLOCKS * _ALL,
+    "hops": (TRIPS[3] - BLOCKS) * _ONCE + BLOCKS * _ALL,
+    "mics": BLOCKS * 2 * (NODES - 1) / NODES / NODE,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dic
     file = tmp_path_factory.mktemp("scale") / "scale.json"
     arguments = [f"--worlds={','.join(map(str, WORLDS))}", f"--width={WIDTH}"]
     arguments += [f"--blocks={BLOCKS}", "--repeat=1", "--ways=collectives,pairs", f"--json={file}"]
+    arguments += [f"--node={NODE}", f"--routes={','.join(ACROSS)}"]
     subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/scale.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -39,7 +52,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dic
         check=True,
     )
     keys = ("world", "stage", "dtype", "pairs")
-    return {tuple(row[key] for key in keys): row for row in json.loads(file.read_text())}
+    return {
+        (*(row[key] for key in keys), *([row["route"]] if row["route"] != "plain" else [])): row
+        for row in json.loads(file.read_text())
+    }
 
 
 @pytest.mark.parametrize("dtype", NBYTES)
@@ -81,3 +97,13 @@ def test_calls_do_not_grow_with_the_ranks(found, stage: int) -> None:
     assert many["start_calls"] <= few["start_calls"]
     pairs = found[MANY, stage, "bf16", True]["traffic"]
     assert pairs["messages"] == TRIPS[stage] * (MANY - 1)
+
+
+@pytest.mark.parametrize("dtype", NBYTES)
+@pytest.mark.parametrize("route", ACROSS)
+def test_what_leaves_a_node(found, route: str, dtype: str) -> None:
+    """A second copy on each node, copies of everything, two hops: each sends what it promises."""
+    key = (MANY, 3, dtype, True) + ((route,) if route != "plain" else ())
+    across = found[key]["traffic"]["across"] / NBYTES[dtype][0]
+    least = ACROSS[route] * MODEL / BLOCKS
+    assert least <= across <= ACROSS[route] * (MODEL + PADDING) / BLOCKS
