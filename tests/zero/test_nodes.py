@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine import toys
+from engine.test_topology import cut_sequences
 from engine.toys import engine_of
 from ranks import RankPools
 from torch import Tensor, nn
@@ -287,6 +288,11 @@ def test_what_stands_behind_a_parameter(settings: dict[str, Any], ranks: RankPoo
         (write_moments, 3, False),
     ):
         ranks(4).run(under, settings, check, *args)
+
+
+@pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
+def test_ranks_that_share_a_sequence(settings: dict[str, Any], ranks: RankPools) -> None:
+    ranks(4).run(under, settings, cut_sequences, 3, 2, "key")
 
 
 def edit_between_gathers() -> None:
