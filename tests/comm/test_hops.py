@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from unittest.mock import patch
 
 import pytest
@@ -61,6 +62,23 @@ def wait_in_any_order() -> None:
 
 def test_gathers_may_be_waited_for_in_any_order(ranks: RankPools) -> None:
     ranks(4).run(wait_in_any_order)
+
+
+def overtake() -> None:
+    rank = Ranks.world().rank
+    if rank >= BLOCK:
+        time.sleep(0.2)  # until then the first hop is under way
+    wide = started(1, torch.float32)
+    if rank == 1:
+        time.sleep(0.5)  # until the second hop is under way
+    near = started(0, torch.float32)
+    for full, expected, pending in (near, wide):
+        pending.wait()
+        assert torch.equal(full, expected)
+
+
+def test_a_second_hop_may_be_overtaken(ranks: RankPools) -> None:
+    ranks(4).run(overtake)
 
 
 def by_the_backends_collectives() -> None:

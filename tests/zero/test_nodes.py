@@ -40,6 +40,7 @@ from .test_gathering import (
     raise_and_retry,
     random_rows,
     train_along,
+    watched,
 )
 from .test_state import (
     read_gradients,
@@ -162,6 +163,7 @@ def test_with_copies_only_one_sum_of_shards_crosses_them(ranks: RankPools) -> No
         update = sum(second.values(), Counter())
         # A shard over two ranks: half of it to be added up there, half of the sum of mine back.
         assert update["gradients", "across"] == BLOCKS * 2 * SHARD
+        assert second[Phase.BACKWARD]["gradients", "across"] > 0  # while backward goes on
         norm = "the sum of the gradient norm"
         assert {what for what, where in update if where == "across"} <= {"gradients", norm}
 
@@ -253,6 +255,44 @@ def test_any_paths_train_as_plain_torch_does(seed: int, ranks: RankPools) -> Non
     routes = [HPZ, MICS, {**HPZ, **HOPS}][seed % 3]
     settings = {**LIMITS[(seed + 1) % 5], **routes}
     ranks(4).run(on_nodes, train_along, random_rows(seed, 4, 4), settings)
+
+
+def lendings_of_announced_gathers(settings: dict[str, Any]) -> list[int]:
+    """How often this rank lends in each micro-step, while the nodes take different paths."""
+    engine = node_engine(divergent_ranks=True, **settings)
+    path = (0, 1, 2) if comm.get_rank() < 2 else (3, 4)
+    found = []
+    for step in range(2):
+        with watched(engine) as events:
+            one_step(engine, step, path)
+        found.append(sum(name == "serve" for name, _ in events))
+    engine.destroy()
+    return found
+
+
+def test_a_node_lends_nothing_to_another_one(ranks: RankPools) -> None:
+    assert all(min(found) > 0 for found in ranks(4).run(lendings_of_announced_gathers, {}))
+    assert ranks(4).run(lendings_of_announced_gathers, MICS) == [[0, 0]] * 4
+    # The first gather is everybody's; from then on each node has its own copy.
+    assert ranks(4).run(lendings_of_announced_gathers, HPZ) == [[2, 0]] * 2 + [[3, 0]] * 2
+
+
+def own_the_boundary(settings: dict[str, Any]) -> None:
+    """Where no backward is known to be the last, gradients of copies meet in the step."""
+    zero = {**toys.TINY, **settings}
+    keys = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+    engine = engine_of(3, zero_optimization={"stage": 3, **zero}, **keys)
+    updates = [[0, 1], [2, 3], [4, 5]]
+    for micro_steps in updates:
+        for step in micro_steps:
+            toys.backward(engine, step)
+        engine.step()
+    toys.assert_close(engine.state_dict(), toys.alone(toys.model_of(), updates))
+    engine.destroy()
+
+
+def test_the_boundary_may_be_unknown(ranks: RankPools) -> None:
+    ranks(4).run(own_the_boundary, MICS)
 
 
 @pytest.mark.parametrize("settings", [HPZ, MICS, {**HPZ, **HOPS}], ids=["hpz", "mics", "hops"])
