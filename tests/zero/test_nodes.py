@@ -58,6 +58,8 @@ HOPS = {"mics_hierarchical_params_gather": True}
 ITEMSIZE = 4
 SHARD = PADDED // 4 * ITEMSIZE  # bytes of one rank's cut of a bucket over all ranks
 
+# Agreements between ranks: numbers, not values.
+WORDS = (collectives._CODE, collectives._SMALL)
 # (what, to whom): bytes. "Weights" is every gather, "gradients" every reduction.
 Sent = Counter[tuple[str, str]]
 
@@ -78,7 +80,7 @@ def sending(engine: Any) -> Iterator[dict[Phase, Sent]]:
 
     def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Any:
         is_near = ranks.numbers[other] // 2 == comm.get_rank() // 2
-        if tag != collectives._CODE:
+        if tag not in WORDS:
             where = "inside" if is_near else "across"
             sent[gathering.phase][what_is(label), where] += tensor.nbytes
         return original(tensor, other, ranks, tag, label)
