@@ -1,13 +1,12 @@
 """What is known of the paths that forward and backward take through the model: traces and plans.
 
 All ranks learn the same things at the same moments, so none of this needs a word between them,
-but for telling where they parted.
+but for telling where they parted. Which trace to expect is `foresight.py`'s matter.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects, max_
 from hadal.errors import MismatchError
 from hadal.zero.agreement import Met
+from hadal.zero.foresight import Foresight
 from hadal.zero.planner import Plan, plan
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
@@ -25,12 +25,8 @@ _log = logging.getLogger(__name__)
 
 # A digest that happens to be equal where paths differ does no harm: the plans' digests differ then.
 _PATH_BITS, _ENDS_BITS = 36, 20
-# After so many plans in a row that did not hold, none is made any more.
-_CHANGES = 3
-# So often a plan must have held for earlier ones that did not to be forgotten.
-_TRUST = 10
-# Plans differ by what is gathered at their beginning, of which there are few.
-_PLANS = 32
+# Plans differ by what is gathered at their beginning, and by what follows, of which there are few.
+_PLANS = 128
 
 
 @dataclass(slots=True)
@@ -73,33 +69,29 @@ class Paths:
         self._divergence = divergence
         self._names: Sequence[str] = ()
         self._numels: Sequence[int] = ()
-        self._traces: dict[Kind, Trace] = {}
-        self._plans: dict[tuple[Kind, frozenset[int], bool], Plan] = {}
-        self._changes: Counter[Kind] = Counter()
-        self._followed: Counter[Kind] = Counter()
+        self._foresight = Foresight()
+        self._plans: dict[tuple[int, int, frozenset[int]], Plan] = {}
         self._has_told = False
 
     def restart(self, names: Sequence[str], numels: Sequence[int]) -> None:
         """Know nothing but the buckets: their names and their elements."""
         self._names, self._numels = names, numels
-        self._traces.clear()
+        self._foresight.clear()
         self._plans.clear()
-        self._changes.clear()
-        self._followed.clear()
 
     def plan_for(self, kind: Kind, held: frozenset[int], *, last: bool) -> Plan | None:
         """The plan where buckets `held` are gathered already; None where gathers are announced.
 
         `last`: nothing gathered is of use behind the end.
         """
-        trace = self._traces.get(kind)
-        if trace is None or self._changes[kind] >= _CHANGES:
+        trace = self._foresight.expected(kind)
+        if trace is None:
             return None
-        key = (kind, held, last)
+        following = () if last else self._following(kind, trace)
+        key = (trace.digest, digest_of(following), held)
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            following = () if last else self._following(kind, trace)
             self._plans[key] = plan(trace.uses, self._numels, self._limits, held, following)
         return self._plans[key]
 
@@ -107,15 +99,17 @@ class Paths:
         """The uses to expect behind a stretch of work of this kind."""
         if kind is Kind.EVALUATION:
             return trace.uses
-        known = self._traces.get(Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD)
+        if kind is Kind.FORWARD:
+            known = self._foresight.likely(Kind.BACKWARD, trace)
+        else:
+            known = self._foresight.likely(Kind.FORWARD)
         if known is not None:
             return known.uses
-        return [Use(use.bucket, at + 1) for at, use in enumerate(reversed(trace.uses))]
+        return tuple(Use(use.bucket, at + 1) for at, use in enumerate(reversed(trace.uses)))
 
     def forget(self, kind: Kind) -> None:
-        """A kind's trace will be another one, on all ranks alike: record it anew."""
-        self._traces.pop(kind, None)
-        self._plans.clear()
+        """A kind's traces will be other ones, on all ranks alike: record them anew."""
+        self._foresight.forget(kind)
 
     def settle(self, walk: Walk, trace: Trace, met: Met) -> None:
         """Learn from the end of a stretch of work, where all ranks have met.
@@ -124,28 +118,24 @@ class Paths:
             MismatchError: ranks took different paths, which was not to be tolerated.
         """
         is_alike = len({word >> _ENDS_BITS for word in met.words}) == 1
+        planned = Trace(walk.plan.uses) if walk.plan else None
         if is_alike and walk.follows:
-            self._followed[walk.kind] += 1
-            if self._followed[walk.kind] >= _TRUST:
-                self._changes[walk.kind] = 0
+            self._foresight.came(walk.kind, planned, has_held=True)
             return
-        planned = self._traces.get(walk.kind) if walk.plan else None
-        if planned is not None or not is_alike:
-            self.forget(walk.kind)
-        if is_alike and not walk.has_learned:
-            self._record(walk.kind, trace if met.is_alike else self._joined(trace))
-        if walk.plan is not None:
-            self._changes[walk.kind] += 1
-            self._followed[walk.kind] = 0
+        seen = None
+        if is_alike:
+            seen = trace if met.is_alike or walk.has_learned else self._joined(trace)
+        gives_up = self._foresight.came(
+            walk.kind,
+            seen,
+            has_held=None if planned is None else False,
+            is_learned=not walk.has_learned,
+        )
         if not is_alike:
-            self._settle_parting(walk, trace)
+            self._settle_parting(walk, trace, gives_up=gives_up)
         elif planned is not None:
-            self._tell(walk, [planned.path, trace.path], ["as planned, it", "now it"])
-
-    def _record(self, kind: Kind, trace: Trace) -> None:
-        if self._traces.get(kind) != trace:
-            self.forget(kind)
-            self._traces[kind] = trace
+            paths, owners = [planned.path, trace.path], ["as planned, it", "now it"]
+            self._tell(walk, paths, owners, gives_up=gives_up)
 
     def _joined(self, trace: Trace) -> Trace:
         """The trace of ranks that went one path, but were done with some uses at other moments."""
@@ -153,7 +143,7 @@ class Paths:
         max_(ends, self._ranks, "the agreement on the ends of uses")
         return trace.ending(ends.tolist())
 
-    def _settle_parting(self, walk: Walk, trace: Trace) -> None:
+    def _settle_parting(self, walk: Walk, trace: Trace, *, gives_up: bool) -> None:
         is_error = not self._divergence.is_tolerated
         if not is_error and self._has_told and not self._divergence.tells_always:
             return
@@ -169,17 +159,23 @@ class Paths:
                 f" {describe_parting(paths, owners, self._names)}. Let all ranks run the same"
                 ' modules, or give zero_optimization.divergent_ranks "auto" or true.'
             )
-        self._tell(walk, paths, owners)
+        self._tell(walk, paths, owners, gives_up=gives_up)
 
-    def _tell(self, walk: Walk, paths: Sequence[Sequence[int]], owners: Sequence[str]) -> None:
+    def _tell(
+        self,
+        walk: Walk,
+        paths: Sequence[Sequence[int]],
+        owners: Sequence[str],
+        *,
+        gives_up: bool,
+    ) -> None:
         if self._ranks.rank == 0 and (self._divergence.tells_always or not self._has_told):
-            stays = self._changes[walk.kind] >= _CHANGES
             _log.warning(
                 "the path through the model changed in %s: %s. Gathers are announced to all ranks"
                 " one by one %s%s",
                 walk.kind.value,
                 describe_parting(paths, owners, self._names),
-                "from now on" if stays else "until all take one path again",
+                "here from now on" if gives_up else "where the path is not foreseen",
                 ""
                 if self._divergence.tells_always
                 else " (told once; zero_optimization.log_trace_cache_warnings tells each time)",

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 _DIGEST_BITS = 48
@@ -41,6 +42,11 @@ class Trace:
     """The uses of one stretch of work, in the order in which they began."""
 
     uses: tuple[Use, ...]
+
+    @cached_property
+    def digest(self) -> int:
+        """Equal for equal traces."""
+        return digest_of(self.uses)
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -1,0 +1,121 @@
+"""Which trace to expect next, by what came before; so models that take turns are planned for too.
+
+Nothing here talks to other ranks: all of them are told the same and expect the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hadal.zero.trace import Kind, Trace, digest_of
+
+# What an expectation that came true earns, what one that did not costs, and where it begins, which
+# is also the most. One that has nothing left is not acted upon: three in a row, or one in three.
+_EARNED, _COST, _CREDIT = 1, 3, 9
+# So many contexts of one kind are remembered.
+_CONTEXTS = 48
+
+# The paths of the two stretches before; `_ANY` stands for whatever it was.
+_Context = tuple[int | None, int | None]
+_ANY = -1
+_LAST_RESORT: _Context = (_ANY, _ANY)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What came in some context."""
+
+    trace: Trace
+    credit: int = _CREDIT
+    is_doubted: bool = False
+    """Whether another trace came the last time: it takes the place if that happens again."""
+
+
+class Foresight:
+    """Remembers what came after what.
+
+    A forward is expected by the two before it, so that two models in turn, or two steps of each,
+    are told apart; where these were never seen in this order, by the one before it, and else it is
+    the latest. A backward is expected by its forward, or by the backward right before it.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[Kind, dict[_Context, _Memory]] = {kind: {} for kind in Kind}
+        self._history: dict[Kind, _Context] = dict.fromkeys(Kind, (None, None))
+
+    def forget(self, kind: Kind) -> None:
+        """Traces of a kind will be other ones."""
+        self._memories[kind].clear()
+
+    def clear(self) -> None:
+        """Know nothing."""
+        self.__init__()  # type: ignore[misc]
+
+    def expected(self, kind: Kind) -> Trace | None:
+        """The trace to plan for; None where nothing is known, or too little of it came true."""
+        memory = self._memory(kind)
+        return None if memory is None or memory.credit <= 0 else memory.trace
+
+    def likely(self, kind: Kind, before: Trace | None = None) -> Trace | None:
+        """The trace that may come next, if any: the backward of a forward `before`, too."""
+        if before is None:
+            memory = self._memory(kind)
+        else:
+            memory = self._memories[kind].get((digest_of(before.path), None))
+        return None if memory is None else memory.trace
+
+    def came(
+        self, kind: Kind, trace: Trace | None, *, has_held: bool | None, is_learned: bool = True
+    ) -> bool:
+        """A stretch of work has ended.
+
+        Args:
+            kind: what it was.
+            trace: what all ranks did; None where they parted.
+            has_held: whether it was as expected; None where nothing was planned.
+            is_learned: whether it may come so again.
+
+        Returns:
+            Whether what was expected is not acted upon any more.
+        """
+        memory = self._memory(kind)
+        if memory is not None and has_held is not None:
+            earned = _EARNED if has_held else -_COST
+            memory.credit = min(_CREDIT, memory.credit + earned)
+        if trace is not None and is_learned:
+            self._learn(kind, trace, surprises=has_held is False)
+        self._note(kind, None if trace is None else digest_of(trace.path))
+        return memory is not None and memory.credit <= 0
+
+    def _contexts(self, kind: Kind) -> list[_Context]:
+        """Where to look, the nearest first."""
+        nearest = self._history[kind]
+        if kind is Kind.BACKWARD:
+            return [nearest]
+        return [nearest, (_ANY, nearest[1]), _LAST_RESORT]
+
+    def _memory(self, kind: Kind) -> _Memory | None:
+        memories = self._memories[kind]
+        found = (memories[context] for context in self._contexts(kind) if context in memories)
+        return next(found, None)
+
+    def _learn(self, kind: Kind, trace: Trace, *, surprises: bool) -> None:
+        memories = self._memories[kind]
+        if len(memories) >= _CONTEXTS:
+            memories.clear()
+        for context in self._contexts(kind):
+            known = memories.setdefault(context, _Memory(trace))
+            is_other = known.trace != trace
+            known.is_doubted = (
+                is_other and surprises and not known.is_doubted and context != _LAST_RESORT
+            )
+            if not known.is_doubted:
+                known.trace = trace
+
+    def _note(self, kind: Kind, path: int | None) -> None:
+        if kind is Kind.BACKWARD:
+            self._history[kind] = (self._history[kind][0], path)
+            return
+        self._history[kind] = (self._history[kind][1], path)
+        if kind is Kind.FORWARD:
+            self._history[Kind.BACKWARD] = (path, None)

@@ -1,0 +1,112 @@
+"""What is expected comes true where there is a rule, and is left where there is none."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.zero.foresight import Foresight
+from hadal.zero.trace import Kind, Trace, Use
+
+# A path for each letter, forward and back.
+FORWARDS = {x: Trace(tuple(Use(b, b + 1) for b in range(n))) for n, x in enumerate("ABCD", 1)}
+
+
+def back(trace: Trace) -> Trace:
+    return Trace(tuple(Use(b, at + 1) for at, b in enumerate(reversed(trace.path))))
+
+
+def step(foresight: Foresight, kind: Kind, trace: Trace) -> bool | None:
+    """Whether what was expected came true; None where nothing was."""
+    expected = foresight.expected(kind)
+    has_held = None if expected is None else expected.path == trace.path
+    foresight.came(kind, expected if has_held else trace, has_held=has_held)
+    return has_held
+
+
+def play(letters: str, foresight: Foresight | None = None) -> list[tuple[bool | None, bool | None]]:
+    """For each letter, how its forward and its backward were expected."""
+    foresight = foresight or Foresight()
+    return [
+        (
+            step(foresight, Kind.FORWARD, FORWARDS[letter]),
+            step(foresight, Kind.BACKWARD, back(FORWARDS[letter])),
+        )
+        for letter in letters
+    ]
+
+
+def is_told_by_two(turn: str) -> bool:
+    """Whether in an endless turn two letters always say what comes next."""
+    line = turn * 3
+    nexts: dict[str, set[str]] = {}
+    for at in range(2, len(line)):
+        nexts.setdefault(line[at - 2 : at], set()).add(line[at])
+    return all(len(letters) == 1 for letters in nexts.values())
+
+
+@given(st.text("ABCD", min_size=1, max_size=6).filter(is_told_by_two))
+def test_a_turn_that_two_steps_tell_is_foreseen(turn: str) -> None:
+    """After three rounds nothing surprises, and nothing ever does that was not new before."""
+    seen = play(turn * 8)
+    assert set(seen[3 * len(turn) :]) == {(True, True)}
+    assert all(backward is not False for _, backward in seen)
+
+
+@given(st.text("ABCD", max_size=40))
+def test_after_anything_one_path_is_foreseen_again(letters: str) -> None:
+    """Whatever came before, unless it has used up all credit; then nothing is planned."""
+    foresight = Foresight()
+    play(letters, foresight)
+    assert play("A" * 6, foresight)[-1][0] in (True, None)
+    assert play("A", foresight)[0][1] is True
+
+
+@given(st.text("AB", min_size=100, max_size=200), st.integers(0, 2**32))
+def test_surprises_are_few_however_the_paths_change(letters: str, seed: int) -> None:
+    """Each of the few contexts pays for what it promises: three at once, or a share of a fourth."""
+    seen = [forward for forward, _ in play(letters)]
+    surprises, kept = seen.count(False), seen.count(True)
+    contexts = 9  # of two letters, of one, those of the beginning, and the last resort
+    assert surprises <= 3 * contexts + kept / 3
+
+
+def test_examples() -> None:
+    assert play("AA")[1] == (True, True)  # a second step is planned already
+    assert [f for f, _ in play("ABABAB")] == [None, False, False, True, True, True]
+    # A path that comes once costs itself and the first step behind it.
+    assert [f for f, _ in play("AAAABAAAABAAAA")][4:] == [
+        False,
+        False,
+        *[True] * 3,
+        False,
+        *[True] * 4,
+    ]
+    assert [f for f, _ in play("AAABBBBB")][3:] == [False, True, True, True, True]
+
+
+def test_what_parted_is_not_learned() -> None:
+    foresight = Foresight()
+    play("AA", foresight)
+    foresight.came(Kind.FORWARD, None, has_held=False)
+    assert foresight.expected(Kind.FORWARD) == FORWARDS["A"]
+    assert foresight.expected(Kind.BACKWARD) is None
+    foresight.forget(Kind.FORWARD)
+    assert foresight.expected(Kind.FORWARD) is None
+
+
+def test_kinds_do_not_mix() -> None:
+    foresight = Foresight()
+    play("AA", foresight)
+    assert foresight.expected(Kind.EVALUATION) is None
+    step(foresight, Kind.EVALUATION, FORWARDS["B"])
+    assert play("A", foresight) == [(True, True)]
+    assert foresight.expected(Kind.EVALUATION) == FORWARDS["B"]
+
+
+def test_memory_is_bounded() -> None:
+    foresight = Foresight()
+    for number in range(200):
+        trace = Trace(tuple(Use(b, b + 1) for b in range(number % 97)))
+        foresight.came(Kind.FORWARD, trace, has_held=None)
+    assert len(foresight._memories[Kind.FORWARD]) <= 50
