@@ -83,9 +83,8 @@ bench-optimizer: $(VENV)/.test  ## measure the optimizers beside a plain copy of
 bench-scale: $(VENV)/.test  ## measure what one rank holds and sends among up to 1024
 	$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
 
-bench-gpu: $(VENV)/.test  ## measure one training step on this machine's GPUs (not there yet)
-	@test -f benchmarks/step_gpu.py || { echo "There is no benchmark for GPUs yet; make bench measures on CPUs."; exit 1; }
-	$(BIN)/python benchmarks/step_gpu.py $(BENCH_ARGS)
+bench-gpu: $(VENV)/.test  ## measure one step of a GPT-2-XL on this machine's GPUs, beside a loop by hand
+	$(BIN)/python benchmarks/gpu.py --json bench-gpu.json --output bench-gpu.png $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
 	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

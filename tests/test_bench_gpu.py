@@ -1,0 +1,100 @@
+"""`benchmarks/gpu.py` runs, tiny, where there is no GPU; its arithmetic of a trace is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parents[1]
+LAYERS, WIDTH, VOCABULARY, SEQUENCE, MICRO = 2, 32, 64, 16, 2
+
+
+def _overlap() -> Any:
+    spec = importlib.util.spec_from_file_location("overlap", ROOT / "benchmarks/peers/overlap.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["overlap"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+overlap = _overlap()
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
+
+
+@given(INTERVALS, INTERVALS)
+def test_overlap_counts_each_moment_once(one: Any, other: Any) -> None:
+    def moments(intervals: list[tuple[int, int]]) -> set[int]:
+        return {moment for start, stop in intervals for moment in range(start, stop)}
+
+    found = overlap.measured(one, other)
+    assert found.communication_s == len(moments(one))
+    assert found.compute_s == len(moments(other))
+    assert found.both_s == len(moments(one) & moments(other))
+    assert (found.share is None) == (not moments(one))
+
+
+@pytest.mark.parametrize("cat", ["kernel", "user_annotation"])
+def test_a_trace_of_a_gpu_counts_kernels_only(tmp_path: Path, cat: str) -> None:
+    """On a GPU all kernels compute; without any, what a CPU computes in is known by name."""
+    events = [
+        {"ph": "X", "cat": cat, "name": "ncclDevKernel_AllGather", "ts": 0, "dur": 10},
+        {"ph": "X", "cat": cat, "name": "sm90_gemm", "ts": 4, "dur": 4},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 2},
+        {"ph": "i", "name": "nothing", "ts": 3},
+    ]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    share = overlap.read_trace(trace).share
+    assert share == pytest.approx(0.4 if cat == "kernel" else 0.2)
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/gpu.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    assert "There is no GPU here, so there is nothing to measure" in run()
+
+
+def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
+    """By hand and at stage 3 on two ranks: the same losses, and every figure there is on a CPU."""
+    model = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
+    shape = [f"--{name}={value}" for name, value in model.items()]
+    told = run(
+        *("--device=cpu", "--processes=2", "--stages=3", "--heads=2", f"--micro-batch={MICRO}"),
+        *("--steps=2", "--warmup=1", "--peak-tflops=0.001", *shape),
+        *(f"--json={tmp_path / 'gpu.json'}", f"--output={tmp_path / 'gpu.png'}"),
+    )
+    assert "hadal, stage 3" in told
+    document = json.loads((tmp_path / "gpu.json").read_text())
+    by_hand, ours = document["contestants"]
+    assert ours["losses"] == pytest.approx(by_hand["losses"], rel=1e-2)
+    assert len(ours["steps"]) == 2
+    assert ours["mfu"] == pytest.approx(document["flops"] / ours["step_s"] / 1e9)
+    block = 12 * WIDTH**2  # matrices, and twice as much for attention's products
+    tokens = MICRO * SEQUENCE
+    products = LAYERS * (6 * block + 12 * SEQUENCE * WIDTH) + 6 * VOCABULARY * WIDTH
+    assert document["flops"] == pytest.approx(products * tokens, rel=1e-2)
+    states = ours["parameters"] * 16 / 2
+    assert ours["estimate_gib"] * 2**30 == pytest.approx(states, rel=1e-2)
+    assert by_hand["estimate_gib"] == pytest.approx(2 * ours["estimate_gib"], rel=1e-2)
+    assert ours["overlap"]["communication_s"] > 0
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
