@@ -34,6 +34,9 @@ from hadal.zero import access, place
 
 _log = logging.getLogger(__name__)
 
+# A part of what torch says where a transform of torch.func meets hooks on saved tensors.
+_NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
+
 
 class Engine(nn.Module):
     """A model under training. Made by `hadal.initialize`; one class for every configuration.
@@ -333,13 +336,23 @@ class Engine(nn.Module):
         try:
             with self._parts.clocks.forward:
                 return self._parts.casting.run(self.module, self.device, args, kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             # A weight that was moved or cast away from its bucket: say so, by its name.
             self._parts.runtime.check_links()
+            if _NO_SAVED_HOOKS in str(error):
+                raise UsageError(self._refused_transform()) from error
             raise
         except BaseException:
             self._parts.hooks.end_interrupted()
             raise
+
+    def _refused_transform(self) -> str:
+        return (
+            f"rank {self._parts.ranks.rank}: torch.func.grad (or vjp, jacrev, hessian) was used in"
+            " a forward at stage 3. torch refuses it where saved tensors are watched, which freed"
+            " weights need. Use torch.autograd.grad(..., create_graph=True) there, or stage 2;"
+            " torch.func.functional_call alone works."
+        )
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -379,6 +392,7 @@ class Engine(nn.Module):
     def _expect_alive(self) -> None:
         if self._cycle.destroyed:
             raise UsageError("this engine was destroyed; use its module, or initialize anew")
+        self._parts.hooks.end_left_over()
 
     def _check_loss_everywhere(self, loss: object, boundary: bool) -> None:
         """Raise on every rank where the loss of one is at fault: none may wait for it."""

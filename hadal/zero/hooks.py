@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +97,7 @@ class Hooks:
         self._model_handles: list[RemovableHandle] = []
         self._forward = ExitStack()
         self._depth = 0
+        self._call: FrameType | None = None
         self._exception_before: BaseException | None = None
         if _is_compiler_there():
             shield_hooks()
@@ -135,6 +137,12 @@ class Hooks:
         if self._depth:
             self._depth = 1
             self._end()
+
+    def end_left_over(self) -> None:
+        """End a forward of the bare model that was left so: nobody could say it at the time."""
+        if self._depth and not _is_running(self._call):
+            self._depth = 0
+            self._close(KeyboardInterrupt())
 
     def reading(self) -> AbstractContextManager[None]:
         """A context in which every read of a parameter finds its values, announced or not.
@@ -176,8 +184,10 @@ class Hooks:
         ]
 
     def _begin(self, *_: Any) -> None:
+        self.end_left_over()
         self._depth += 1
         if self._depth == 1:
+            self._call = _calling_frame()
             self._exception_before = sys.exc_info()[1]
             self._runtime.gathering.begin_forward()
             self._forward.enter_context(self.reading())
@@ -188,11 +198,29 @@ class Hooks:
             return
         self._depth -= 1
         if self._depth == 0:
-            self._forward.close()
             # A hook that is always called is not told whether the forward raised.
             error = sys.exc_info()[1]
-            raised = None if error is self._exception_before else error
-            self._runtime.gathering.end_forward(raised)
+            self._close(None if error is self._exception_before else error)
+
+    def _close(self, raised: BaseException | None) -> None:
+        self._call = None
+        self._forward.close()
+        self._runtime.gathering.end_forward(raised)
+
+
+def _calling_frame() -> FrameType | None:
+    """The frame of the module's call that a hook runs in; it ends with the call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None or wanted is None
 
 
 @contextmanager

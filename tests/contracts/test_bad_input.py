@@ -276,6 +276,19 @@ def edit_by_a_rank_that_is_not_there(stage: int) -> None:
         pass
 
 
+class GradientInside(nn.Linear):
+    """Differentiates itself by a transform of torch.func."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        plain = super().forward
+        gradient = torch.func.grad(lambda values: plain(values).square().sum())(inputs)
+        return plain(inputs) + gradient.sum()
+
+
+def transform_in_a_forward(stage: int) -> None:
+    update(engine_of(stage, GradientInside(6, 4)))
+
+
 @dataclass(frozen=True)
 class Mistake:
     """What is done wrong, and what every rank must be told."""
@@ -325,6 +338,7 @@ MISTAKES = [
     Mistake(step_without_backward_on_one_rank, HadalError, ("backward",), (0, 1, 2, 3)),
     Mistake(loss_wrong_on_one_rank, LossError, (), (0, 1, 2, 3)),
     Mistake(second_step_for_one_backward, UsageError, ("backward",), (0, 1, 2, 3)),
+    Mistake(transform_in_a_forward, UsageError, ("torch.autograd.grad", "stage 2"), (3,)),
     Mistake(parameter_cast_away, HadalError, ("2.weight",), (0, 1, 2, 3)),
     Mistake(model_cast_away, HadalError, (".weight",), (0, 1, 2, 3)),
     Mistake(parameter_with_new_data, HadalError, ("2.weight",), (0, 1, 2, 3)),

@@ -171,3 +171,36 @@ def test_registering() -> None:
         register_external_parameter(module, torch.ones(2))  # type: ignore[arg-type]
     del other
     assert external_parameters(module) == []
+
+
+class Functional(nn.Module):
+    """A head that is called with other values, or with those after a step of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body, self.head, self.way = nn.Linear(6, 5), nn.Linear(5, 4), way
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(inputs))
+        if self.way == "functional_call":
+            doubled = {name: 2 * value for name, value in self.head.named_parameters()}
+            outputs: Tensor = torch.func.functional_call(self.head, doubled, (hidden,))
+            return outputs
+        inner = self.head(hidden).square().mean()
+        (gradient,) = torch.autograd.grad(inner, [self.head.weight], create_graph=True)
+        return hidden @ (self.head.weight - 0.1 * gradient).t() + self.head.bias
+
+
+def train_functional(way: str) -> None:
+    engine = engine_of(3, Functional(way))
+    expected = alone(Functional(way), [[step] for step in range(3)])
+    train(engine, range(3))
+    assert_close(engine.state_dict(), expected)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("way", ["functional_call", "autograd.grad"])
+def test_weights_may_be_used_by_functions(way: str, ranks: RankPools) -> None:
+    """What a forward makes of weights that other modules own, second derivatives among it."""
+    ranks(2).run(train_functional, way)

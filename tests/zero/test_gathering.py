@@ -358,7 +358,9 @@ def test_a_backward_that_raises_on_one_rank_hangs_nobody(settings: dict[str, Any
         assert "rank 1: the beginning of a forward" in told
 
 
-def interrupt_and_go_on(kind: type[BaseException], settings: dict[str, Any]) -> None:
+def interrupt_and_go_on(
+    kind: type[BaseException], settings: dict[str, Any], is_bare: bool = False
+) -> None:
     """Rank 1 leaves a forward, rank 0 runs it; all leave a backward; then all go on."""
     plain = engine_of(0, blocks())
     model = blocks()
@@ -367,17 +369,26 @@ def interrupt_and_go_on(kind: type[BaseException], settings: dict[str, Any]) -> 
     def leave(*_: Any) -> None:
         raise kind("mine")
 
+    forward = engine.module if is_bare else engine
     for step in range(6):
         if step in (2, 4) and comm.get_rank():
             handle = model.blocks[step].register_forward_hook(leave)
             with pytest.raises(kind):
-                engine(inputs_of(step))
+                forward(inputs_of(step))
             handle.remove()
+            if is_bare and step == 2:
+                # Noticed where the bare module is called next.
+                model.eval()(inputs_of(step))
+                model.train()
+                assert engine._parts.hooks._depth == 0
+        if is_bare and step == 2 and not comm.get_rank():
+            model.eval()(inputs_of(step))
+            model.train()
         if step == 4:
             # Before any hook of the model's own has begun.
             handle = model.register_forward_pre_hook(leave, prepend=True)
             with pytest.raises(kind):
-                engine(inputs_of(step))
+                forward(inputs_of(step))
             handle.remove()
         one_step(engine, step)
         one_step(plain, step)
@@ -393,6 +404,12 @@ def interrupt_and_go_on(kind: type[BaseException], settings: dict[str, Any]) -> 
 def test_a_forward_may_be_left_at_any_moment(kind: type[BaseException], ranks: RankPools) -> None:
     for settings in LIMITS[:2]:
         ranks(2).run(interrupt_and_go_on, kind, settings)
+
+
+def test_a_forward_of_the_bare_module_may_be_too(ranks: RankPools) -> None:
+    """torch calls no hook for an interrupt: it is noticed at the next call."""
+    for kind in (KeyboardInterrupt, FloatingPointError):
+        ranks(2).run(interrupt_and_go_on, kind, {}, True)
 
 
 def interrupt_backward() -> None:
