@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hadal.zero.trace import Kind, Trace, digest_of
+from hadal.zero.trace import Kind, Trace
 
 # What an expectation that came true earns, what one that did not costs, and where it begins, which
 # is also the most. One that has nothing left is not acted upon: three in a row, or one in three.
@@ -61,7 +61,7 @@ class Foresight:
         if before is None:
             memory = self._memory(kind)
         else:
-            memory = self._memories[kind].get((digest_of(before.path), None))
+            memory = self._memories[kind].get((before.path_digest, None))
         return None if memory is None else memory.trace
 
     def came(
@@ -84,7 +84,7 @@ class Foresight:
             memory.credit = min(_CREDIT, memory.credit + earned)
         if trace is not None and is_learned:
             self._learn(kind, trace, surprises=has_held is False)
-        self._note(kind, None if trace is None else digest_of(trace.path))
+        self._note(kind, None if trace is None else trace.path_digest)
         return memory is not None and memory.credit <= 0
 
     def _contexts(self, kind: Kind) -> list[_Context]:

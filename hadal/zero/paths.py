@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _PATH_BITS, _ENDS_BITS = 36, 20
 # Plans differ by what is gathered at their beginning, and by what follows, of which there are few.
 _PLANS = 128
+_NOTHING = Trace(())
 
 
 @dataclass(slots=True)
@@ -87,25 +88,24 @@ class Paths:
         trace = self._foresight.expected(kind)
         if trace is None:
             return None
-        following = () if last else self._following(kind, trace)
-        key = (trace.digest, digest_of(following), held)
+        following = _NOTHING if last else self._following(kind, trace)
+        key = (trace.digest, following.digest, held)
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = plan(trace.uses, self._numels, self._limits, held, following)
+            self._plans[key] = plan(trace.uses, self._numels, self._limits, held, following.uses)
         return self._plans[key]
 
-    def _following(self, kind: Kind, trace: Trace) -> Sequence[Use]:
-        """The uses to expect behind a stretch of work of this kind."""
+    def _following(self, kind: Kind, trace: Trace) -> Trace:
+        """What to expect behind a stretch of work of this kind."""
         if kind is Kind.EVALUATION:
-            return trace.uses
+            return trace
         if kind is Kind.FORWARD:
             known = self._foresight.likely(Kind.BACKWARD, trace)
         else:
             known = self._foresight.likely(Kind.FORWARD)
-        if known is not None:
-            return known.uses
-        return tuple(Use(use.bucket, at + 1) for at, use in enumerate(reversed(trace.uses)))
+        reverse = enumerate(reversed(trace.path))
+        return known or Trace(tuple(Use(bucket, at + 1) for at, bucket in reverse))
 
     def forget(self, kind: Kind) -> None:
         """A kind's traces will be other ones, on all ranks alike: record them anew."""
@@ -118,7 +118,7 @@ class Paths:
             MismatchError: ranks took different paths, which was not to be tolerated.
         """
         is_alike = len({word >> _ENDS_BITS for word in met.words}) == 1
-        planned = Trace(walk.plan.uses) if walk.plan else None
+        planned = self._foresight.expected(walk.kind) if walk.plan else None
         if is_alike and walk.follows:
             self._foresight.came(walk.kind, planned, has_held=True)
             return
@@ -128,7 +128,7 @@ class Paths:
         gives_up = self._foresight.came(
             walk.kind,
             seen,
-            has_held=None if planned is None else False,
+            has_held=False if walk.plan else None,
             is_learned=not walk.has_learned,
         )
         if not is_alike:

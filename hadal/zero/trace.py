@@ -48,6 +48,11 @@ class Trace:
         """Equal for equal traces."""
         return digest_of(self.uses)
 
+    @cached_property
+    def path_digest(self) -> int:
+        """Equal for traces of one path."""
+        return digest_of(self.path)
+
     @property
     def ends(self) -> tuple[int, ...]:
         """Before which use each of them was over."""

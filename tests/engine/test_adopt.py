@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ranks import RankPools
 from torch import Tensor, nn
 
+from engine.test_later_groups import KINDS, groups_for
 from engine.test_newcomers import Adapted
 from engine.toys import TINY, assert_close, assert_equal, batch_of, engine_of, loss_of, train
 from hadal import comm, utils, zero
@@ -59,22 +60,22 @@ class TakesOver(nn.Linear):
         return super().forward(inputs) * self.gain
 
 
-def of_rank(module: nn.Module) -> nn.Module:
+def of_rank(module: nn.Module, rank: int) -> nn.Module:
     """Rank 0's values count, so the others' may differ."""
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter += comm.get_rank()
+            parameter += rank
     return module
 
 
-def _adapter(model: Model) -> list[nn.Parameter]:
+def _adapter(model: Model, rank: int) -> list[nn.Parameter]:
     model.head = Adapted(model.head)  # freezes it
     model.head.up.weight.data.fill_(0.1)
     new = [model.head.down.weight, model.head.up.weight]
     return new
 
 
-def _in_blocks(model: Model) -> list[nn.Parameter]:
+def _in_blocks(model: Model, rank: int) -> list[nn.Parameter]:
     new = []
     for block in model.blocks:
         block[0] = Adapted(block[0])
@@ -83,29 +84,29 @@ def _in_blocks(model: Model) -> list[nn.Parameter]:
     return new
 
 
-def _another_head(model: Model) -> list[nn.Parameter]:
+def _another_head(model: Model, rank: int) -> list[nn.Parameter]:
     torch.manual_seed(5)
     model.head = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4))
-    return list(of_rank(model.head).parameters())
+    return list(of_rank(model.head, rank).parameters())
 
 
-def _one_block_more(model: Model) -> list[nn.Parameter]:
+def _one_block_more(model: Model, rank: int) -> list[nn.Parameter]:
     block = copy.deepcopy(Model().blocks[0])
     model.blocks.insert(1, block)
-    return list(of_rank(block).parameters())
+    return list(of_rank(block, rank).parameters())
 
 
-def _of_the_root(model: Model) -> list[nn.Parameter]:
+def _of_the_root(model: Model, rank: int) -> list[nn.Parameter]:
     model.offset = nn.Parameter(torch.linspace(-1, 1, 4))
     return [model.offset]
 
 
-def _taken_over(model: Model) -> list[nn.Parameter]:
+def _taken_over(model: Model, rank: int) -> list[nn.Parameter]:
     model.inlet = TakesOver(model.inlet)
     return [model.inlet.gain]
 
 
-CHANGES: dict[str, Callable[[Model], list[nn.Parameter]]] = {
+CHANGES: dict[str, Callable[[Model, int], list[nn.Parameter]]] = {
     "adapter": _adapter,
     "in blocks": _in_blocks,
     "another head": _another_head,
@@ -115,19 +116,23 @@ CHANGES: dict[str, Callable[[Model], list[nn.Parameter]]] = {
 }
 
 
-def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3, weight_decay=0.1)
+def optimizer_for(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    return KINDS[kind](groups_for(kind, list(model.parameters()), {}))
 
 
-def train_alone(changes: list[str]) -> dict[str, Tensor]:
+def add_to(optimizer: Any, kind: str, members: list[nn.Parameter]) -> None:
+    for group in groups_for(kind, members, {"lr": 0.03}):
+        optimizer.add_param_group(group)
+
+
+def train_alone(changes: list[str], kind: str) -> dict[str, Tensor]:
     """One process, plain torch; what takes no part counts as having a gradient of zero."""
     model, world = Model(), 2
-    optimizer = optimizer_for(model)
+    optimizer = optimizer_for(model, kind)
     for update in range(2 * len(changes) + 2):
         if update in range(2, 2 * len(changes) + 2, 2):
-            # As rank 0 does it.
-            members = _as_rank_0(CHANGES[changes[update // 2 - 1]], model)
-            optimizer.add_param_group({"params": members, "lr": 0.05})
+            members = CHANGES[changes[update // 2 - 1]](model, 0)  # as rank 0 does it
+            add_to(optimizer, kind, members)
         optimizer.zero_grad()
         for rank in range(world):
             inputs, targets = batch_of(update, rank)
@@ -136,32 +141,23 @@ def train_alone(changes: list[str]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _as_rank_0(change: Callable[[Model], list[nn.Parameter]], model: Model) -> list[nn.Parameter]:
-    members = change(model)
-    if change in (_another_head, _one_block_more):
-        with torch.no_grad():
-            for parameter in members:
-                parameter -= comm.get_rank()
-    return members
-
-
 def hooked(module: nn.Module, units: set[nn.Module]) -> bool:
     """Whether a unit at or above a module gathers its weights."""
     above = (unit for unit in units if any(module is below for below in unit.modules()))
     return any(unit._forward_pre_hooks for unit in above)
 
 
-def train_changed(stage: int, changes: list[str], threshold: int = 0) -> None:
-    expected = train_alone(changes)
+def train_changed(stage: int, changes: list[str], threshold: int = 0, kind: str = "AdamW") -> None:
+    expected = train_alone(changes, kind)
     section = {"stage": stage, **TINY, "stage3_param_persistence_threshold": threshold}
     model = Model()
-    given = {"optimizer": optimizer_for(model)}
+    given = {"optimizer": optimizer_for(model, kind)}
     engine = engine_of(stage, model, given, optimizer=None, zero_optimization=section)
     for number in range(len(changes) + 1):
         if number:
             with zero.GatheredParameters(model.parameters()):
-                members = CHANGES[changes[number - 1]](model)
-            engine.optimizer.add_param_group({"params": members, "lr": 0.05})
+                members = CHANGES[changes[number - 1]](model, comm.get_rank())
+            add_to(engine.optimizer, kind, members)
             cut = [p for p in members if p.numel() > 1 and stage == 3 and not threshold]
             assert all(p.stride()[0] == 0 for p in cut)  # freed: only shards are left
             owners = [
@@ -191,6 +187,12 @@ def test_one_change_after_the_other(ranks: RankPools) -> None:
         ranks(2).run(train_changed, stage, ["in blocks", "another head", "of the root"])
     # Nothing was cut, until something large came.
     ranks(2).run(train_changed, 3, ["another head"], 31)
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "ByNorm", "Muon"])
+def test_optimizers_of_whole_parameters_take_them_up(kind: str, ranks: RankPools) -> None:
+    for stage in (1, 3):
+        ranks(2).run(train_changed, stage, ["one block more"], 0, kind)
 
 
 @given(st.lists(st.integers(0, 9), unique=True), st.lists(st.integers(0, 9), unique=True))
@@ -340,7 +342,7 @@ def go_on_from_a_checkpoint(stage: int, folder: str) -> None:
     def fresh() -> Any:
         engine = engine_of(stage, Model())
         train(engine, range(1))
-        members = _one_block_more(engine.module)
+        members = _one_block_more(engine.module, comm.get_rank())
         engine.optimizer.add_param_group({"params": members, "lr": 0.25})
         return engine
 
@@ -373,7 +375,7 @@ def add_to_compiled(stage: int) -> None:
         for engine in (plain, compiled):
             train(engine, range(2))
             with zero.GatheredParameters(engine.module.parameters()):
-                members = [*_in_blocks(engine.module), *_of_the_root(engine.module)]
+                members = [*_in_blocks(engine.module, 0), *_of_the_root(engine.module, 0)]
             engine.optimizer.add_param_group({"params": members})
             train(engine, range(2, 4))
         assert_close(compiled.state_dict(), plain.state_dict())
