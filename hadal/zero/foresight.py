@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from hadal.zero.trace import Kind, Trace
 
 # What an expectation that came true earns, what one that did not costs, and where it begins, which
-# is also the most. One that has nothing left is not acted upon: three in a row, or one in three.
+# is also the most. One that has nothing left is not acted upon: three failures in a row, or more
+# than one in four.
 _EARNED, _COST, _CREDIT = 1, 3, 9
 # So many contexts of one kind are remembered.
 _CONTEXTS = 48

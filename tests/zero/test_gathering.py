@@ -593,6 +593,12 @@ def test_models_that_take_turns_are_planned_for(turn: str, ranks: RankPools) -> 
         assert [w for at, w in enumerate(last) if at not in rare] == [4] * (len(last) - len(rare))
 
 
+@pytest.mark.parametrize("turn", TURNS)
+def test_models_that_take_turns_train_as_plain_torch_does(turn: str, ranks: RankPools) -> None:
+    for settings in LIMITS[:2]:
+        ranks(2).run(train_along, [(path, path) for path in TURNS[turn] * 3], settings)
+
+
 def test_divergence_that_is_expected_is_never_planned_for(ranks: RankPools) -> None:
     settings = {**DROPS, "divergent_ranks": True}
     for words in ranks(2).run(words_along, SAME * 2, settings):
