@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from hadal.zero import estimate
 _GIB = 2**30
 _LOOP = "loop"
 _PROFILED_STEPS = 2
+_POLL_S = 0.05
 # Dense 16-bit operations per second, by what the device's name holds; the first that fits.
 _PEAKS = (("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12))
 _PEAKS += (("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12), ("MI300X", 1307e12))
@@ -117,17 +119,20 @@ def _loop_step(workload: Workload, batches: list[Tensor]) -> Step:
     model.to(torch.bfloat16)
     parameters = list(model.parameters())
     trained: nn.Module = model
+    unreduced: Callable[[], AbstractContextManager[None]] = nullcontext
     if workload.world_size > 1:
-        trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        trained, unreduced = replica, replica.no_sync
     optimizer = torch.optim.AdamW(
         masters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
     )
 
     def step() -> Tensor:
         loss = batches[0].new_zeros((), dtype=torch.float32)
-        for batch in batches:
-            part = trained(batch) / len(batches)
-            part.backward()
+        for number, batch in enumerate(batches, start=1):
+            with unreduced() if number < len(batches) else nullcontext():
+                part = trained(batch) / len(batches)
+                part.backward()
             loss += part.detach()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         with torch.no_grad():
@@ -254,29 +259,45 @@ def _workload(options: argparse.Namespace, processes: int) -> Workload:
 def _run(name: str, workload: Workload, options: argparse.Namespace) -> Finding | str:
     """One contestant in processes of its own, or why there is no figure of it."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        arguments = [*sys.argv[1:], "--worker", name, "--result", str(result)]
-        meeting = ["--master-addr=127.0.0.1", f"--master-port={get_free_port()}"]
-        launch = ["-m", "torch.distributed.run", *meeting]
-        launch += [f"--nproc-per-node={workload.world_size}", __file__, *arguments]
-        variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        command += ["--worker", name, "--result", str(result)]
+        size = str(workload.world_size)
+        variables = {"OMP_NUM_THREADS": "1", **os.environ}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+        variables |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         if options.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        try:
-            done = subprocess.run(
-                [sys.executable, *launch],
-                env=variables,
-                capture_output=True,
-                text=True,
-                timeout=options.timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no result within {options.timeout:g} s"
-        if done.returncode or not result.exists():
-            return done.stderr[-2000:] or f"ended with {done.returncode}"
+        with log.open("w") as written:
+            ranks = [
+                subprocess.Popen(
+                    command,
+                    env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=written,
+                    stderr=written,
+                )
+                for rank in range(workload.world_size)
+            ]
+            fault = _fault_of(ranks, options.timeout)
+        if fault or not result.exists():
+            return f"{fault}\n{log.read_text()[-2000:]}"
         told = json.loads(result.read_text())
     return Finding(**{**told, "overlap": Overlap(**told["overlap"])})
+
+
+def _fault_of(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
+    """Wait for all ranks; once one has failed, or it takes too long, none is left."""
+    deadline, fault = time.monotonic() + timeout, ""
+    while not fault and any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks):
+            fault = "a rank failed"
+        elif time.monotonic() > deadline:
+            fault = f"no result within {timeout:g} s"
+        time.sleep(_POLL_S)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    return fault or ("a rank failed" if any(rank.returncode for rank in ranks) else "")
 
 
 def _peak(options: argparse.Namespace) -> tuple[str, float | None]:

@@ -96,5 +96,8 @@ def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     states = ours["parameters"] * 16 / 2
     assert ours["estimate_gib"] * 2**30 == pytest.approx(states, rel=1e-2)
     assert by_hand["estimate_gib"] == pytest.approx(2 * ours["estimate_gib"], rel=1e-2)
-    assert ours["overlap"]["communication_s"] > 0
+    # What Hadal's ranks read from each other's memory is in no trace.
+    assert by_hand["overlap"]["communication_s"] > 0
+    assert by_hand["overlap_share"] is not None
+    assert ours["overlap"]["compute_s"] > 0
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")

@@ -37,6 +37,7 @@ def test_explain_shows_what_is_no_default(written, capsys):
     assert ["train_batch_size", "16", "you"] in lines
     assert ["train_micro_batch_size_per_gpu", "4", "inferred"] in lines
     assert ["fp16.enabled", "false", "auto"] in lines
+    assert ["zero_optimization.overlap_comm", "true", "inferred"] in lines
     assert not any(line[0] == "gradient_clipping" for line in lines)
     assert any(line[:2] == ["note:", "my_key:"] for line in lines)
 
