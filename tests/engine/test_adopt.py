@@ -127,7 +127,7 @@ def add_to(optimizer: Any, kind: str, members: list[nn.Parameter]) -> None:
 
 def train_alone(changes: list[str], kind: str) -> dict[str, Tensor]:
     """One process, plain torch; what takes no part counts as having a gradient of zero."""
-    model, world = Model(), 2
+    model, world = Model(), comm.get_world_size()
     optimizer = optimizer_for(model, kind)
     for update in range(2 * len(changes) + 2):
         if update in range(2, 2 * len(changes) + 2, 2):
@@ -158,7 +158,8 @@ def train_changed(stage: int, changes: list[str], threshold: int = 0, kind: str 
             with zero.GatheredParameters(model.parameters()):
                 members = CHANGES[changes[number - 1]](model, comm.get_rank())
             add_to(engine.optimizer, kind, members)
-            cut = [p for p in members if p.numel() > 1 and stage == 3 and not threshold]
+            cuts = stage == 3 and not threshold and comm.get_world_size() > 1
+            cut = [p for p in members if cuts and p.numel() > 1]
             assert all(p.stride()[0] == 0 for p in cut)  # freed: only shards are left
             owners = [
                 m
@@ -187,6 +188,12 @@ def test_one_change_after_the_other(ranks: RankPools) -> None:
         ranks(2).run(train_changed, stage, ["in blocks", "another head", "of the root"])
     # Nothing was cut, until something large came.
     ranks(2).run(train_changed, 3, ["another head"], 31)
+
+
+def test_on_one_rank_and_on_three(ranks: RankPools) -> None:
+    for stage in (1, 3):
+        ranks(1).run(train_changed, stage, ["in blocks", "taken over"])
+    ranks(3).run(train_changed, 3, ["in blocks", "taken over"])
 
 
 @pytest.mark.parametrize("kind", ["Lamb", "ByNorm", "Muon"])
