@@ -1,6 +1,6 @@
 """On several nodes, keep a second copy of the weights on each: backward gathers inside the node.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=4 examples/17_several_nodes.py
+    python -m torch.distributed.run --standalone --nproc_per_node=4 examples/18_several_nodes.py
 
 Here each two ranks stand for a node. With `"mics_shard_size": 2` in its place every node would hold
 a copy of gradients and optimizer state too: less traffic between nodes, more memory.
