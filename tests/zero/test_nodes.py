@@ -219,6 +219,24 @@ def test_what_a_rank_holds(ranks: RankPools) -> None:
         assert sum(one[1] for one in held) == used * 4 * 4 / masters
 
 
+def not_shared(settings: dict[str, Any]) -> tuple[set[bool], set[bool]]:
+    """Whether any weights are cut, and whether a second copy of any could be."""
+    engine = node_engine(**settings)
+    buckets = engine._parts.runtime.buckets
+    found = {b.partition.weights for b in buckets}, {b.sharing.node is not None for b in buckets}
+    one_step(engine, 0)
+    engine.destroy()
+    return found
+
+
+def test_what_is_cut_over_one_rank_or_all_is_cut_as_ever(ranks: RankPools) -> None:
+    assert ranks(4).run(not_shared, {"mics_shard_size": 1}) == [({False}, {False})] * 4
+    assert ranks(4).run(not_shared, {"mics_shard_size": 4}) == [({True}, {False})] * 4
+    assert ranks(4).run(not_shared, {"zero_hpz_partition_size": 4}) == [({True}, {False})] * 4
+    for settings in ({**HPZ, **HOPS}, MICS):  # one process alone: whatever the sizes
+        assert ranks(1).run(not_shared, settings) == [({False}, {False})]
+
+
 def the_same_on_both_copies() -> None:
     """Bit for bit, after updates of which one overflows, and with clipping."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
