@@ -47,7 +47,7 @@ class Sharing:
     ) -> Sharing:
         """Cut one copy over each `shard_size` ranks, and a second one of weights over fewer.
 
-        Each size divides the one before it. All ranks must call it, alike.
+        `shard_size` divides the ranks, and the others divide it. All ranks must call it, alike.
 
         Args:
             ranks: all that hold the same parameters.
