@@ -42,6 +42,8 @@ from .test_gathering import (
     train_along,
     watched,
 )
+from .test_runtime import PLANS
+from .test_runtime import train_along as train_branches
 from .test_state import (
     read_gradients,
     read_moments,
@@ -275,6 +277,15 @@ def test_any_paths_train_as_plain_torch_does(seed: int, ranks: RankPools) -> Non
     routes = [HPZ, MICS, {**HPZ, **HOPS}][seed % 3]
     settings = {**LIMITS[(seed + 1) % 5], **routes}
     ranks(4).run(on_nodes, train_along, random_rows(seed, 4, 4), settings)
+
+
+@pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_gradients_that_come_late_or_not_at_all(
+    plan: list[tuple[int, int]], settings: dict[str, Any], ranks: RankPools
+) -> None:
+    rows = [(*row, *row[::-1]) for row in plan]
+    ranks(4).run(under, settings, train_branches, rows, 3, timeout=30)
 
 
 def lendings_of_announced_gathers(settings: dict[str, Any]) -> list[int]:
