@@ -106,4 +106,4 @@ def meet_between_start_and_wait(late: int) -> None:
 @pytest.mark.parametrize("late", range(2))
 def test_the_second_hop_needs_nobody_to_wait_for_it(late: int, ranks: RankPools) -> None:
     """A rank that meets the others first, and waits then, holds up none of them."""
-    ranks(4).run(meet_between_start_and_wait, late, timeout=20)
+    ranks(4).run(meet_between_start_and_wait, late)

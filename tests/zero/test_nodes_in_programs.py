@@ -55,7 +55,16 @@ def test_gradients_that_come_late_or_not_at_all(
     plan: list[tuple[int, int]], settings: dict[str, Any], ranks: RankPools
 ) -> None:
     rows = [(*row, *row[::-1]) for row in plan]
-    ranks(4).run(under, settings, train_branches, rows, 3, timeout=30)
+    ranks(4).run(under, settings, train_branches, rows, 3)
+
+
+@pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
+def test_small_parameters_that_stay_whole(settings: dict[str, Any], ranks: RankPools) -> None:
+    persistent = {**settings, "stage3_param_persistence_threshold": 20}
+    rows = [(*row, *row[::-1]) for row in PLANS["by rank"]]
+    ranks(4).run(under, persistent, train_branches, rows, 3)
+    for check in (read_gradients, write_gradients):
+        ranks(4).run(under, persistent, check, 3, {}, 2)
 
 
 def own_the_boundary(settings: dict[str, Any]) -> None:
