@@ -27,8 +27,14 @@ from hadal.errors import CheckpointError
 
 LATEST = "latest"
 INDEX = "index.json"
+CLIENT = "client_state.safetensors"
 _LEFTOVER = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{16}\.(?P<state>partial|old|dead)", re.DOTALL)
 _OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors|index\.json")
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file, by its number in the world."""
+    return f"rank_{rank:05d}.safetensors"
 
 
 def check_tag(tag: str) -> None:
@@ -100,7 +106,12 @@ def _standing(load_dir: Path, tag: str) -> Path | None:
     return None
 
 
-def begin(save_dir: Path, tag: str) -> Path:
+def draft_of(save_dir: Path, tag: str, mark: str) -> Path:
+    """The folder that the save of this mark writes into."""
+    return save_dir / f".{tag}.{mark}.partial"
+
+
+def begin(save_dir: Path, tag: str, mark: str) -> Path:
     """Clear away what dead saves have left, and make the folder that a save writes into.
 
     Raises:
@@ -112,7 +123,7 @@ def begin(save_dir: Path, tag: str) -> Path:
         sweep(save_dir)
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
         raise CheckpointError(f"{folder} cannot be written: it is there and is no folder")
-    draft = save_dir / f".{tag}.{new_mark()}.partial"
+    draft = draft_of(save_dir, tag, mark)
     with naming(draft, "written"):
         draft.mkdir()
     return draft

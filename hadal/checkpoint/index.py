@@ -12,7 +12,7 @@ from hadal.checkpoint.files import Seal, check_inside, read_small, write_file
 from hadal.checkpoint.folders import INDEX
 from hadal.errors import CheckpointError
 
-FORMAT = 3
+FORMAT = 4
 _LIMIT = 1 << 30
 # The checksum is that of the file without this line: what a flipped bit leaves does not match.
 _SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
@@ -20,7 +20,12 @@ _SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
 
 def write_index(folder: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint's index, the last of its files."""
-    body = json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False).encode()
+    # One line for each key: what is within is long, and read by programs.
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in {"format": FORMAT, **content}.items()
+    ]
+    body = ("{\n " + ",\n ".join(lines) + "\n}").encode()
     line = b'{\n "crc32": "%08x",' % zlib.crc32(body)
     write_file(folder / INDEX, [line + body[1:]])
     read_index(folder)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hadal.checkpoint.shards import DTYPES
+from hadal.checkpoint.shards import DTYPE_OF, DTYPES
 from hadal.errors import CheckpointError
 
 _WORDS = (bool, int, float, str, type(None))
@@ -38,6 +38,25 @@ def encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None 
         raise CheckpointError(
             f"{where} is nested too deep for a checkpoint, or holds itself"
         ) from None
+
+
+def encoded_state(value: Any, where: str) -> Any:
+    """As `encoded`, where a tensor of no dimension keeps its dtype; `decoded_state` turns back."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in DTYPES:
+        return {"scalar": [DTYPES[value.dtype], encoded(value.item(), where)]}
+    return encoded(value, where)
+
+
+def decoded_state(value: Any) -> Any:
+    """What `encoded_state` was given; tensors on the host.
+
+    Raises:
+        ValueError, TypeError, KeyError: `encoded_state` has not made it.
+    """
+    if isinstance(value, dict) and "scalar" in value:
+        name, number = value["scalar"]
+        return torch.tensor(decoded(number), dtype=DTYPE_OF[name])
+    return decoded(value)
 
 
 def _encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None) -> Any:

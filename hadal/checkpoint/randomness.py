@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,19 @@ def check(saved: dict[str, Any]) -> None:
         raise ValueError("the state of the accelerator's generator is that of another kind")
 
 
-def restore(saved: dict[str, Any]) -> None:
-    """Let every generator go on where it stood; the accelerator's, if both sides have one."""
+def restore(saved: dict[str, Any], copy: int = 0) -> None:
+    """Let every generator go on where it stood; the accelerator's, if both sides have one.
+
+    Ranks that were not there begin as copies of one that was. Each copy but the first (0) draws
+    other numbers: its generators are seeded with the checksum of torch's saved state and its
+    number.
+    """
+    if copy:
+        seed = zlib.crc32(saved["torch"].numpy().tobytes() + copy.to_bytes(4, "little"))
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        return
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])

@@ -38,6 +38,9 @@ DTYPES = {
 }
 
 
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Seal:
     """Write tensors of any device, and texts into the header; one tensor at a time is copied.
 

@@ -50,6 +50,14 @@ class Ranks:
         block, row = _block_and_row(self.group, self.rank, size)
         return Ranks.of(block), Ranks.of(row)
 
+    def apart(self) -> Ranks:
+        """The same ranks in a new group on the host, whose messages do not mix with these.
+
+        All of them must call it.
+        """
+        group = dist.new_group(list(self.numbers), backend="gloo", use_local_synchronization=True)
+        return Ranks.of(cast(dist.ProcessGroup, group))
+
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """The numbers that these ranks have in the world."""

@@ -38,13 +38,22 @@ class Checkpoint(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(titled)] = key(
         "Warn", "What to do where ranks save under different tags."
     )
-    load_universal: Boolean = key(False, "Load a universal checkpoint folder.", mark=UNBUILT)
+    load_universal: Boolean = key(
+        False, "Load at another number of ranks or stage. Every checkpoint can, whatever is given."
+    )
     use_node_local_storage: Boolean = key(
-        False, "The folder is another one on each node.", mark=UNBUILT
+        False,
+        "The folder is another one on each node, which the others do not see: each node's folder"
+        " holds all that its own ranks need to go on.",
     )
     parallel_write: ParallelWrite = section(ParallelWrite, "Ranks that write together.")
     checkpoint_serialization: Boolean = key(True, "Write torch's zip format.", mark=UNBUILT)
     writer: Writer | None = key(None, "A faster writer.", mark=UNBUILT)
+    async_save: Boolean = key(
+        False,
+        "Saves return when the state is copied to host memory, and are written while training goes"
+        " on. The copy's memory is kept for the next one. A key of Hadal's own.",
+    )
     verify_checksums: Boolean = key(
         True,
         "Compare every byte of a checkpoint with its checksum before it is loaded; false compares"

@@ -218,7 +218,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
             loader=loader,
             loading=loading,
             device=device,
-            tag_validation=config.checkpoint.tag_validation,
+            world=world,
             saving=saving_of(config),
             holds_collector=config.disable_python_gc,
             config=config,

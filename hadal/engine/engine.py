@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from hadal.checkpoint import simple as checkpoint
+from hadal.checkpoint.background import Saver
+from hadal.checkpoint.live import Live
+from hadal.checkpoint.loading import Wanted, find, load
+from hadal.checkpoint.saving import Order
+from hadal.checkpoint.together import agree_on_tag
 from hadal.config import Config
 from hadal.device import give_back_freed_memory
 from hadal.engine.collector import hold_collector
@@ -56,6 +60,7 @@ class Engine(nn.Module):
         self._cycle = Cycle()
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
+        self._saver = Saver(parts.world)
         self._is_compiled = False
         place.attend(parts.runtime, self)
 
@@ -547,6 +552,7 @@ class Engine(nn.Module):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
 
@@ -559,84 +565,124 @@ class Engine(nn.Module):
             client_state: the caller's own values: numbers, text, lists, tuples, dicts, tensors
                 and arrays of numpy. Those of rank 0 are saved.
             save_latest: whether `load_checkpoint` should find this one without a tag.
+            exclude_frozen_parameters: leave out parameters that are not trained; the checkpoint
+                then loads with `load_module_strict=False`, into a model that has their values.
 
         A save that fails, or is killed, leaves what was there: the checkpoint of this tag, if there
-        was one, and `latest`. See `checkpoint.keep_last` for how old ones go.
+        was one, and `latest`. See `checkpoint.keep_last` for how old ones go, and
+        `checkpoint.async_save` for saves that are written while training goes on.
 
         Raises:
             CheckpointError: the folder cannot be written, or `client_state` cannot be saved; on
-                every rank, with the file and the reason.
+                every rank, with the file and the reason. Also where the save begun before this one
+                failed after it had returned; this one is then not begun.
             MismatchError: another rank goes on without saving.
         """
         self._expect_alive()
-        self._expect_whole_model("save_checkpoint")
         self._parts.runtime.meet_at_checkpoint()
-        name = tag or f"global_step{self._counters.global_steps}"
-        checkpoint.agree_on_tag(name, self._parts.tag_validation, self._parts.ranks)
-        if self._parts.runtime.holds_gradients and self._parts.ranks.rank == 0:
+        name = str(tag or f"global_step{self._counters.global_steps}")
+        name = agree_on_tag(name, self._parts.saving.tag_validation, self._parts.world)
+        if self._parts.runtime.holds_gradients and self._parts.world.rank == 0:
             _log.warning(
                 "checkpoint %s is saved in the middle of an update: what its micro-steps so far"
                 " have brought is not saved, and their samples are not read again; save after an"
                 " engine.step() that ended in an update",
                 name,
             )
-        saved = self._saved_state(dict(client_state or {}))
-        checkpoint.save(Path(save_dir), name, saved, save_latest)
+        order = Order(
+            Path(save_dir), name, client_state or {}, save_latest, exclude_frozen_parameters
+        )
+        self._saver.save(order, self._live())
         return True
 
-    def _expect_whole_model(self, method: str) -> None:
-        if self._parts.topology.model_parallel is not None:
-            raise NotBuiltYetError(
-                f"engine.{method} is not built yet for a model whose parts lie on several ranks;"
-                " save engine.state_dict() of each part"
-            )
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a save that goes on by itself has ended. All ranks must call it.
+
+        Raises:
+            CheckpointError: it failed; on every rank.
+        """
+        self._saver.wait()
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None
-    ) -> tuple[str | None, dict[str, Any]]:
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint. All ranks must call it.
 
-        The program's random generators (Python's, numpy's, torch's) go on where they stood, too.
+        It may have been saved by another number of ranks, at another stage, in another dtype or
+        other buckets and param groups: parameters are found by their names. The program's random
+        generators (Python's, numpy's, torch's) and the training loader go on where they stood, too.
+
+        Args:
+            load_dir: the folder that it was saved in.
+            tag: its name; by default the latest.
+            load_module_strict: raise where the checkpoint lacks a parameter or buffer of the
+                model, or has others; else these keep their values and are told.
+            load_optimizer_states: load moments, the options of param groups and the loss scale;
+                else they stay as they are. Masters go with the weights.
+            load_lr_scheduler_states: load the learning-rate schedule.
+            load_module_only: load weights and buffers, and nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put weights
+                and buffers into the module, in place of loading them by name.
 
         Returns:
             The checkpoint's folder and the `client_state` saved with it, its tensors on the host;
-            (None, {}) where `load_dir` holds none.
+            (None, None) where `load_dir` holds none.
 
         Raises:
-            CheckpointError: it is damaged, or was saved by another world size, stage or model; on
-                every rank, and nothing has changed.
+            CheckpointError: it is damaged, or was saved by another model; on every rank, and
+                nothing has changed.
         """
         self._expect_alive()
-        self._expect_whole_model("load_checkpoint")
         self._parts.runtime.meet_at_checkpoint()
-        folder = checkpoint.find(Path(load_dir), tag, self._parts.ranks)
+        self._saver.wait()
+        folder = find(Path(load_dir), None if tag is None else str(tag), self._parts.world)
         if folder is None:
-            return None, {}
+            return None, None
+        wanted = Wanted(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
+        )
         # What is loaded is trained on, whatever mode the caller is in.
         with torch.inference_mode(False), torch.no_grad():
             if self._training is None and self._parts.runtime.gradients:
                 self._training = self._parts.make_training()
-            loaded, client_state = checkpoint.load(folder, self._saved_state({}))
-        self._counters = Counters(**loaded["counters"])
-        self._scale = ScaleState(*loaded["scale"])
+            loaded = load(folder, self._live(), wanted)
+        if loaded.scalars is not None:
+            self._counters = Counters(**loaded.scalars["counters"])
+            if load_optimizer_states:
+                self._scale = ScaleState(*loaded.scalars["scale"])
         self._cycle.backwards = 0
         if self._inside_accumulation:
             # Gradients are not saved, and today's accumulation may be another one.
             self._begin_accumulation()
-        return str(folder), client_state
+        return str(folder), loaded.client_state
 
-    def _saved_state(self, client_state: dict[str, Any]) -> checkpoint.Saved:
-        return checkpoint.Saved(
+    def _live(self) -> Live:
+        parallel = self._parts.topology.model_parallel
+        return Live(
             module=self.module,
             runtime=self._parts.runtime,
             optimizer=self.optimizer,
+            stepper=self.stepper,
             schedule=self.lr_scheduler,
+            loader=self._loader,
             scalars={
                 "counters": asdict(self._counters),
                 "scale": list(self._scale),
             },
-            client_state=client_state,
-            loader=self._loader,
+            world=self._parts.world,
+            part=0 if parallel is None else parallel.rank,
+            parts=self._parts.topology.model_parallel_size,
             rules=self._parts.saving,
         )
 
@@ -645,6 +691,7 @@ class Engine(nn.Module):
         """Take the hooks off and give every parameter whole memory of its own. All ranks must."""
         if self._cycle.destroyed:
             return
+        self._saver.wait()
         self._cycle.destroyed = True
         runtime = self._parts.runtime
         self._parts.hooks.remove()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.checkpoint.simple import Rules
+from hadal.checkpoint.live import Rules
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
@@ -55,7 +55,7 @@ class Parts:
     loader: ShardedLoader | None
     loading: Loading
     device: torch.device
-    tag_validation: str
+    world: Ranks
     saving: Rules
     holds_collector: bool
     config: Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hadal.checkpoint.keep import Keep
-from hadal.checkpoint.simple import Rules
+from hadal.checkpoint.live import Rules
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
@@ -85,9 +85,17 @@ def reporter_of(config: Config, clocks: Clocks, device: torch.device, *, speaks:
 
 
 def saving_of(config: Config) -> Rules:
-    """What loading a checkpoint verifies, and which ones a save leaves."""
-    section = config.checkpoint
-    return Rules(section.verify_checksums, Keep(section.keep_last, section.keep_hours))
+    """How checkpoints are written and read, and which ones a save leaves."""
+    section, zero = config.checkpoint, config.zero_optimization
+    return Rules(
+        verifies=section.verify_checksums,
+        keep=Keep(section.keep_last, section.keep_hours),
+        tag_validation=section.tag_validation,
+        is_node_local=section.use_node_local_storage,
+        is_async=section.async_save,
+        uses_masters=zero.load_from_fp32_weights,
+        stage=zero.stage,
+    )
 
 
 def limits_of(config: Config) -> Limits:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
 from hadal.optim.own import Group, OwnOptimizer
-from hadal.optim.pieces import Piece, lay_pieces
+from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
 from hadal.optim.step import as_one_step, block_numel, wait_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
@@ -171,6 +171,11 @@ class LambStepper:
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
         return None
+
+    def held(self) -> Iterator[Held]:
+        """The flat cuts."""
+        for one, pieces in self._pieces.items():
+            yield from held_pieces(one.bucket, (piece for piece, _ in pieces))
 
     def _lay(self, one: Gradients) -> None:
         layout, begin = one.bucket.layout, one.bucket.span[0]

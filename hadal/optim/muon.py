@@ -12,7 +12,7 @@ that of Kingma & Ba (2015), with decoupled weight decay (Loshchilov & Hutter 201
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hadal.errors import OptimizerError
 from hadal.optim.fused import begin_adam
 from hadal.optim.own import Group, OwnOptimizer
-from hadal.optim.pieces import lay_pieces
+from hadal.optim.pieces import Held, held_pieces, lay_pieces
 from hadal.optim.step import as_one_step, block_numel, refresh
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero.gradients import Gradients
@@ -254,6 +254,12 @@ class MuonStepper:
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
         return self._wholes.values.get(parameter)
+
+    def held(self) -> Iterator[Held]:
+        """The matrices that this rank owns, and the flat cuts of the rest."""
+        yield from self._wholes.held()
+        for one, pieces in self._pieces.items():
+            yield from held_pieces(one.bucket, pieces)
 
     def _empty(self, group: dict[str, Any], members: Sequence[nn.Parameter]) -> None:
         """Put a group's whole matrices in the place of its parameters, or leave room for cuts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,25 @@ class Piece(NamedTuple):
     start: int
     stop: int
     values: nn.Parameter
+
+
+class Held(NamedTuple):
+    """A tensor that an optimizer has in its param groups, and where its values lie."""
+
+    values: nn.Parameter
+    bucket: Bucket
+    start: int
+    """The first of its elements, counted from the bucket's start."""
+    group: int
+    slot: int | None
+    """Whose whole values they are; None for a flat cut through the parameters of a group."""
+
+
+def held_pieces(bucket: Bucket, pieces: Iterable[Piece]) -> Iterator[Held]:
+    """The flat cuts of one bucket."""
+    for piece in pieces:
+        start = bucket.span[0] + piece.start
+        yield Held(piece.values, bucket, start, piece.group, None)
 
 
 def lay_pieces(

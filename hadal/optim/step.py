@@ -17,7 +17,7 @@ from hadal.device import has_fused_kernels
 from hadal.errors import OptimizerError
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
-from hadal.optim.pieces import Piece, lay_pieces
+from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -43,6 +43,9 @@ class Stepper(Protocol):
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
+
+    def held(self) -> Iterator[Held]:
+        """All that the optimizer has in its param groups on this rank."""
 
 
 class FlatStepper:
@@ -73,6 +76,11 @@ class FlatStepper:
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
         return None
+
+    def held(self) -> Iterator[Held]:
+        """The flat cuts."""
+        for one, pieces in self._pieces.items():
+            yield from held_pieces(one.bucket, pieces)
 
     def _step_in_blocks(self, begin: Beginner, multiplier: float) -> None:
         """Cast, scale, step and write back a cache-sized block at a time."""

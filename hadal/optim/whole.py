@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
+from hadal.optim.pieces import Held
 from hadal.optim.step import refresh
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -95,6 +96,13 @@ class WholeParameters:
             for rank in range(ranks.size)
         ]
         return _Transfer(owned, held, asked)
+
+    def held(self) -> Iterator[Held]:
+        """The whole values that this rank owns."""
+        for one, transfer in self._transfers.items():
+            for slot, values in transfer.owned.items():
+                place = one.bucket.layout.slots[slot]
+                yield Held(values, one.bucket, place.offset, place.group, slot)
 
     def to_owners(self, multiplier: float) -> None:
         """Give the owners the mean gradients times `multiplier`, and the values they do not know.
@@ -266,6 +274,10 @@ class WholeStepper:
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
         return self._wholes.values.get(parameter)
+
+    def held(self) -> Iterator[Held]:
+        """The whole parameters that this rank owns."""
+        return self._wholes.held()
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`."""

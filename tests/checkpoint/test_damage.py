@@ -110,7 +110,7 @@ def reheaded(path: Path, **changes: Any) -> None:
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    name = next(name for name in header if name.startswith("optimizer") and "exp_avg" in name)
+    name = next(name for name in header if name.endswith("state.exp_avg"))
     header[name].update(changes)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
@@ -122,6 +122,17 @@ def resealed(folder: Path, **changes: Any) -> None:
     (folder / INDEX).unlink()
     with suppress(CheckpointError):  # it is read back at once, and may be refused
         write_index(folder, {**content, **changes})
+
+
+def reparted(folder: Path, *keys: Any) -> None:
+    """The same, with another value (the last of `keys`) at a place of the part's description."""
+    parts = read_index(folder)["parts"]
+    *path, last, value = keys
+    target = parts[0]
+    for key in path:
+        target = target[key]
+    target[last] = value
+    resealed(folder, parts=parts)
 
 
 def linked(path: Path) -> None:
@@ -168,7 +179,18 @@ PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sealed: sizes": (lambda tag: resealed(tag, files=SEALS), ONE),
     "sealed: negative": (lambda tag: resealed(tag, files={**SEALS, ONE: [-1] * 4}), INDEX),
     "sealed: scalars": (lambda tag: resealed(tag, scalars={"dict": [["x", 1]]}), INDEX),
-    "sealed: infinite": (lambda tag: resealed(tag, param_groups={"float": "inf"}), INDEX),
+    "sealed: parts": (lambda tag: resealed(tag, parts={"float": "inf"}), INDEX),
+    "sealed: no parts": (lambda tag: resealed(tag, parts=[]), INDEX),
+    "sealed: groups": (lambda tag: reparted(tag, "param_groups", 0, "options", [7]), INDEX),
+    "sealed: bucket": (lambda tag: reparted(tag, "stretches", 0, 1, 1 << 40), INDEX),
+    "sealed: count": (lambda tag: reparted(tag, "stretches", 0, 3, 0, 2, 1 << 62), INDEX),
+    "sealed: rank": (lambda tag: reparted(tag, "stretches", 0, 3, 0, 0, 7), INDEX),
+    "sealed: start": (lambda tag: reparted(tag, "stretches", 0, 3, 0, 1, 8), INDEX),
+    "sealed: dtype": (lambda tag: reparted(tag, "stretches", 0, 2, "F16"), ONE),
+    "sealed: kind": (lambda tag: reparted(tag, "stretches", 0, 0, "state.x"), "lacks 0.weight"),
+    "sealed: shape": (lambda tag: reparted(tag, "buckets", 0, "slots", 0, 1, [1 << 62]), INDEX),
+    "sealed: state": (lambda tag: reparted(tag, "state", 0, 1, {"step": {"scalar": 3}}), INDEX),
+    "sealed: places": (lambda tag: reparted(tag, "ranks", [0, "../1"]), INDEX),
     "latest climbs": (lambda tag: (tag.parent / "latest").write_text("../outside"), "latest"),
     "latest is the parent": (lambda tag: (tag.parent / "latest").write_text(".."), "latest"),
     "latest is empty": (lambda tag: (tag.parent / "latest").write_text(""), "latest"),

@@ -41,7 +41,6 @@ UNBUILT = {
         "compile.deepcompile",
         "datastates_ckpt",
         "checkpoint.writer",
-        "checkpoint.load_universal",
         "weight_quantization.post_init_quant.fc.num_bits",
         "quantize_training.eigenvalue.enabled",
         "pipeline.activation_checkpoint_interval",

@@ -1,0 +1,293 @@
+"""This rank's share of a checkpoint: which tensors it writes, and what the index says of them.
+
+What every rank has (weights and optimizer state that are not cut, buffers) is written once, a
+share by each rank. Nothing is copied here: tensors are views of what is being trained.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hadal.checkpoint.contents import (
+    BUFFER,
+    MASTER,
+    WEIGHT,
+    Part,
+    SavedBucket,
+    SavedGroup,
+    Single,
+    Stretch,
+    merged_state,
+    state_kind,
+)
+from hadal.checkpoint.live import Live
+from hadal.checkpoint.plain import encoded, encoded_state
+from hadal.comm.collectives import max_
+from hadal.errors import CheckpointError
+from hadal.optim.pieces import Held
+from hadal.zero.bucket import Bucket
+from hadal.zero.layout import share_out
+
+StateRow = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The ranks of one part whose files lie in one folder, as one of them sees it."""
+
+    number: int
+    """Which of them I am."""
+    count: int
+
+    def cut(self, numel: int) -> tuple[int, int]:
+        """My share of elements that all of them have."""
+        return numel * self.number // self.count, numel * (self.number + 1) // self.count
+
+
+@dataclass(slots=True)
+class Rows:
+    """What the index says of some tensors."""
+
+    stretches: list[Stretch] = field(default_factory=list)
+    singles: list[Single] = field(default_factory=list)
+    state: list[StateRow] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Share:
+    """What one rank writes."""
+
+    tensors: dict[str, Tensor]
+    mine: Rows
+    """Of what lies on this rank alone."""
+    replicated: Rows
+    """Of what lies on all ranks, and is written by each folder's holders once."""
+
+
+def find_own_values(live: Live) -> set[str]:
+    """The names of buffers, and of parameters outside of buckets, that differ between ranks.
+
+    All ranks that share the model's part must call it.
+    """
+    values = [*live.buffers(), *live.unmanaged()]
+    if not values or live.ranks.size == 1:
+        return set()
+    sums = torch.tensor([_crc32(value) for _, value in values], dtype=torch.int64)
+    bounds = torch.stack([sums, -sums])
+    max_(bounds, live.ranks, "the comparison of buffers between ranks")
+    differ = (bounds[0] != -bounds[1]).tolist()
+    return {name for (name, _), own in zip(values, differ, strict=True) if own}
+
+
+def _crc32(value: Tensor) -> int:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+
+
+def collect(live: Live, own_values: set[str], holders: Holders, *, without_frozen: bool) -> Share:
+    """What this rank writes; no other rank need call it.
+
+    Raises:
+        CheckpointError: the optimizer remembers something that a checkpoint cannot hold.
+    """
+    share = Share({}, Rows(), Rows())
+    collecting = _Collecting(live.ranks.rank, holders, share)
+    for number, bucket in enumerate(live.runtime.buckets):
+        if bucket.trainable or not without_frozen:
+            collecting.add_bucket(number, bucket)
+    singles = [(BUFFER, name, value) for name, value in live.buffers()]
+    singles += [
+        (WEIGHT, name, parameter.detach())
+        for name, parameter in live.unmanaged()
+        if parameter.requires_grad or not without_frozen
+    ]
+    collecting.add_replicated(singles, own_values)
+    if live.stepper is not None:
+        numbers = {bucket: number for number, bucket in enumerate(live.runtime.buckets)}
+        collecting.add_state(live, numbers)
+    return share
+
+
+class _Collecting:
+    """Fills one rank's share."""
+
+    def __init__(self, rank: int, holders: Holders, share: Share) -> None:
+        self._rank = rank
+        self._holders = holders
+        self._share = share
+
+    def add_bucket(self, number: int, bucket: Bucket) -> None:
+        """Weights, and masters beside them."""
+        # Whole weights that were stepped in shards: each rank has its own shard as well.
+        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard)
+        if bucket.master is not None and bucket.precision.keeps_master:
+            self._add_run(bucket, number, MASTER, bucket.span[0], bucket.master)
+
+    def _add_run(self, bucket: Bucket, number: int, kind: str, start: int, values: Tensor) -> None:
+        """1-D values that begin at element `start` of a bucket: mine, or my share of them."""
+        rows, first, last = self._share.mine, start, start + values.numel()
+        if not _is_cut(bucket):
+            rows = self._share.replicated
+            low, high = self._holders.cut(bucket.layout.numel)
+            first, last = max(first, low), min(last, high)
+            if first >= last and values.numel():
+                return
+        row = Stretch(self._rank, kind, number, first, last - first, values.dtype)
+        rows.stretches.append(row)
+        self._share.tensors[row.tensor] = values.detach()[first - start : last - start]
+
+    def add_replicated(
+        self, values: Sequence[tuple[str, str, Tensor]], own: set[str] | None = None
+    ) -> None:
+        """Values that all ranks have: (kind, name, tensor). Those named by `own` are each rank's.
+
+        Every holder must give the same ones.
+        """
+        shared = share_out(
+            [value.numel() * value.element_size() for _, _, value in values],
+            [0] * self._holders.count,
+        )
+        for (kind, name, value), holder in zip(values, shared.owners, strict=True):
+            is_own = own is not None and name in own
+            if is_own or holder == self._holders.number:
+                rank = None if is_own else self._rank
+                row = Single(rank, kind, name, tuple(value.shape), value.dtype)
+                self._share.replicated.singles.append(row)
+                self._share.tensors[row.tensor] = value
+
+    # ---- the optimizer's memory ------------------------------------------------------------------
+
+    def add_state(self, live: Live, numbers: dict[Bucket, int]) -> None:
+        """What the optimizer remembers of what it steps on this rank."""
+        assert live.stepper is not None and live.optimizer is not None  # the caller has looked
+        everywhere: list[tuple[str, str, Tensor]] = []
+        for held in live.stepper.held():
+            known = live.optimizer.state.get(held.values, {})
+            self._add_elements(held, numbers[held.bucket], known)
+            odd = self._add_plain(held, known)
+            if _is_cut(held.bucket):
+                for kind, name, value in odd:
+                    row = Single(self._rank, kind, name, tuple(value.shape), value.dtype)
+                    self._share.mine.singles.append(row)
+                    self._share.tensors[row.tensor] = value
+            else:
+                everywhere += odd
+        self.add_replicated(everywhere)
+
+    def _add_elements(self, held: Held, number: int, known: dict[str, Any]) -> None:
+        for key, value in known.items():
+            if is_elementwise(key, value, held):
+                self._add_run(
+                    held.bucket, number, state_kind(key), held.start, value.detach().reshape(-1)
+                )
+
+    def _add_plain(self, held: Held, known: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
+        """Note what has no elements; tensors of another shape than the parameter's are returned."""
+        names = list(_names_of(held))
+        plain, odd = {}, []
+        for key, value in known.items():
+            if is_elementwise(key, value, held):
+                continue
+            if isinstance(value, Tensor) and value.dim():
+                odd.append((state_kind(key), names[0], value))
+            else:
+                where = f"the state {key!r} that the optimizer has of {names[0]}"
+                plain[str(key)] = encoded_state(value, where)
+        if odd and held.slot is None:
+            raise CheckpointError(
+                f"the optimizer's state {odd[0][0]} of {names[0]} is not kept for each element, and"
+                " belongs to several parameters"
+            )
+        if plain:
+            is_cut = _is_cut(held.bucket)
+            rows = self._share.mine if is_cut else self._share.replicated
+            if is_cut or self._holders.number == 0:
+                rows.state += [(name, plain) for name in names]
+        return odd
+
+
+def is_elementwise(key: str, value: Any, held: Held) -> bool:
+    """Whether a value is kept for each element of what the optimizer holds."""
+    # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
+    return isinstance(value, Tensor) and value.shape == held.values.shape and key != "step"
+
+
+def _names_of(held: Held) -> Iterator[str]:
+    layout = held.bucket.layout
+    if held.slot is not None:
+        yield layout.slots[held.slot].name
+        return
+    for fragment in layout.fragments(held.start, held.start + held.values.numel()):
+        yield layout.slots[fragment.slot].name
+
+
+def _is_cut(bucket: Bucket) -> bool:
+    return bucket.partition.optimizer or bucket.partition.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all ranks of a part know of it alike."""
+
+    buckets: tuple[SavedBucket, ...]
+    groups: tuple[SavedGroup, ...]
+    aliases: dict[str, str]
+
+
+def head_of(live: Live) -> Head:
+    """How the model lies in buckets, and how its parameters are grouped and named."""
+    options = [] if live.optimizer is None else map(_options, live.optimizer.param_groups)
+    return Head(
+        tuple(map(_saved_bucket, live.runtime.buckets)),
+        tuple(
+            SavedGroup(one, tuple(names))
+            for one, names in zip(options, live.group_names(), strict=True)
+        ),
+        {alias: first for first, *others in live.names().values() for alias in others},
+    )
+
+
+def describe(head: Head, rows: Iterable[Rows], ranks: Sequence[int]) -> Part:
+    """A part of the model, from the rows of all its ranks, whose numbers in the world are given."""
+    rows = list(rows)
+    return Part(
+        ranks=tuple(ranks),
+        buckets=head.buckets,
+        stretches=tuple(one for row in rows for one in row.stretches),
+        singles=tuple({(one.kind, one.name): one for row in rows for one in row.singles}.values()),
+        state=merged_state(row.state for row in rows),
+        groups=head.groups,
+        aliases=head.aliases,
+    )
+
+
+def _saved_bucket(bucket: Bucket) -> SavedBucket:
+    cut = bucket.partition
+    flags = zip("ogw", (cut.optimizer, cut.gradients, cut.weights), strict=True)
+    return SavedBucket(
+        bucket.name,
+        bucket.layout.numel,
+        "".join(letter if flag else "-" for letter, flag in flags),
+        bucket.trainable,
+        bucket.layout.slots,
+    )
+
+
+def _options(group: dict[str, Any]) -> Any:
+    """What of a param group is plain data; objects of a running program are left out."""
+    kept = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        try:
+            encoded(value, key)
+        except CheckpointError:
+            continue
+        kept[key] = value
+    return encoded(kept, "a param group")

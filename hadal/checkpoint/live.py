@@ -1,0 +1,92 @@
+"""The running side of a checkpoint: where values come from when saving, and go to when loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.checkpoint.keep import Keep
+from hadal.comm import Ranks
+from hadal.optim.step import Stepper
+from hadal.zero.runtime import ZeroRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the configuration says of saving and loading."""
+
+    verifies: bool = True
+    """Whether loading compares every byte with its checksum; else sizes and headers alone."""
+    keep: Keep = field(default_factory=Keep)
+    tag_validation: str = "Warn"
+    """What is done where ranks save under different tags: "Ignore", "Warn" or "Fail"."""
+    is_node_local: bool = False
+    """Whether each node has a folder of its own, which the other nodes do not see."""
+    is_async: bool = False
+    """Whether a save returns when the state is copied to host memory, and is written meanwhile."""
+    uses_masters: bool = True
+    """Whether masters are loaded from saved ones; else from the weights."""
+    stage: int = 0
+    """The usual name of how state is partitioned; told by those who read the folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What belongs to a checkpoint in the running program."""
+
+    module: nn.Module
+    runtime: ZeroRuntime
+    optimizer: Optimizer | None
+    stepper: Stepper | None
+    schedule: Any
+    loader: Any
+    """The training loader; each rank's place in the data is its own."""
+    scalars: dict[str, Any]
+    """Numbers of the engine, in lists and dicts; what is loaded must be built alike."""
+    world: Ranks
+    """All ranks: they save and load together."""
+    part: int = 0
+    """Which part of the model this rank holds; 0 where none is cut."""
+    parts: int = 1
+    rules: Rules = Rules()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share this part of the model."""
+        return self.runtime.ranks
+
+    def names(self) -> dict[nn.Parameter, list[str]]:
+        """All names of each parameter; a tied one has several."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        return names
+
+    def unmanaged(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that lie in no bucket, by their first names."""
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self.runtime.bucket_of:
+                yield name, parameter
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """What `state_dict` calls buffers: those that are persistent, each once."""
+        seen: set[Tensor] = set()
+        for path, module in self.module.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None or key in module._non_persistent_buffers_set or buffer in seen:
+                    continue
+                seen.add(buffer)
+                yield (f"{path}.{key}" if path else key), buffer
+
+    def group_names(self) -> list[list[str]]:
+        """The full names of each param group's parameters, in the order of the buckets."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        names: list[list[str]] = [[] for _ in groups]
+        for bucket in self.runtime.buckets:
+            for slot in bucket.layout.slots if bucket.trainable else ():
+                names[slot.group].append(slot.name)
+        return names

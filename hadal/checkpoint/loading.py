@@ -1,0 +1,409 @@
+"""Loading: from a source that anybody has written, at any number of ranks, into what runs here.
+
+First all is looked up, checked and tried on every rank; only then is anything changed on one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hadal.checkpoint import folders, randomness
+from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
+from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
+from hadal.checkpoint.live import Live
+from hadal.checkpoint.moments import MemoryPlan, plan_memory
+from hadal.checkpoint.source import Own, Source, StoredSource
+from hadal.checkpoint.together import together
+from hadal.checkpoint.weights import Reading, plan_bucket
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
+from hadal.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_SHOWN = 4
+
+CustomLoad = Callable[..., Any]
+
+
+class Wanted(NamedTuple):
+    """What of a checkpoint is to be loaded."""
+
+    strict: bool = True
+    optimizer: bool = True
+    """Moments, the options of param groups, and the loss scale."""
+    schedule: bool = True
+    module_only: bool = False
+    """Weights, masters and buffers alone."""
+    custom: CustomLoad | None = None
+    """Puts weights and buffers into the module in place of us."""
+
+
+class Loaded(NamedTuple):
+    """What is left for the engine to take over."""
+
+    scalars: Any
+    """None where there are none, or none are wanted."""
+    client_state: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What will be changed on this rank."""
+
+    fit: Fit
+    readings: list[Reading] = field(default_factory=list)
+    wholes: list[tuple[Tensor, str, str]] = field(default_factory=list)
+    """Tensors outside of buckets, and the name and kind that each is read from."""
+    groups: list[GroupFit] = field(default_factory=list)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
+    own: Own | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+
+
+def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
+    """The folder of the checkpoint `tag`, or of the latest one; None where there is none.
+
+    Raises:
+        CheckpointError: a tag was asked for that is not there, `latest` names a missing folder, or
+            the ranks find different ones.
+    """
+    folder: Path | None = None
+    with together(ranks, f"no checkpoint was loaded from {load_dir}"):
+        folder = folders.find(load_dir, tag)
+    found = gather_objects(None if folder is None else folder.name, ranks)
+    if len(set(found)) > 1:
+        raise CheckpointError(
+            f"the ranks find different checkpoints in {load_dir}: {found}; all of them must see the"
+            " same one: name it, load_checkpoint(folder, tag)"
+        )
+    return folder
+
+
+def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
+    """Put a checkpoint's values where `live` points. All ranks must call it.
+
+    Raises:
+        CheckpointError: on every rank, with the file and the reason; nothing has changed.
+    """
+    live.runtime.reshard_all()
+    world, what = live.world, f"checkpoint {folder} was not loaded"
+    with ExitStack() as stack:
+        with together(world, what):
+            source = StoredSource(folder, _part_of(live, folder))
+            stack.callback(source.close)
+        marks = set(gather_objects(source.mark, world))
+        with together(world, what):
+            if len(marks) > 1:
+                raise CheckpointError(f"the ranks see different checkpoints under {folder}")
+            if live.rules.verifies and not live.rules.is_node_local:
+                source.verify(world.rank, world.size)
+        return load_from(source, live, wanted, what)
+
+
+def _part_of(live: Live, folder: Path) -> int:
+    return live.part
+
+
+def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
+    """As `load`, from any source whose files have been looked at."""
+    undo: list[Callable[[], None]] = []
+    plan: _Plan | None = None
+    try:
+        with together(live.world, what):
+            plan = _plan(source, live, wanted)
+            if (
+                live.rules.verifies
+                and live.rules.is_node_local
+                and isinstance(source, StoredSource)
+            ):
+                source.verify(spread=False)
+            _try_schedule(source, live, wanted, undo)
+            _try_loader(source, plan, live, undo)
+    except CheckpointError:
+        for act in reversed(undo):
+            act()
+        raise
+    assert plan is not None  # else it would have raised
+    _tell(source, plan, live, wanted)
+    _change(source, plan, live, wanted)
+    scalars = None if wanted.module_only else source.scalars
+    return Loaded(scalars, plan.client_state)
+
+
+# ---- looking ahead -------------------------------------------------------------------------------
+
+
+def _plan(source: Source, live: Live, wanted: Wanted) -> _Plan:
+    try:
+        return _planned(source, live, wanted)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{source.path / folders.INDEX} is damaged: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _planned(source: Source, live: Live, wanted: Wanted) -> _Plan:
+    if source.parts != live.parts:
+        raise CheckpointError(
+            f"{source.path} holds a model that was cut in {source.parts} model-parallel parts, and"
+            f" this one is cut in {live.parts}; load it with the model-parallel size that saved it"
+        )
+    if source.scalars is not None and not _is_like(source.scalars, live.scalars):
+        raise ValueError(f"the engine's counters are {source.scalars}")
+    plan = _Plan(_fit(source, live))
+    if wanted.custom is None:
+        plan.fit.refuse(source, strict=wanted.strict)
+        _plan_weights(source, plan, live)
+    groups = live.group_names()
+    plan.groups = fit_groups(groups, source.groups, plan.fit.found)
+    if live.optimizer is not None and live.stepper is not None and _wants_optimizer(wanted):
+        plan.memory = plan_memory(live.optimizer, live.stepper.held(), plan.fit.found, source)
+    plan.client_state = source.client_state()
+    if not wanted.module_only:
+        plan.own = source.own(live.ranks.rank % _ranks_of(source))
+        if plan.own is not None:
+            try:
+                randomness.check(plan.own.random)
+            except (ValueError, TypeError, KeyError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"{source.path}: the random generators of rank {live.ranks.rank} cannot be"
+                    f" restored: {error!r}"
+                ) from error
+    return plan
+
+
+def _wants_optimizer(wanted: Wanted) -> bool:
+    return wanted.optimizer and not wanted.module_only
+
+
+def _ranks_of(source: Source) -> int:
+    """The ranks that had saved one part."""
+    return source.world_size // source.parts
+
+
+def _fit(source: Source, live: Live) -> Fit:
+    names = live.names()
+    slots = {
+        slot.name: slot.shape for bucket in live.runtime.buckets for slot in bucket.layout.slots
+    }
+    wanted = [
+        (aliases, slots.get(aliases[0], tuple(parameter.shape)), WEIGHT)
+        for parameter, aliases in names.items()
+    ]
+    wanted += [([name], tuple(buffer.shape), BUFFER) for name, buffer in live.buffers()]
+    return fit_names(wanted, source)
+
+
+def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
+    found = plan.fit.found
+    for bucket in live.runtime.buckets:
+        uses_masters = live.rules.uses_masters
+        plan.readings += plan_bucket(bucket, found, source, uses_masters=uses_masters)
+    values = [(BUFFER, name, buffer) for name, buffer in live.buffers()]
+    values += [(WEIGHT, name, parameter.detach()) for name, parameter in live.unmanaged()]
+    for kind, name, value in values:
+        if name not in found:
+            continue
+        saved = found[name]
+        if kind == WEIGHT and source.entries[saved, kind].dtype != value.dtype:
+            raise CheckpointError(
+                f"{source.path}: {name} is {source.entries[saved, kind].dtype} in the checkpoint,"
+                f" and {value.dtype} in the model; it lies in no bucket, and is not converted"
+            )
+        source.expect(saved, kind, 0, value.numel())
+        plan.wholes.append((value, saved, kind))
+
+
+def _try_schedule(
+    source: Source, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
+) -> None:
+    """Load the schedule's state while all can still be taken back."""
+    if not _wants_schedule(source, live, wanted):
+        return
+    schedule, optimizer = live.schedule, live.optimizer
+    before = deepcopy(schedule.state_dict())
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
+
+    def take_back() -> None:
+        schedule.load_state_dict(before)
+        for group, values in zip(groups, options, strict=True):
+            _restore_group(group, values)
+
+    undo.append(take_back)
+    _load_schedule(source, live)
+
+
+def _wants_schedule(source: Source, live: Live, wanted: Wanted) -> bool:
+    is_wanted = wanted.schedule and not wanted.module_only
+    return is_wanted and live.schedule is not None and source.schedule is not None
+
+
+def _load_schedule(source: Source, live: Live) -> None:
+    try:
+        live.schedule.load_state_dict(deepcopy(source.schedule))
+    except Exception as error:  # whoever's schedule it is
+        raise CheckpointError(
+            f"{source.path}: the state of the schedule does not fit {type(live.schedule).__name__}"
+            f" ({error!r}); give load_lr_scheduler_states=False"
+        ) from error
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _try_loader(source: Source, plan: _Plan, live: Live, undo: list[Callable[[], None]]) -> None:
+    """Load the place in the data while all can still be taken back."""
+    if plan.own is None or plan.own.loader is None or live.loader is None:
+        return
+    state = dict(plan.own.loader)
+    if _ranks_of(source) != live.ranks.size:
+        # What one replica's stream remembers says nothing of another number of replicas.
+        state.pop("stream", None)
+        state.pop("sampler", None)
+    before = deepcopy(live.loader.state_dict())
+    undo.append(lambda: live.loader.load_state_dict(before))
+    live.loader.load_state_dict(state)
+
+
+# ---- changing ------------------------------------------------------------------------------------
+
+
+def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
+    if wanted.custom is not None:
+        _load_by(wanted.custom, source, plan, live)
+    for reading in plan.readings:
+        reading.run(source)
+    for value, name, kind in plan.wholes:
+        value.copy_(source.read_own(name, kind, live.ranks.rank % _ranks_of(source)))
+    if live.optimizer is not None and _wants_optimizer(wanted):
+        _restore_optimizer(live.optimizer, source, plan)
+    live.runtime.after_load()
+    if _wants_schedule(source, live, wanted):
+        _load_schedule(source, live)
+    if plan.own is not None:
+        randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
+
+
+def _restore_optimizer(optimizer: Optimizer, source: Source, plan: _Plan) -> None:
+    for group, fit in zip(optimizer.param_groups, plan.groups, strict=True):
+        _restore_group(group, fit.options)
+    restored = {memory.values for memory in plan.memory.memories}
+    for values in [*optimizer.state]:
+        if values not in restored:
+            del optimizer.state[values]
+    for memory in plan.memory.memories:
+        memory.restore(optimizer, source)
+
+
+def _load_by(custom: CustomLoad, source: Source, plan: _Plan, live: Live) -> None:
+    """Let the caller put whole values into the module."""
+    state = {}
+    for name, saved in plan.fit.found.items():
+        kind = BUFFER if (saved, BUFFER) in source.entries else WEIGHT
+        if kind == WEIGHT:
+            kind = exact_kind(saved, source, uses_masters=live.rules.uses_masters)
+        entry = source.entries[saved, kind]
+        state[name] = source.read(saved, kind, 0, entry.numel).clone().view(entry.shape)
+    with live.runtime.whole(live.runtime.buckets):
+        custom(src=state, dst=live.module)
+    live.runtime.reshard_all()
+
+
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def _tell(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
+    """Say what differs from going on as before; rank 0 does."""
+    if live.ranks.rank == 0 and live.part == 0:
+        for line in _differences(source, plan, live, wanted):
+            _log.warning("%s: %s", source.path, line)
+
+
+def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> list[str]:
+    told = []
+    if wanted.custom is None and not wanted.strict:
+        if plan.fit.missing:
+            told.append(f"it lacks {_some(plan.fit.missing)}, which keep their values")
+        if plan.fit.unexpected:
+            told.append(f"{_some(plan.fit.unexpected)} is not in the model, and is left out")
+    if plan.memory.forgotten:
+        told.append(
+            f"it holds no optimizer state of {_some(plan.memory.forgotten)}: it begins with zeros"
+        )
+    disputed = {key for fit in plan.groups for key in fit.disputed}
+    if disputed and _wants_optimizer(wanted):
+        told.append(
+            "the param groups are other ones; where those of one group here differed in"
+            f" {', '.join(sorted(disputed))}, these stay as they are"
+        )
+    has_masters = any(kind == MASTER for _, kind in source.entries)
+    wants_masters = any(
+        b.master is not None and b.precision.keeps_master for b in live.runtime.buckets
+    )
+    if wants_masters and (not has_masters or not live.rules.uses_masters):
+        told.append("masters are taken from the saved weights")
+    if plan.own is not None:
+        told += _differences_of_place(source, plan.own, live)
+    return told
+
+
+def _differences_of_place(source: Source, own: Own, live: Live) -> list[str]:
+    told = []
+    if (own.loader is None) != (live.loader is None):
+        holder, lacks = ("engine", "checkpoint") if own.loader is None else ("checkpoint", "engine")
+        told.append(
+            f"the {holder} has a training loader and the {lacks} has none; the place in the data is"
+            " not restored (make the loader before load_checkpoint)"
+        )
+    saved, here = _ranks_of(source), live.ranks.size
+    if saved != here:
+        told.append(
+            f"saved by {saved} ranks and loaded by {here}: ranks have the random generators of the"
+            " saved ranks of their numbers, further ranks new ones made of these"
+        )
+    return told
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_like(found: Any, wanted: Any) -> bool:
+    """Whether both are built alike: the same keys, as many items, finite numbers."""
+    if isinstance(wanted, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == wanted.keys()
+            and all(_is_like(found[key], value) for key, value in wanted.items())
+        )
+    if isinstance(wanted, list):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wanted)
+            and all(map(_is_like, found, wanted))
+        )
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return is_number and math.isfinite(found)

@@ -1,0 +1,213 @@
+"""What the optimizer remembers, from a checkpoint: laid out as it is stepped here.
+
+Parameters of one group are stepped together where the optimizer is elementwise: they share counts
+of steps and the like, which must therefore have been saved alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.checkpoint.contents import MASTER, WEIGHT, state_key, state_kind
+from hadal.checkpoint.source import Entry, Source
+from hadal.checkpoint.weights import Copy, CopyStretch, Reading
+from hadal.errors import CheckpointError
+from hadal.optim.pieces import Held
+from hadal.zero.layout import Slot
+
+# These remember the same under the same keys.
+_FAMILIES = (frozenset({"Adam", "AdamW", "UncorrectedAdam"}),)
+
+
+@dataclass(slots=True)
+class Memory:
+    """The state of one tensor that the optimizer steps, not yet read."""
+
+    values: nn.Parameter
+    counts_on: torch.device
+    """Where counts of steps lie: on the host, unless a kernel of the device reads them."""
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    """By key: shape and dtype here."""
+    readings: dict[str, list[tuple[str, str, int, int, int]]] = field(default_factory=dict)
+    """By key: (saved name, kind, start, numel, offset here) of what to read."""
+    stretch: tuple[tuple[Slot, ...], int] | None = None
+    """The slots of the bucket that was saved alike, and where in it the tensor begins."""
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def restore(self, optimizer: Optimizer, source: Source) -> None:
+        """Read it into the optimizer; tensors that fit are used again."""
+        present = optimizer.state.pop(self.values, {})
+        state: dict[str, Any] = {}
+        for key, entry in self.tensors.items():
+            target = present.get(key)
+            fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
+            if fits and target is not None and target.device == self.values.device:
+                target.zero_()
+            else:
+                target = torch.zeros(entry.shape, dtype=entry.dtype, device=self.values.device)
+            state[key] = target
+            for reading in self._readings_of(key, target.view(-1)):
+                reading.run(source)
+        for key, value in self.plain.items():
+            state[key] = value.to(self.counts_on) if isinstance(value, Tensor) else value
+        if state:
+            optimizer.state[self.values] = state
+
+    def _readings_of(self, key: str, target: Tensor) -> Iterable[Reading]:
+        if self.stretch is not None:
+            slots, start = self.stretch
+            return [CopyStretch(target, state_kind(key), slots, start)]
+        return [
+            Copy(target[offset : offset + numel], name, kind, start)
+            for name, kind, start, numel, offset in self.readings.get(key, ())
+        ]
+
+
+@dataclass(slots=True)
+class MemoryPlan:
+    """What to restore, and the parameters of which nothing is known."""
+
+    memories: list[Memory] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+
+def plan_memory(
+    optimizer: Optimizer, holds: Iterable[Held], found: Mapping[str, str], source: Source
+) -> MemoryPlan:
+    """What to read into the optimizer's state on this rank.
+
+    Raises:
+        CheckpointError: another optimizer's, values that parameters stepped together cannot share,
+            or files that do not hold them.
+    """
+    _check_kind(optimizer, source)
+    kinds: dict[str, list[str]] = {}
+    for name, kind in source.entries:
+        if state_key(kind) is not None:
+            kinds.setdefault(name, []).append(kind)
+    plan = MemoryPlan()
+    if not kinds and not source.state:
+        return plan
+    for held in holds:
+        if not held.values.numel():
+            continue
+        slots = held.bucket.layout.slots
+        members = (
+            [slot for slot in slots if slot.group == held.group]
+            if held.slot is None
+            else [slots[held.slot]]
+        )
+        known = {slot.name: found[slot.name] for slot in members if slot.name in found}
+        lacking = [
+            slot.name
+            for slot in members
+            if slot.numel and not _is_remembered(known.get(slot.name), kinds, source)
+        ]
+        plan.forgotten += lacking
+        group = optimizer.param_groups[held.group]
+        on_device = group.get("fused") or group.get("capturable")
+        memory = Memory(held.values, held.values.device if on_device else torch.device("cpu"))
+        memory.plain = _shared(known.values(), source)
+        plan.memories.append(memory)
+        if held.slot is None:
+            _plan_flat(memory, held, members, known, kinds, source)
+        else:
+            _plan_whole(memory, held, members[0], known, kinds, source)
+    return plan
+
+
+def _is_remembered(saved: str | None, kinds: Mapping[str, Sequence[str]], source: Source) -> bool:
+    return saved is not None and (saved in kinds or saved in source.state)
+
+
+def _check_kind(optimizer: Optimizer, source: Source) -> None:
+    here, there = type(optimizer).__name__, source.optimizer
+    if there in (None, here) or any({here, there} <= family for family in _FAMILIES):
+        return
+    raise CheckpointError(
+        f"{source.path} holds the state of {there}, and the optimizer here is {here}; choose the"
+        " same one, or give load_optimizer_states=False to begin with the weights alone"
+    )
+
+
+def _shared(names: Iterable[str], source: Source) -> dict[str, Any]:
+    """State without elements that parameters stepped together share."""
+    shared: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    for name in names:
+        for key, value in source.state.get(name, {}).items():
+            if key not in shared:
+                shared[key], first[key] = value, name
+            elif not bool(shared[key] == value):
+                raise CheckpointError(
+                    f"{source.path}: {key} is {shared[key]} for {first[key]} and {value} for"
+                    f" {name}, which are stepped together here; put them into param groups of"
+                    " their own, or give load_optimizer_states=False"
+                )
+    return shared
+
+
+def _plan_flat(
+    memory: Memory,
+    held: Held,
+    members: Sequence[Slot],
+    known: Mapping[str, str],
+    kinds: Mapping[str, Sequence[str]],
+    source: Source,
+) -> None:
+    """A flat cut: the elements that lie here of each parameter, zeros where none are known."""
+    layout, state_dtype = held.bucket.layout, held.bucket.precision.state_dtype
+    for slot in members:
+        for kind in kinds.get(known.get(slot.name, ""), ()):
+            entry, key = source.entries[known[slot.name], kind], state_key(kind)
+            assert key is not None  # only such kinds are collected
+            if entry.shape != slot.shape:
+                raise CheckpointError(
+                    f"{source.path}: {kind} of {slot.name} has shape {entry.shape}, and the"
+                    f" parameter {slot.shape}; give load_optimizer_states=False"
+                )
+            dtype = state_dtype if entry.dtype.is_floating_point else entry.dtype
+            memory.tensors[key] = Entry(tuple(held.values.shape), dtype)
+    stop = held.start + held.values.numel()
+    if all(known.get(slot.name) == slot.name for slot in members):
+        each = [
+            source.stretches(state_kind(k), layout.slots, held.start, stop) for k in memory.tensors
+        ]
+        if all(one is not None for one in each):
+            memory.stretch = (layout.slots, held.start)
+            return
+    for fragment in layout.fragments(held.start, stop):
+        slot = layout.slots[fragment.slot]
+        for kind in kinds.get(known.get(slot.name, ""), ()) if slot in members else ():
+            name, start = known[slot.name], fragment.start
+            source.expect(name, kind, start, start + fragment.numel)
+            row = (name, kind, start, fragment.numel, fragment.offset)
+            memory.readings.setdefault(state_key(kind) or "", []).append(row)
+
+
+def _plan_whole(
+    memory: Memory,
+    held: Held,
+    slot: Slot,
+    known: Mapping[str, str],
+    kinds: Mapping[str, Sequence[str]],
+    source: Source,
+) -> None:
+    """A whole parameter; state in the saved master's dtype goes along with the master's."""
+    name = known.get(slot.name)
+    if name is None:
+        return
+    master = source.entries.get((name, MASTER)) or source.entries[name, WEIGHT]
+    for kind in kinds.get(name, ()):
+        entry, key = source.entries[name, kind], state_key(kind)
+        assert key is not None  # only such kinds are collected
+        dtype = held.values.dtype if entry.dtype == master.dtype else entry.dtype
+        memory.tensors[key] = Entry(entry.shape, dtype)
+        source.expect(name, kind, 0, entry.numel)
+        memory.readings[key] = [(name, kind, 0, entry.numel, 0)]

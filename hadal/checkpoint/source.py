@@ -1,0 +1,439 @@
+"""What a checkpoint holds, whoever wrote it: named values that are read a few elements at a time.
+
+A `Source` needs no model, no ranks and no memory beyond what is read. Hadal's own folders are one
+(`StoredSource`); whatever else can be told in these words loads by the same way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hadal.checkpoint.contents import Part, SavedGroup, Single, Stretch, part_of_json
+from hadal.checkpoint.files import Seal, check_file, check_inside
+from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
+from hadal.checkpoint.index import read_index, seals_of, strict_json
+from hadal.checkpoint.plain import decoded, decoded_state
+from hadal.checkpoint.planning import cuts_of
+from hadal.checkpoint.shards import DTYPES, read_tensors
+from hadal.errors import CheckpointError
+from hadal.zero.layout import Slot
+
+OWN = "hadal"
+"""The header's text of what each rank has for itself."""
+_OPEN_FILES = 16
+_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
+
+
+class Entry(NamedTuple):
+    """A value that a source holds: its whole shape, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What one rank had for itself."""
+
+    loader: Any
+    random: dict[str, Any]
+
+
+class Source(Protocol):
+    """Named values and what else training needs.
+
+    `entries` tells what there is: by name and kind ("weight", "master", "buffer", "state.<key>").
+    A trained parameter has a weight, a master beside it where it was not the weight itself, and
+    state for each of the optimizer's keys; state of another shape than its parameter's is a value
+    of that shape.
+    """
+
+    path: Path
+    """The folder, or file: named in errors."""
+    entries: Mapping[tuple[str, str], Entry]
+    aliases: Mapping[str, str]
+    """Further names of tied parameters, and the names that `entries` has for them."""
+    state: Mapping[str, Mapping[str, Any]]
+    """By parameter and key: state without elements: numbers, 0-dim tensors (counts of steps)."""
+    groups: Sequence[SavedGroup]
+    optimizer: str | None
+    """The optimizer's class; None where that is not known."""
+    scalars: Any
+    """The engine's counters and loss scale; None where there are none."""
+    schedule: Any
+    """The schedule's state; None where there is none."""
+    world_size: int
+    """Ranks that saved it."""
+    parts: int
+    """Into how many model-parallel parts the model was cut."""
+
+    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
+        """See that elements can be read, before anything is changed.
+
+        Raises:
+            CheckpointError: they cannot; the file is named.
+        """
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a value, in row-major order: 1-D, on the host, not to be kept.
+
+        Raises:
+            CheckpointError: they cannot be read; the file is named.
+        """
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """A whole value, in its shape: a rank's own (counted within the part), where each has one.
+
+        Raises:
+            CheckpointError: it cannot be read; the file is named.
+        """
+
+    def stretches(
+        self, kind: str, slots: Sequence[Slot], start: int, stop: int
+    ) -> list[tuple[int, Tensor]] | None:
+        """What is stored of elements [start, stop) of a bucket that is laid out like `slots`.
+
+        Each tensor with the place of its first element, counted from `start`. None where no bucket
+        was laid out so: its parameters are read one by one.
+        """
+
+    def own(self, rank: int) -> Own | None:
+        """What a rank had for itself (counted within the part); None where that is not known."""
+
+    def client_state(self) -> dict[str, Any]:
+        """The caller's own values, in memory of their own."""
+
+    def close(self) -> None:
+        """Let go of all files."""
+
+
+class _Chunk(NamedTuple):
+    """A part of a value in a stored tensor: its `start` lies at `offset` of that."""
+
+    start: int
+    numel: int
+    rank: int
+    tensor: str
+    offset: int
+
+
+class StoredSource:
+    """A folder that `save_checkpoint` has written; one part of it, where the model was cut.
+
+    Files are known by the index alone, looked at when they are first needed (size and header), and
+    compared whole by `verify`.
+
+    Raises:
+        CheckpointError: the index is missing, damaged, or tells of what cannot be.
+    """
+
+    def __init__(self, folder: Path, part: int = 0) -> None:
+        self.path = folder
+        self._index = folder / INDEX
+        content = read_index(folder)
+        with self._reading_index():
+            self._read(content, part)
+
+    def _read(self, content: dict[str, Any], part: int) -> None:
+        parts = [part_of_json(row) for row in content["parts"]]
+        ranks = sorted(rank for one in parts for rank in one.ranks)
+        self.world_size, self.parts = content["world_size"], len(parts)
+        if ranks != list(range(len(ranks))) or len(ranks) != self.world_size or not ranks:
+            raise ValueError(f"world_size is {self.world_size!r}, and the ranks are {ranks[:8]}")
+        names = [rank_file(rank) for rank in ranks]
+        has_client = CLIENT in content["files"]
+        self._seals = seals_of(content, names + [CLIENT] * has_client, self._index)
+        self.mark = str(content["save"])
+        self.stage = int(content["stage"])
+        self.saved_at = float(content["saved_at"])
+        self.optimizer = content["optimizer"]
+        self.scalars = decoded(content["scalars"])
+        self.schedule = decoded(content["schedule"])
+        self._client = content["client_state"]
+        if not 0 <= part < len(parts):
+            raise CheckpointError(
+                f"{self.path} holds a model in {len(parts)} model-parallel parts, and part {part}"
+                " is asked for; load it with the model-parallel size that saved it"
+            )
+        self.part: Part = parts[part]
+        self.groups: Sequence[SavedGroup] = self.part.groups
+        self.aliases: Mapping[str, str] = self.part.aliases
+        self.state: Mapping[str, Mapping[str, Any]] = {
+            name: {key: decoded_state(value) for key, value in values.items()}
+            for name, values in self.part.state.items()
+        }
+        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._looked_at: set[str] = set()
+        self._runs: dict[tuple[str, int], list[Stretch]] = {}
+        self._bucket_like = {
+            _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
+        }
+        self._place: dict[tuple[str, str], tuple[int, int] | Single] = {}
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self.entries: Mapping[tuple[str, str], Entry] = self._entries
+        self._enter_singles()
+        self._enter_stretches()
+
+    # ---- what there is ---------------------------------------------------------------------------
+
+    def _enter(self, name: str, kind: str, entry: Entry, place: tuple[int, int] | Single) -> None:
+        if (name, kind) in self.entries:
+            raise ValueError(f"{kind} of {name} is told twice")
+        self._entries[name, kind] = entry
+        self._place[name, kind] = place
+
+    def _enter_singles(self) -> None:
+        for one in self.part.singles:
+            if one.rank is not None and one.rank >= len(self.part.ranks):
+                raise ValueError(f"{one.tensor} lies on rank {one.rank}")
+            self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
+
+    def _enter_stretches(self) -> None:
+        for one in self.part.stretches:
+            if one.rank >= len(self.part.ranks):
+                raise ValueError(f"{one.tensor} lies on rank {one.rank}")
+            self._runs.setdefault((one.kind, one.bucket), []).append(one)
+        for (kind, number), run in self._runs.items():
+            run.sort(key=lambda one: one.start)
+            if any(one.stop > after.start for one, after in pairwise(run)):
+                raise ValueError(f"{kind} of bucket {number} is told twice")
+            starts = [one.start for one in run]
+            for index, slot in enumerate(self.part.buckets[number].slots):
+                covered = sum(chunk.numel for chunk in _chunks(run, starts, slot))
+                if covered == slot.numel and (covered or kind in ("weight", "master")):
+                    entry = Entry(slot.shape, run[0].dtype)
+                    self._enter(slot.name, kind, entry, (number, index))
+                elif covered:
+                    raise ValueError(
+                        f"{kind} of {slot.name} has {covered} elements of {slot.numel}"
+                    )
+
+    def _chunks_of(self, name: str, kind: str) -> list[_Chunk]:
+        place = self._place[name, kind]
+        if isinstance(place, Single):
+            numel = prod(place.shape)
+            return [_Chunk(0, numel, place.rank or 0, place.tensor, 0)] if numel else []
+        number, index = place
+        run = self._runs[kind, number]
+        starts = [one.start for one in run]
+        return list(_chunks(run, starts, self.part.buckets[number].slots[index]))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
+        """See that the files that hold these elements have them, by their headers."""
+        entry = self.entries[name, kind]
+        for chunk, _, _, _ in self._cuts(name, kind, start, stop):
+            self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, entry.dtype)
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements of a value; a view of the mapped file where one stored tensor holds them."""
+        cuts = self._cuts(name, kind, start, stop)
+        if len(cuts) == 1:
+            return self._cut(*cuts[0][:2], stop - start)
+        found = torch.empty(stop - start, dtype=self.entries[name, kind].dtype)
+        for chunk, offset, target, numel in cuts:
+            found[target : target + numel].copy_(self._cut(chunk, offset, numel))
+        return found
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """A rank's own values where each has its own; else the values. Whole, in their shape."""
+        place = self._place[name, kind]
+        if not isinstance(place, Single):
+            entry = self.entries[name, kind]
+            return self.read(name, kind, 0, entry.numel).view(entry.shape)
+        holder = rank if place.rank is None else place.rank
+        path = rank_file(self.part.ranks[holder])
+        self._expect_tensor(path, place.tensor, place.dtype, place.shape)
+        with self._reading(path):
+            tensor: Tensor = self._open(path).get_tensor(place.tensor)
+            return tensor
+
+    def stretches(
+        self, kind: str, slots: Sequence[Slot], start: int, stop: int
+    ) -> list[tuple[int, Tensor]] | None:
+        """What is stored of a bucket that is laid out like `slots`."""
+        number = self._bucket_like.get(_layout_of(slots))
+        run = self._runs.get((kind, -1 if number is None else number))
+        needed = (slot for slot in slots if max(slot.offset, start) < min(slot.stop, stop))
+        if run is None or any((slot.name, kind) not in self.entries for slot in needed):
+            return None
+        found = []
+        for one in run[max(bisect_right([one.start for one in run], start) - 1, 0) :]:
+            first, last = max(one.start, start), min(one.stop, stop)
+            if first < last:
+                path = rank_file(self.part.ranks[one.rank])
+                self._expect_tensor(path, one.tensor, one.dtype, (one.numel,))
+                with self._reading(path):
+                    stored = self._open(path).get_slice(one.tensor)
+                    found.append((first - start, stored[first - one.start : last - one.start]))
+        return found
+
+    def _cuts(
+        self, name: str, kind: str, start: int, stop: int
+    ) -> list[tuple[_Chunk, int, int, int]]:
+        """What to read: a chunk, where in it, where that goes to, and how many elements."""
+        entry, chunks = self.entries[name, kind], self._chunks_of(name, kind)
+        if not 0 <= start <= stop <= entry.numel:
+            raise CheckpointError(
+                f"{self.path}: elements {start} to {stop} of {kind} of {name} are asked for, which"
+                f" has {entry.numel}"
+            )
+        extents = [(chunk.start, chunk.numel) for chunk in chunks]
+        return [
+            (chunks[cut.chunk], chunks[cut.chunk].offset + cut.start, cut.target, cut.numel)
+            for cut in cuts_of(name, extents, start, stop - start)
+        ]
+
+    def _cut(self, chunk: _Chunk, offset: int, numel: int) -> Tensor:
+        path = rank_file(self.part.ranks[chunk.rank])
+        with self._reading(path):
+            stored = self._open(path).get_slice(chunk.tensor)
+            if len(stored.get_shape()) != 1:
+                whole: Tensor = self._open(path).get_tensor(chunk.tensor)
+                return whole.reshape(-1)[offset : offset + numel]
+            cut: Tensor = stored[offset : offset + numel]
+            return cut
+
+    def own(self, rank: int) -> Own | None:
+        """A rank's random generators and place in the data."""
+        path = rank_file(self.part.ranks[rank])
+        with self._reading(path):
+            texts = self._open(path).metadata() or {}
+            saved = strict_json(texts[OWN], self.path / path)
+            tensors = _Lazily(self._open(path))
+            return Own(decoded(saved["loader"], tensors), decoded(saved["random"], tensors))
+
+    def client_state(self) -> dict[str, Any]:
+        """The caller's own values."""
+        tensors: Mapping[str, Tensor] = {}
+        if CLIENT in self._seals:
+            self._look_at(CLIENT)
+            tensors = read_tensors(self.path / CLIENT)[0]
+        with self._reading_index():
+            return dict(decoded(self._client, tensors))
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Mapping[str, Seal]:
+        """The files of all ranks, and what each of them must be."""
+        return self._seals
+
+    def verify(self, share: int = 0, shares: int = 1, *, spread: bool = True) -> None:
+        """Compare files with their checksums, byte for byte: every `shares`-th one from `share` on.
+
+        Where the files of other ranks are not seen here (`spread` false), all that are needed
+        have been looked at, and are compared.
+
+        Raises:
+            CheckpointError: one is missing or is not what was written.
+        """
+        names = sorted(self._seals)[share::shares] if spread else sorted(self._looked_at)
+        for name in names:
+            check_inside(self.path / name, self.path)
+            check_file(self.path / name, self._seals[name], whole=True)
+
+    def _look_at(self, name: str) -> None:
+        if name not in self._looked_at:
+            check_inside(self.path / name, self.path)
+            check_file(self.path / name, self._seals[name], whole=False)
+            self._looked_at.add(name)
+
+    def _open(self, name: str) -> Any:
+        """A file, mapped; few are kept open at a time."""
+        if name in self._files:
+            self._files.move_to_end(name)
+            return self._files[name]
+        self._look_at(name)
+        if len(self._files) >= _OPEN_FILES:
+            self._files.popitem(last=False)
+        self._files[name] = safe_open(self.path / name, "pt")
+        return self._files[name]
+
+    def _expect_tensor(
+        self, name: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> None:
+        with self._reading(name):
+            stored = self._open(name).get_slice(tensor)
+            found = (stored.get_dtype(), tuple(stored.get_shape()))
+            if found[0] != DTYPES[dtype] or (shape is not None and found[1] != shape):
+                raise ValueError(
+                    f"{tensor} is {found[0]} of shape {found[1]}, expected {DTYPES[dtype]}"
+                    f"{'' if shape is None else f' of shape {shape}'}"
+                )
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, SafetensorError, *_FAULTS) as error:
+            raise CheckpointError(
+                f"{self.path / name} is damaged: {type(error).__name__}: {error}"
+            ) from error
+
+    @contextmanager
+    def _reading_index(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except _FAULTS as error:
+            raise CheckpointError(
+                f"{self._index} is damaged: {type(error).__name__}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._files.clear()
+
+
+class _Lazily(Mapping[str, Tensor]):
+    """The tensors of an open file, read when they are asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
+
+
+def _chunks(run: Sequence[Stretch], starts: Sequence[int], slot: Slot) -> Iterator[_Chunk]:
+    """The chunks of a parameter in stretches that are sorted by their starts."""
+    index = max(bisect_right(starts, slot.offset) - 1, 0)
+    while index < len(run) and run[index].start < slot.stop:
+        one = run[index]
+        first, last = max(one.start, slot.offset), min(one.stop, slot.stop)
+        if first < last:
+            yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, first - one.start)
+        index += 1
+
+
+def _layout_of(slots: Sequence[Slot]) -> tuple[tuple[str, tuple[int, ...], int], ...]:
+    return tuple((slot.name, slot.shape, slot.offset) for slot in slots)
