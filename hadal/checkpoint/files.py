@@ -10,8 +10,9 @@ import errno
 import os
 import secrets
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -47,25 +48,46 @@ def new_mark() -> str:
     return secrets.token_hex(8)
 
 
-def write_file(path: Path, chunks: Iterable[Chunk]) -> Seal:
+def write_file(path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) -> Seal:
     """Write a new file, wait until it is on disk, and read it back.
+
+    With `doubled` a chunk is written while the next one is made.
 
     Raises:
         CheckpointError: it cannot be written, or does not read as it was written.
     """
     nbytes = crc32 = head_nbytes = head_crc32 = 0
-    with naming(path, "written"), open(path, "xb") as file:
+    with naming(path, "written"), open(path, "xb") as file, ExitStack() as stack:
+        write = _writer_of(file, stack) if doubled else file.write
         for number, chunk in enumerate(chunks):
-            file.write(chunk)
+            write(chunk)
             crc32 = zlib.crc32(chunk, crc32)
             nbytes += len(chunk)
             if number == 0:
                 head_nbytes, head_crc32 = nbytes, crc32
+        stack.close()
         file.flush()
         os.fsync(file.fileno())
     seal = Seal(nbytes, crc32, head_nbytes, head_crc32)
     check_file(path, seal, whole=True)
     return seal
+
+
+def _writer_of(file: BinaryIO, stack: ExitStack) -> Callable[[Chunk], None]:
+    """What writes by a thread, one chunk behind; the rest is waited for where `stack` closes."""
+    pool = stack.enter_context(ThreadPoolExecutor(1, "hadal-writer"))
+    pending: list[Future[int]] = []
+
+    def finish() -> None:
+        while pending:
+            pending.pop().result()
+
+    def write(chunk: Chunk) -> None:
+        finish()
+        pending.append(pool.submit(file.write, chunk))
+
+    stack.callback(finish)
+    return write
 
 
 def check_file(path: Path, seal: Seal, *, whole: bool) -> None:

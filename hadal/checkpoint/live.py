@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.checkpoint.keep import Keep
+from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
 from hadal.optim.step import Stepper
 from hadal.zero.runtime import ZeroRuntime
@@ -30,6 +31,7 @@ class Rules:
     """Whether a save returns when the state is copied to host memory, and is written meanwhile."""
     uses_masters: bool = True
     """Whether masters are loaded from saved ones; else from the weights."""
+    writing: Writing = Writing()
     stage: int = 0
     """The usual name of how state is partitioned; told by those who read the folder."""
 

@@ -32,8 +32,8 @@ from hadal.checkpoint.contents import part_as_json
 from hadal.checkpoint.files import Seal, check_file, naming, new_mark
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import write_index
-from hadal.checkpoint.keep import Keep, prune
-from hadal.checkpoint.live import Live
+from hadal.checkpoint.keep import prune
+from hadal.checkpoint.live import Live, Rules
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
@@ -83,7 +83,7 @@ class Job:
     mark: str
     mates: tuple[int, ...]
     """The ranks whose files lie in the folder that this one sees; the first one names it."""
-    keep: Keep
+    rules: Rules
     share: Share
     own: Plain
     client: Plain
@@ -133,7 +133,7 @@ class Job:
             if leads:
                 if self.order.save_latest:
                     folders.set_latest(save_dir, tag)
-                prune(save_dir, tag, self.keep)
+                prune(save_dir, tag, self.rules.keep)
 
     def _write_files(self, draft: Path, rank: int, leads: bool) -> dict[str, Seal]:
         """Write this rank's files, and tell what they must be from now on."""
@@ -141,7 +141,18 @@ class Job:
         # The mark is that of this save: a file of another one is told at once.
         text = json.dumps({"rank": rank, "save": self.mark, **self.own.values}, allow_nan=False)
         tensors = {**self.share.tensors, **self.own.tensors}
-        seals = {name: write_tensors(draft / name, tensors, {OWN: text})}
+        began = time.monotonic()
+        seals = {name: write_tensors(draft / name, tensors, {OWN: text}, self.rules.writing)}
+        if self.rules.writing.tells_speed:
+            seconds, nbytes = time.monotonic() - began, seals[name].nbytes
+            _log.info(
+                "rank %d has written %.3f GB in %.3f s, %.2f GB/s, to %s",
+                rank,
+                nbytes / 1e9,
+                seconds,
+                nbytes / 1e9 / max(seconds, 1e-9),
+                draft / name,
+            )
         if leads and self.client.tensors:
             path = draft / CLIENT
             seals[CLIENT] = write_tensors(path, self.client.tensors, {OWN: self.mark})
@@ -204,7 +215,7 @@ def begin(order: Order, live: Live) -> Job:
     head = head_of(live) if ranks.rank == 0 else None
     told = _Told(live.part, ranks.rank, mates, share.mine, share.replicated, head)
     everybody = gather_objects(told, world)
-    return Job(order, mark, mates, live.rules.keep, share, own, client, index, everybody)
+    return Job(order, mark, mates, live.rules, share, own, client, index, everybody)
 
 
 def _mates(save_dir: Path, mark: str, world: Ranks, what: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,18 +42,38 @@ DTYPES = {
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Seal:
-    """Write tensors of any device, and texts into the header; one tensor at a time is copied.
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How files are written."""
+
+    buffer_nbytes: int = 1 << 26
+    """Bytes that are copied from a device, summed and written at a time."""
+    is_doubled: bool = True
+    """Whether one such buffer is written while the next is filled."""
+    tells_speed: bool = False
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, str],
+    writing: Writing | None = None,
+) -> Seal:
+    """Write tensors of any device, and texts into the header; a buffer at a time is copied.
 
     Raises:
         CheckpointError: the file cannot be written, or a tensor is of a dtype without a name.
     """
     # Wide dtypes first, so that each tensor begins at a multiple of its elements' size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    return write_file(path, _chunks(path, dict(ordered), texts))
+    writing = Writing() if writing is None else writing
+    chunks = _chunks(path, dict(ordered), texts, writing.buffer_nbytes)
+    return write_file(path, chunks, doubled=writing.is_doubled)
 
 
-def _chunks(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Iterator[Chunk]:
+def _chunks(
+    path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], nbytes: int
+) -> Iterator[Chunk]:
     header: dict[str, object] = {"__metadata__": dict(texts)}
     end = 0
     for name, tensor in tensors.items():
@@ -68,9 +89,10 @@ def _chunks(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str])
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
-        if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            yield flat.view(torch.uint8).numpy().data
+        if not tensor.numel():
+            continue
+        for piece in tensor.detach().reshape(-1).split(max(1, nbytes // tensor.element_size())):
+            yield piece.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

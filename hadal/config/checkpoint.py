@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import UNBUILT, Section, key, section
+from hadal.config.section import NO_EFFECT, Mark, Section, key, section
 from hadal.config.values import Boolean, Integer, Number, lowered, titled
 
 
@@ -12,24 +12,40 @@ class ParallelWrite(Section):
     """Ranks that write together."""
 
     pipeline_stage: Boolean = key(
-        False, "All copies of a pipeline stage share the writing.", mark=UNBUILT
+        False,
+        "All ranks that hold the same state share the writing of it. They always do: it asks for"
+        " what is there.",
     )
 
 
 class Writer(Section):
-    """A faster writer of checkpoint files."""
+    """How checkpoint files are written."""
 
     type: Annotated[Literal["mock", "python", "fast"], BeforeValidator(lowered)] = key(
-        "fast", "Which writer."
+        "fast",
+        'Which writer: "fast" and "python" are one and the same here; "mock" would write nothing.',
+        mark=Mark(status="not built yet", only=("mock",)),
     )
-    io_buffer_size: Integer = key(67_108_864, "Bytes of the staging buffer.", gt=0)
-    io_buffer_double: Boolean = key(True, "Use two such buffers in turn.")
-    show_statistics: Boolean = key(False, "Print speeds.")
+    io_buffer_size: Integer = key(
+        67_108_864,
+        "Bytes that are copied from a device, summed and written at a time.",
+        gt=0,
+    )
+    io_buffer_double: Boolean = key(
+        True, "Write one such buffer while the next one is filled; false: one after the other."
+    )
+    show_statistics: Boolean = key(False, "Log the speed at which each rank has written its file.")
     data_parallel: (
         Annotated[Literal["replica", "socket", "machine"], BeforeValidator(lowered)] | None
-    ) = key(None, "Ranks that share one state; null is one writer.")
-    decoupled: Boolean = key(False, "Write from a helper process.")
-    io_multiplier: Integer = key(1, "Files per rank.", ge=1)
+    ) = key(
+        None,
+        "Ranks that share the writing of one state. All ranks that hold it always do.",
+        mark=NO_EFFECT,
+    )
+    decoupled: Boolean = key(
+        False, "Write while training goes on, as checkpoint.async_save does (in a thread)."
+    )
+    io_multiplier: Integer = key(1, "Files per rank. A rank writes one file.", ge=1, mark=NO_EFFECT)
 
 
 class Checkpoint(Section):
@@ -47,8 +63,12 @@ class Checkpoint(Section):
         " holds all that its own ranks need to go on.",
     )
     parallel_write: ParallelWrite = section(ParallelWrite, "Ranks that write together.")
-    checkpoint_serialization: Boolean = key(True, "Write torch's zip format.", mark=UNBUILT)
-    writer: Writer | None = key(None, "A faster writer.", mark=UNBUILT)
+    checkpoint_serialization: Boolean = key(
+        True,
+        "Which format of torch.save is written. Checkpoints are safetensors and JSON.",
+        mark=NO_EFFECT,
+    )
+    writer: Writer | None = key(None, "How files are written; null is the writer's defaults.")
     async_save: Boolean = key(
         False,
         "Saves return when the state is copied to host memory, and are written while training goes"

@@ -163,7 +163,9 @@ class Config(General):
     comms_logger: CommsLogger | None = key(None, "Times of collectives.")
     compression_training: CompressionTraining = section(CompressionTraining, "A smaller model.")
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
-    datastates_ckpt: DatastatesCkpt | None = key(None, "DataStates.", mark=UNBUILT)
+    datastates_ckpt: DatastatesCkpt | None = key(
+        None, "Checkpoints written while training goes on, as checkpoint.async_save writes them."
+    )
     nebula: Nebula | None = key(None, "Azure Nebula.")
     compile: Compile = section(Compile, "Graph passes.")
     pipeline: Pipeline = section(Pipeline, "Stages of layers.")

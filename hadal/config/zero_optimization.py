@@ -116,12 +116,12 @@ class ZeroOptimization(Section):
         "none: `get_global_grad_norm()` is None; fp16 still looks for overflow.",
     )
     load_from_fp32_weights: Boolean = key(
-        True, "Take masters from a checkpoint's fp32 copies, not its 16-bit ones.", mark=UNBUILT
+        True,
+        "Take masters from a checkpoint's own masters, where it has them; false: from its weights.",
     )
     elastic_checkpoint: Boolean = key(
         False,
-        "Let another number of ranks load the checkpoint.",
-        mark=UNBUILT,
+        "Let another number of ranks load the checkpoint. They always can, whatever is given.",
     )
     sub_group_size: Integer = key(
         1_000_000_000,

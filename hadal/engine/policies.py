@@ -6,6 +6,7 @@ import torch
 
 from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.live import Rules
+from hadal.checkpoint.shards import Writing
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
@@ -86,13 +87,18 @@ def reporter_of(config: Config, clocks: Clocks, device: torch.device, *, speaks:
 
 def saving_of(config: Config) -> Rules:
     """How checkpoints are written and read, and which ones a save leaves."""
-    section, zero = config.checkpoint, config.zero_optimization
+    section, zero, writer = config.checkpoint, config.zero_optimization, config.checkpoint.writer
     return Rules(
         verifies=section.verify_checksums,
         keep=Keep(section.keep_last, section.keep_hours),
         tag_validation=section.tag_validation,
         is_node_local=section.use_node_local_storage,
-        is_async=section.async_save,
+        is_async=section.async_save
+        or config.datastates_ckpt is not None
+        or (writer is not None and writer.decoupled),
+        writing=Writing()
+        if writer is None
+        else Writing(writer.io_buffer_size, writer.io_buffer_double, writer.show_statistics),
         uses_masters=zero.load_from_fp32_weights,
         stage=zero.stage,
     )

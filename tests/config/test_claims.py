@@ -25,7 +25,7 @@ EVERYDAY = {
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
     *("timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
-    *("disable_python_gc", "compile"),
+    *("disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
 _ZERO = "zero_optimization."
@@ -34,8 +34,6 @@ OF_A_FEATURE = {
     "optimizer.params{type=ZeroOneAdam*": "1-bit optimizers",
     f"{_ZERO}gather_16bit_weights_on_model_save": "checkpoints",
     f"{_ZERO}stage3_gather_*": "checkpoints",
-    f"{_ZERO}load_from_fp32_weights": "checkpoints",
-    f"{_ZERO}elastic_checkpoint": "checkpoints",
     f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
     f"{_ZERO}zero_quantized_*": "compressed communication",
     f"{_ZERO}zeropp_loco_param*": "compressed communication",

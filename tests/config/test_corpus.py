@@ -39,8 +39,6 @@ UNBUILT = {
         "tensor_parallel.autotp_size",
         "progressive_layer_drop.enabled",
         "compile.deepcompile",
-        "datastates_ckpt",
-        "checkpoint.writer",
         "weight_quantization.post_init_quant.fc.num_bits",
         "quantize_training.eigenvalue.enabled",
         "pipeline.activation_checkpoint_interval",

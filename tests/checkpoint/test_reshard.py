@@ -1,0 +1,167 @@
+"""Saved at any stage and number of ranks, loaded at any other: every value where it belongs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import TINY, engine_of, loss_of
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankPools
+from torch import Tensor, nn
+
+from hadal import comm
+from hadal.checkpoint.planning import cuts_of
+from hadal.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from hadal.zero.place import place_of
+
+STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
+KEYS = ("exp_avg", "exp_avg_sq")
+BF16 = {"bf16": {"enabled": True}}
+
+
+class Odd(nn.Module):
+    """Tied, frozen, 0-dim and empty parameters, a buffer, and sizes that nothing divides."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 11)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(11, 11, bias=False)
+        self.tied = nn.Linear(11, 11, bias=False)
+        self.tied.weight = self.second.weight
+        self.frozen = nn.Linear(11, 5)
+        self.frozen.bias.requires_grad_(False)
+        self.last = nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0 + seed))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        with torch.no_grad():
+            self.frozen.bias.add_(seed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.second(self.first(self.norm(inputs)).tanh())
+        return self.last(self.frozen(self.tied(hidden))) * self.scale + self.nothing.sum()
+
+
+def trained(engine: Any, steps: range) -> None:
+    """The same samples on every rank: the mean is the same on any number of them."""
+    dtype = next(engine.module.parameters()).dtype
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(3, 6, generator=generator)
+        loss = loss_of(engine(inputs.to(dtype)), torch.randn(3, 4, generator=generator))
+        engine.backward(loss)
+        engine.step()
+
+
+def values_of(engine: Any) -> dict[str, Tensor]:
+    """Everything there is by name, whole: for engines of one rank or stage 0."""
+    values = {f"weight.{name}": value for name, value in engine.state_dict().items()}
+    for name, parameter in engine.module.named_parameters():
+        place = place_of(parameter)
+        values[f"master.{name}"] = place.joined(place.cut(place.master()))
+        if place.bucket.trainable and parameter.numel():
+            for key in KEYS:
+                values[f"{key}.{name}"] = place.joined(
+                    safe_get_local_optimizer_state(parameter, key)
+                )
+    return values
+
+
+def check(engine: Any, expected: dict[str, Tensor], *, exact: bool = True) -> None:
+    """Compare what lies on this rank with whole values, by name."""
+
+    def same(found: Tensor, name: str) -> bool:
+        wanted = expected[name].reshape(-1)
+        if not exact:
+            return torch.allclose(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+        return torch.equal(found, wanted)
+
+    for name, value in engine.state_dict().items():
+        assert same(value.reshape(-1), f"weight.{name}"), name
+    for name, parameter in engine.module.named_parameters():
+        place = place_of(parameter)
+        start, stop = place.bounds(place.ranks.rank)
+        found = {"master": safe_get_local_fp32_param(parameter)}
+        if place.bucket.trainable and start < stop:
+            found |= {key: safe_get_local_optimizer_state(parameter, key) for key in KEYS}
+            state = place.part_of_optimizer().state
+            assert float(state["step"]) == engine.global_steps
+        for kind, value in found.items():
+            wanted = expected[f"{kind}.{name}"].reshape(-1)[start:stop].to(value.dtype)
+            if exact:
+                assert torch.equal(value, wanted), (kind, name)
+            else:
+                assert torch.allclose(value, wanted, rtol=2e-2, atol=2e-2), (kind, name)
+
+
+def engine_at(stage: int, seed: int = 3, **changes: Any) -> Any:
+    return engine_of(stage, Odd(seed), **{**BF16, **changes})
+
+
+def save_at_every_stage(folder: str) -> None:
+    for stage in STAGES:
+        name = f"s{stage}w{comm.get_world_size()}"
+        engine = engine_at(stage)
+        trained(engine, range(3))
+        engine.save_checkpoint(folder, name)
+        values = [values_of(engine)]
+        trained(engine, range(3, 6))
+        values.append(values_of(engine))
+        if comm.get_rank() == 0:
+            torch.save(values, Path(folder, f"{name}.pt"))
+        engine.destroy()
+
+
+def load_at_every_stage(folder: str, every: int) -> None:
+    """Every `every`-th pair: each pair of world sizes, and each of stages, is among them."""
+    world = comm.get_world_size()
+    for stage in STAGES:
+        # Small and large buckets by turns: they need not be those that were saved.
+        zero = {"stage": stage, **TINY, "reduce_bucket_size": 60 if stage % 2 else 5000}
+        engine = engine_at(stage, seed=5, zero_optimization=zero)
+        for saved_world in WORLDS:
+            for saved_stage in STAGES:
+                number = stage + saved_stage + world + saved_world
+                if number % every:
+                    continue
+                name = f"s{saved_stage}w{saved_world}"
+                expected, later = torch.load(Path(folder, f"{name}.pt"))
+                engine.load_checkpoint(folder, name)
+                check(engine, expected)
+                if number % 8 == 0:
+                    trained(engine, range(3, 6))
+                    check(engine, later, exact=False)
+        engine.destroy()
+
+
+def test_every_stage_and_world_size_loads_at_every_other(
+    ranks: RankPools, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    every = 1 if request.config.getoption("--full") else 2
+    for world in WORLDS:
+        ranks(world).run(save_at_every_stage, str(tmp_path))
+    for world in WORLDS:
+        ranks(world).run(load_at_every_stage, str(tmp_path), every)
+
+
+@given(st.data())
+def test_cuts_bring_every_element_once(data: st.DataObject) -> None:
+    """Whatever the chunks and the wish: each wanted element comes from where it is stored."""
+    numel = data.draw(st.integers(1, 60))
+    edges = sorted(data.draw(st.sets(st.integers(1, numel), max_size=6)) | {0, numel})
+    chunks = [(low, high - low) for low, high in pairwise(edges)]
+    chunks = data.draw(st.permutations(chunks))
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    found = [-1] * (stop - start)
+    for cut in cuts_of("x", chunks, start, stop - start):
+        for step in range(cut.numel):
+            assert found[cut.target + step] == -1
+            found[cut.target + step] = chunks[cut.chunk][0] + cut.start + step
+    assert found == list(range(start, stop))
