@@ -31,7 +31,7 @@ class Rules:
     """Whether a save returns when the state is copied to host memory, and is written meanwhile."""
     uses_masters: bool = True
     """Whether masters are loaded from saved ones; else from the weights."""
-    writing: Writing = Writing()
+    writing: Writing = field(default_factory=Writing)
     stage: int = 0
     """The usual name of how state is partitioned; told by those who read the folder."""
 

@@ -56,7 +56,8 @@ def be_a_rank(rank: int, folder: str, meeting: str, killer: int, fatal: int, tol
     store = torch.distributed.FileStore(meeting, 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     moments = Moments(folder, fatal if rank == killer else -1)
-    engine = engine_of(3, checkpoint={"keep_last": 2})
+    # Half of them are killed while a thread writes.
+    engine = engine_of(3, checkpoint={"keep_last": 2, "async_save": fatal % 2 == 1})
     path, client_state = engine.load_checkpoint(folder)
     if path is not None:
         assert client_state["digest"] == digest(engine)
@@ -67,6 +68,7 @@ def be_a_rank(rank: int, folder: str, meeting: str, killer: int, fatal: int, tol
         state = {"digest": digest(engine), "step": engine.global_steps}
         moments.count = max(moments.count, 0)
         engine.save_checkpoint(folder, tag, client_state=state)
+        engine.wait_for_checkpoint()
         os.write(told, b"S%d\n" % engine.global_steps)
     os.write(told, b"E%d\n" % moments.count)
 

@@ -1,0 +1,119 @@
+"""Saves that go on while training does: what is saved is what was there, and failures are told."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.logs import logged
+from engine.toys import assert_equal, engine_of, train
+from ranks import RankPools
+
+from hadal import comm
+from hadal.checkpoint import saving
+from hadal.errors import CheckpointError
+
+ASYNC = {"checkpoint": {"async_save": True}}
+
+
+class Gate:
+    """Keeps the writing of files back until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        real = saving.write_tensors
+
+        def write(*args: Any) -> Any:
+            assert threading.current_thread() is not threading.main_thread()
+            assert self.opened.wait(30)
+            return real(*args)
+
+        patch.setattr(saving, "write_tensors", write)
+
+
+def train_meanwhile(folder: str, stage: int, keys: dict[str, Any]) -> None:
+    engine = engine_of(stage, **keys)
+    train(engine, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        state = {"ema": torch.ones(3)}
+        engine.save_checkpoint(folder, client_state=state)
+        saved = engine.state_dict()
+        drawn = torch.rand(3)
+        state["ema"].zero_()
+        losses = train(engine, range(2, 5))
+        assert not Path(folder, "latest").exists()
+        gate.opened.set()
+        engine.wait_for_checkpoint()
+    assert Path(folder, "latest").read_text() == "global_step2"
+    other = engine_of(stage, **keys)
+    _, found = other.load_checkpoint(folder)
+    assert torch.equal(found["ema"], torch.ones(3))
+    assert_equal(other.state_dict(), saved)
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.stack(train(other, range(2, 5))), torch.stack(losses))
+    # The next one waits for it, and uses the same memory.
+    for tag in ("a", "b"):
+        other.save_checkpoint(folder, tag)
+        train(other, range(5, 6))
+    assert Path(folder, "a", "index.json").is_file()
+    other.destroy()  # this waits as well
+    assert Path(folder, "latest").read_text() == "b"
+    engine.destroy()
+
+
+@pytest.mark.claims("checkpoint.writer", "checkpoint.writer.decoupled", "datastates_ckpt")
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        (0, ASYNC),
+        (3, ASYNC),
+        (1, {"checkpoint": {"writer": {"decoupled": True}}}),
+        (2, {"datastates_ckpt": {}}),
+    ],
+)
+def test_training_goes_on_while_a_checkpoint_is_written(
+    stage: int, keys: dict[str, Any], ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(train_meanwhile, str(tmp_path), stage, keys)
+
+
+def fail_meanwhile(folder: str, waits: bool) -> None:
+    """One rank cannot write; every rank is told, once, and the next save works."""
+    engine = engine_of(1, **ASYNC)
+    engine.save_checkpoint(folder, "good")
+    engine.wait_for_checkpoint()
+    with pytest.MonkeyPatch.context() as patch, logged() as errors:
+        gate = Gate(patch)
+
+        def refuse(*args: Any) -> None:
+            raise OSError(28, os.strerror(28))
+
+        if comm.get_rank() == 1:
+            patch.setattr(os, "fsync", refuse)
+        engine.save_checkpoint(folder, "bad")
+        train(engine, range(1))
+        gate.opened.set()
+        with pytest.raises(CheckpointError, match=r"rank 1: .*rank_00001.* cannot be written"):
+            if waits:
+                engine.wait_for_checkpoint()
+            else:
+                engine.save_checkpoint(folder, "next")
+    assert len(errors) == 1
+    assert Path(folder, "latest").read_text() == "good"
+    comm.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["good", "latest"]
+    engine.wait_for_checkpoint()  # it is told once
+    engine.save_checkpoint(folder, "next")
+    engine.wait_for_checkpoint()
+    assert Path(folder, "latest").read_text() == "next"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "next save"])
+def test_a_failure_is_told_on_all_ranks(waits: bool, ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(fail_meanwhile, str(tmp_path), waits)
