@@ -62,6 +62,26 @@ class Plain(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+class _Written(NamedTuple):
+    """What a rank has brought to disk, and in how many seconds."""
+
+    seals: dict[str, Seal]
+    seconds: float
+
+
+def _tell_speed(path: Path, of_ranks: list[_Written]) -> None:
+    nbytes = sum(seal.nbytes for one in of_ranks for seal in one.seals.values())
+    seconds = max(one.seconds for one in of_ranks)
+    _log.info(
+        "%s: %d ranks have written %.3f GB in %.3f s, %.2f GB/s",
+        path,
+        len(of_ranks),
+        nbytes / 1e9,
+        seconds,
+        nbytes / 1e9 / max(seconds, 1e-9),
+    )
+
+
 class _Told(NamedTuple):
     """What one rank tells all others of its share."""
 
@@ -116,13 +136,13 @@ class Job:
             if leads:
                 folders.begin(save_dir, tag, self.mark)
         try:
-            seals: dict[str, Seal] = {}
+            mine = _Written({}, 0.0)
             with together(ranks, self._what):
-                seals = self._write_files(draft, ranks.rank, leads)
-            of_ranks = gather_objects(seals, ranks)
+                mine = self._write_files(draft, ranks.rank, leads)
+            of_ranks = gather_objects(mine, ranks)
             with together(ranks, self._what):
                 if leads:
-                    self._complete(draft, of_ranks, seals)
+                    self._complete(draft, [one.seals for one in of_ranks], mine.seals)
                     folders.commit(draft, save_dir / tag)
         except CheckpointError:
             if leads:
@@ -134,8 +154,10 @@ class Job:
                 if self.order.save_latest:
                     folders.set_latest(save_dir, tag)
                 prune(save_dir, tag, self.rules.keep)
+        if ranks.rank == 0 and self.rules.writing.tells_speed:
+            _tell_speed(self.path, of_ranks)
 
-    def _write_files(self, draft: Path, rank: int, leads: bool) -> dict[str, Seal]:
+    def _write_files(self, draft: Path, rank: int, leads: bool) -> _Written:
         """Write this rank's files, and tell what they must be from now on."""
         name = rank_file(rank)
         # The mark is that of this save: a file of another one is told at once.
@@ -143,20 +165,11 @@ class Job:
         tensors = {**self.share.tensors, **self.own.tensors}
         began = time.monotonic()
         seals = {name: write_tensors(draft / name, tensors, {OWN: text}, self.rules.writing)}
-        if self.rules.writing.tells_speed:
-            seconds, nbytes = time.monotonic() - began, seals[name].nbytes
-            _log.info(
-                "rank %d has written %.3f GB in %.3f s, %.2f GB/s, to %s",
-                rank,
-                nbytes / 1e9,
-                seconds,
-                nbytes / 1e9 / max(seconds, 1e-9),
-                draft / name,
-            )
+        seconds = time.monotonic() - began
         if leads and self.client.tensors:
             path = draft / CLIENT
             seals[CLIENT] = write_tensors(path, self.client.tensors, {OWN: self.mark})
-        return seals
+        return _Written(seals, seconds)
 
     def _complete(
         self, draft: Path, of_ranks: list[dict[str, Seal]], mine: dict[str, Seal]
@@ -198,9 +211,10 @@ def begin(order: Order, live: Live) -> Job:
     """
     world, ranks = live.world, live.ranks
     live.runtime.reshard_all()
-    what = f"checkpoint {order.save_dir / str(order.tag)} was not saved"
     own_values = find_own_values(live)
-    mark = gather_objects(new_mark(), world)[0]
+    mark, tag = gather_objects((new_mark(), order.tag), world)[0]
+    order = order._replace(tag=tag)
+    what = f"checkpoint {order.save_dir / tag} was not saved"
     mates = tuple(range(world.size))
     if live.rules.is_node_local:
         mates = _mates(order.save_dir, mark, world, what)

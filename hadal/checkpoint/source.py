@@ -160,6 +160,7 @@ class StoredSource:
         names = [rank_file(rank) for rank in ranks]
         has_client = CLIENT in content["files"]
         self._seals = seals_of(content, names + [CLIENT] * has_client, self._index)
+        self._here = frozenset(map(str, content["here"]))
         self.mark = str(content["save"])
         self.stage = int(content["stage"])
         self.saved_at = float(content["saved_at"])
@@ -353,6 +354,12 @@ class StoredSource:
 
     def _look_at(self, name: str) -> None:
         if name not in self._looked_at:
+            if name not in self._here and not (self.path / name).exists():
+                raise CheckpointError(
+                    f"{self.path / name} is on another node: the checkpoint was saved with"
+                    " checkpoint.use_node_local_storage. Load it by as many ranks on the same nodes"
+                    " and at the same stage, or bring the files of all nodes into one folder"
+                )
             check_inside(self.path / name, self.path)
             check_file(self.path / name, self._seals[name], whole=False)
             self._looked_at.add(name)

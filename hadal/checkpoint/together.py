@@ -31,21 +31,17 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
     raise CheckpointError(f"{what}: {'; '.join(faults[:4])}{more}") from fault
 
 
-def agree_on_tag(tag: str, validation: str, ranks: Ranks) -> str:
+def compare_tags(tag: str, validation: str, ranks: Ranks) -> None:
     """Compare a tag between the ranks: "Warn", "Fail" or, without a look, "Ignore".
-
-    Returns:
-        Rank 0's tag, if it was looked at.
 
     Raises:
         CheckpointError: the ranks have different ones, and that shall be an error.
     """
     if validation == "Ignore":
-        return tag
+        return
     tags: list[str] = gather_objects(tag, ranks)
     if len(set(tags)) > 1:
         told = f"the ranks save under different tags: {tags}; give the same tag on every rank"
         if validation == "Fail":
             raise CheckpointError(told)
         _log.warning("%s (rank 0's is taken)", told)
-    return tags[0]

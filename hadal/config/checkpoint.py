@@ -34,7 +34,7 @@ class Writer(Section):
     io_buffer_double: Boolean = key(
         True, "Write one such buffer while the next one is filled; false: one after the other."
     )
-    show_statistics: Boolean = key(False, "Log the speed at which each rank has written its file.")
+    show_statistics: Boolean = key(False, "Log how fast a checkpoint was written.")
     data_parallel: (
         Annotated[Literal["replica", "socket", "machine"], BeforeValidator(lowered)] | None
     ) = key(

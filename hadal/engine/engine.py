@@ -19,7 +19,7 @@ from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import Live
 from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import Order
-from hadal.checkpoint.together import agree_on_tag
+from hadal.checkpoint.together import compare_tags
 from hadal.config import Config
 from hadal.device import give_back_freed_memory
 from hadal.engine.collector import hold_collector
@@ -581,7 +581,7 @@ class Engine(nn.Module):
         self._expect_alive()
         self._parts.runtime.meet_at_checkpoint()
         name = str(tag or f"global_step{self._counters.global_steps}")
-        name = agree_on_tag(name, self._parts.saving.tag_validation, self._parts.world)
+        compare_tags(name, self._parts.saving.tag_validation, self._parts.world)
         if self._parts.runtime.holds_gradients and self._parts.world.rank == 0:
             _log.warning(
                 "checkpoint %s is saved in the middle of an update: what its micro-steps so far"

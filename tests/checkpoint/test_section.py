@@ -1,0 +1,228 @@
+"""The `checkpoint` section: folders of each node, tags, and how files are written."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.logs import logged
+from engine.toys import assert_equal, engine_of
+from ranks import RankPools
+
+from checkpoint.test_reshard import Odd, trained
+from hadal import comm
+from hadal.checkpoint import shards
+from hadal.checkpoint.files import Chunk, Seal, write_file
+from hadal.checkpoint.shards import Writing, read_tensors, write_tensors
+from hadal.config import load_config
+from hadal.errors import CheckpointError, UnbuiltConfigError
+
+LOCAL = {"checkpoint": {"use_node_local_storage": True}}
+MINIMAL = {"train_micro_batch_size_per_gpu": 1}
+
+
+def home_of(folder: str, nodes: tuple[int, ...]) -> Path:
+    """Each node's own folder; `nodes` says on which node each rank is."""
+    return Path(folder, f"node{nodes[comm.get_rank()]}")
+
+
+def save_on_nodes(folder: str, nodes: tuple[int, ...], stage: int, also_async: bool) -> None:
+    """Save twice: each node's folder has what its ranks need, and nothing of the others."""
+    section = {**LOCAL["checkpoint"], "async_save": also_async}
+    engine = engine_of(stage, Odd(), checkpoint=section)
+    home = home_of(folder, nodes)
+    for tag in ("one", "two"):
+        trained(engine, range(2))
+        engine.save_checkpoint(home, tag, client_state={"x": torch.ones(2)})
+    engine.wait_for_checkpoint()
+    saved = engine.state_dict()
+    mine = nodes[comm.get_rank()]
+    here = {f"rank_{rank:05d}.safetensors" for rank, node in enumerate(nodes) if node == mine}
+    names = {path.name for path in (home / "two").iterdir()}
+    assert names == {"index.json", "client_state.safetensors", *here}
+    assert {path.name for path in home.iterdir()} == {"one", "two", "latest"}
+    trained(engine, range(3, 5))
+    later = engine.state_dict()
+    other = engine_of(stage, Odd(5), **LOCAL)
+    path, client_state = other.load_checkpoint(home)
+    assert path == str(home / "two")
+    assert torch.equal(client_state["x"], torch.ones(2))
+    assert_equal(other.state_dict(), saved)
+    trained(other, range(3, 5))
+    assert_equal(other.state_dict(), later)
+    engine.destroy(), other.destroy()
+    if comm.get_rank() == 0:
+        torch.save(saved, Path(folder, "saved.pt"))
+
+
+@pytest.mark.claims("checkpoint.use_node_local_storage")
+@pytest.mark.parametrize(
+    ("nodes", "stage", "also_async"),
+    [((0, 1), 0, False), ((0, 1), 1, True), ((0, 1), 3, False), ((0, 0, 1), 0, True)],
+)
+def test_each_node_saves_into_a_folder_of_its_own(
+    nodes: tuple[int, ...], stage: int, also_async: bool, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(len(nodes)).run(save_on_nodes, str(tmp_path), nodes, stage, also_async)
+
+
+def load_one_node(folder: str) -> None:
+    engine_of(1, Odd(5), **LOCAL).load_checkpoint(Path(folder, "node0"))
+
+
+def load_joined(folder: str) -> None:
+    engine = engine_of(2, Odd(5))
+    engine.load_checkpoint(Path(folder, "node0"))
+    assert_equal(engine.state_dict(), torch.load(Path(folder, "saved.pt")))
+    engine.destroy()
+
+
+def test_other_ranks_need_the_folders_of_all_nodes(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_on_nodes, str(tmp_path), (0, 1), 3, False)
+    for error in ranks(1).raises(load_one_node, str(tmp_path)):
+        assert isinstance(error, CheckpointError), repr(error)
+        assert "rank_00001.safetensors" in str(error)
+        assert "files of all nodes into one folder" in str(error)
+    shutil.copy(tmp_path / "node1/two/rank_00001.safetensors", tmp_path / "node0/two")
+    ranks(3).run(load_joined, str(tmp_path))
+
+
+# ---- tags ----------------------------------------------------------------------------------------
+
+
+def save_under_two_tags(folder: str, validation: str) -> list[str]:
+    engine = engine_of(1, checkpoint={"tag_validation": validation})
+    with logged() as told:
+        engine.save_checkpoint(folder, f"tag{comm.get_rank()}")
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return list(told)
+
+
+@pytest.mark.claims("checkpoint", "checkpoint.tag_validation")
+def test_tags_are_compared_between_ranks(ranks: RankPools, tmp_path: Path) -> None:
+    for error in ranks(2).raises(save_under_two_tags, str(tmp_path), "Fail"):
+        assert isinstance(error, CheckpointError), repr(error)
+        assert "different tags: ['tag0', 'tag1']" in str(error)
+    assert not list(tmp_path.iterdir())
+    for validation, is_told in (("warn", True), ("IGNORE", False)):
+        told, _ = ranks(2).run(save_under_two_tags, str(tmp_path), validation)
+        assert any("different tags" in line for line in told) == is_told
+        assert {path.name for path in tmp_path.iterdir()} == {"tag0", "latest"}
+
+
+# ---- how files are written -----------------------------------------------------------------------
+
+
+@pytest.mark.claims("checkpoint.writer.io_buffer_size", "checkpoint.writer.io_buffer_double")
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_buffer_is_written_at_a_time(
+    doubled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    ways: list[bool] = []
+
+    def watched(path: Path, chunks: Any, *, doubled: bool) -> Seal:
+        def seen(chunk: Chunk) -> Chunk:
+            sizes.append(len(chunk))
+            return chunk
+
+        ways.append(doubled)
+        return write_file(path, map(seen, chunks), doubled=doubled)
+
+    monkeypatch.setattr(shards, "write_file", watched)
+    tensors = {
+        "a": torch.arange(100.0).view(10, 10).t(),
+        "b": torch.arange(7, dtype=torch.int8),
+        "c": torch.tensor(2.5),
+        "d": torch.zeros(0, 3),
+    }
+    write_tensors(tmp_path / "x", tensors, {"text": "t"}, Writing(64, doubled))
+    assert sizes[1:] == [64] * 6 + [16, 4, 7]
+    assert ways == [doubled]
+    found, texts = read_tensors(tmp_path / "x")
+    assert_equal(dict(sorted(found.items())), tensors)
+    assert texts == {"text": "t"}
+
+
+def write_as_asked(folder: str) -> list[str]:
+    section = {"io_buffer_size": 512, "io_buffer_double": False, "show_statistics": True}
+    engine = engine_of(2, Odd(), checkpoint={"writer": section}, log_level="info")
+    assert engine._parts.saving.writing == Writing(512, False, True)
+    with logged(logging.INFO) as told:
+        engine.save_checkpoint(folder)
+    saved = engine.state_dict()
+    other = engine_of(2, Odd(5))
+    other.load_checkpoint(folder)
+    assert_equal(other.state_dict(), saved)
+    engine.destroy(), other.destroy()
+    return [line for line in told if "GB/s" in line]
+
+
+@pytest.mark.claims("checkpoint.writer", "checkpoint.writer.show_statistics")
+def test_speeds_are_told(ranks: RankPools, tmp_path: Path) -> None:
+    lines = ranks(2).run(write_as_asked, str(tmp_path))
+    assert "global_step0: 2 ranks have written 0.00" in lines[0][0]
+    assert not lines[1]
+
+
+@pytest.mark.claims("checkpoint.writer.type")
+def test_a_writer_that_writes_nothing_is_refused() -> None:
+    for kind in ("fast", "PYTHON"):
+        load_config({**MINIMAL, "checkpoint": {"writer": {"type": kind}}}, world_size=1)
+    with pytest.raises(UnbuiltConfigError, match=r"checkpoint\.writer\.type .*mock"):
+        load_config({**MINIMAL, "checkpoint": {"writer": {"type": "mock"}}}, world_size=1)
+
+
+@pytest.mark.claims(
+    "checkpoint.checkpoint_serialization",
+    "checkpoint.writer.data_parallel",
+    "checkpoint.writer.io_multiplier",
+    "datastates_ckpt.host_cache_size",
+)
+@pytest.mark.parametrize(
+    ("source", "note"),
+    [
+        (
+            {"checkpoint": {"checkpoint_serialization": False}},
+            "checkpoint.checkpoint_serialization: false",
+        ),
+        (
+            {"checkpoint": {"writer": {"data_parallel": "replica"}}},
+            'checkpoint.writer.data_parallel: "replica"',
+        ),
+        ({"checkpoint": {"writer": {"io_multiplier": 2}}}, "checkpoint.writer.io_multiplier: 2"),
+        ({"datastates_ckpt": {"host_cache_size": 8}}, "datastates_ckpt.host_cache_size: 8"),
+    ],
+)
+def test_what_has_no_effect_is_told(source: dict[str, Any], note: str) -> None:
+    notes = load_config({**MINIMAL, **source}, world_size=1).notes
+    assert f"{note} has no effect" in notes
+
+
+def sizes_of_files(folder: str, stage: int, keys: dict[str, Any]) -> None:
+    engine = engine_of(stage, torch.nn.Linear(64, 64), checkpoint=keys)
+    trained_linear(engine)
+    engine.save_checkpoint(folder)
+    one, other = sorted(p.stat().st_size for p in Path(folder, "global_step1").glob("rank*"))
+    values = 3 * 4 * 65 * 64  # weights and two moments
+    assert one < other < 0.5 * values + 16000
+    engine.destroy()
+
+
+def trained_linear(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    engine.step()
+
+
+@pytest.mark.claims("checkpoint.parallel_write", "checkpoint.parallel_write.pipeline_stage")
+@pytest.mark.parametrize("keys", [{}, {"parallel_write": {"pipeline_stage": True}}])
+def test_what_all_ranks_hold_is_written_once(
+    keys: dict[str, Any], ranks: RankPools, tmp_path: Path
+) -> None:
+    for stage in (0, 1, 2, 3):
+        ranks(2).run(sizes_of_files, str(tmp_path / str(stage)), stage, keys)
