@@ -84,6 +84,12 @@ class Live:
                 seen.add(buffer)
                 yield (f"{path}.{key}" if path else key), buffer
 
+    def with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that have more state than tensors (`get_extra_state`), by their paths."""
+        for path, module in self.module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield path, module
+
     def group_names(self) -> list[list[str]]:
         """The full names of each param group's parameters, in the order of the buckets."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
             ):
                 source.verify(spread=False)
             _try_schedule(source, live, wanted, undo)
-            _try_loader(source, plan, live, undo)
+            _try_loader(source, plan, live, wanted, undo)
+            _try_extra_state(source, plan, live, wanted, undo)
     except CheckpointError:
         for act in reversed(undo):
             act()
@@ -171,16 +173,15 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _Plan:
     if live.optimizer is not None and live.stepper is not None and _wants_optimizer(wanted):
         plan.memory = plan_memory(live.optimizer, live.stepper.held(), plan.fit.found, source)
     plan.client_state = source.client_state()
-    if not wanted.module_only:
-        plan.own = source.own(live.ranks.rank % _ranks_of(source))
-        if plan.own is not None:
-            try:
-                randomness.check(plan.own.random)
-            except (ValueError, TypeError, KeyError, RuntimeError) as error:
-                raise CheckpointError(
-                    f"{source.path}: the random generators of rank {live.ranks.rank} cannot be"
-                    f" restored: {error!r}"
-                ) from error
+    plan.own = source.own(live.ranks.rank % _ranks_of(source))
+    if not wanted.module_only and plan.own is not None:
+        try:
+            randomness.check(plan.own.random)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{source.path}: the random generators of rank {live.ranks.rank} cannot be"
+                f" restored: {error!r}"
+            ) from error
     return plan
 
 
@@ -265,9 +266,11 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _try_loader(source: Source, plan: _Plan, live: Live, undo: list[Callable[[], None]]) -> None:
+def _try_loader(
+    source: Source, plan: _Plan, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
+) -> None:
     """Load the place in the data while all can still be taken back."""
-    if plan.own is None or plan.own.loader is None or live.loader is None:
+    if wanted.module_only or plan.own is None or plan.own.loader is None or live.loader is None:
         return
     state = dict(plan.own.loader)
     if _ranks_of(source) != live.ranks.size:
@@ -277,6 +280,25 @@ def _try_loader(source: Source, plan: _Plan, live: Live, undo: list[Callable[[],
     before = deepcopy(live.loader.state_dict())
     undo.append(lambda: live.loader.load_state_dict(before))
     live.loader.load_state_dict(state)
+
+
+def _try_extra_state(
+    source: Source, plan: _Plan, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
+) -> None:
+    """Load what modules keep beside tensors, while all can still be taken back."""
+    if plan.own is None or wanted.custom is not None:
+        return
+    for path, module in live.with_extra_state():
+        if path not in plan.own.extra:
+            if wanted.strict:
+                raise CheckpointError(
+                    f"{source.path} lacks the extra state of {path or 'the model'}; give"
+                    " load_module_strict=False to load the rest"
+                )
+            continue
+        before = deepcopy(module.get_extra_state())
+        undo.append(partial(module.set_extra_state, before))
+        module.set_extra_state(plan.own.extra[path])
 
 
 # ---- changing ------------------------------------------------------------------------------------
@@ -294,7 +316,7 @@ def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
     live.runtime.after_load()
     if _wants_schedule(source, live, wanted):
         _load_schedule(source, live)
-    if plan.own is not None:
+    if plan.own is not None and not wanted.module_only:
         randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
 
 
@@ -364,7 +386,7 @@ def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> lis
     )
     if wants_masters and (not has_masters or not live.rules.uses_masters):
         told.append("masters are taken from the saved weights")
-    if plan.own is not None:
+    if plan.own is not None and not wanted.module_only:
         told += _differences_of_place(source, plan.own, live)
     return told
 

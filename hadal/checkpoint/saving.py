@@ -258,7 +258,9 @@ def _client(client_state: Mapping[str, Any]) -> Plain:
 
 
 def _own(live: Live) -> Plain:
-    """What each rank has for itself: its random generators, and where it stands in the data."""
+    """What each rank has for itself: random generators, its place in the data, and what modules
+    keep beside tensors.
+    """
     tensors: dict[str, Tensor] = {}
     place = None
     if live.loader is not None:
@@ -268,7 +270,9 @@ def _own(live: Live) -> Plain:
             raise CheckpointError(
                 f"the training loader cannot tell its place: {error!r}"
             ) from error
+    extra = {path: module.get_extra_state() for path, module in live.with_extra_state()}
     values = {
+        "extra": encoded(extra, "the extra state of modules", tensors),
         "loader": encoded(place, "the state of the training loader", tensors),
         "random": encoded(randomness.states(), "the random generators", tensors),
     }

@@ -54,6 +54,8 @@ class Own:
 
     loader: Any
     random: dict[str, Any]
+    extra: dict[str, Any]
+    """By a module's path: its extra state."""
 
 
 class Source(Protocol):
@@ -314,13 +316,13 @@ class StoredSource:
             return cut
 
     def own(self, rank: int) -> Own | None:
-        """A rank's random generators and place in the data."""
+        """A rank's random generators, place in the data, and modules' extra state."""
         path = rank_file(self.part.ranks[rank])
         with self._reading(path):
             texts = self._open(path).metadata() or {}
             saved = strict_json(texts[OWN], self.path / path)
             tensors = _Lazily(self._open(path))
-            return Own(decoded(saved["loader"], tensors), decoded(saved["random"], tensors))
+            return Own(*(decoded(saved[key], tensors) for key in ("loader", "random", "extra")))
 
     def client_state(self) -> dict[str, Any]:
         """The caller's own values."""

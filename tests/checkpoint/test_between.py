@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.logs import logged
 from engine.test_topology import Part, engine_over, megatron
-from engine.toys import assert_close, assert_equal, engine_of
+from engine.toys import assert_close, assert_equal, engine_of, train
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -335,6 +335,46 @@ def load_parts(folder: str, stage: int) -> None:
 def test_parts_of_a_checkpoint_load_alone(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save, str(tmp_path), 1, {})
     ranks(2).run(load_parts, str(tmp_path), stage)
+
+
+class Counted(nn.Linear):
+    """Keeps a count beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.calls = {"forward": 0}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls["forward"] += 1
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = dict(state)
+
+
+def keep_extra_state(folder: str) -> None:
+    engine = engine_of(1, nn.Sequential(Counted()))
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    other = engine_of(1, nn.Sequential(Counted()))
+    other.load_checkpoint(folder)
+    assert other.module[0].calls == {"forward": 3}
+    plain = engine_of(1, nn.Sequential(nn.Linear(6, 4)))
+    plain.save_checkpoint(folder, "plain")
+    with pytest.raises(CheckpointError, match=r"lacks the extra state of 0; give load_module_str"):
+        other.load_checkpoint(folder, "plain")
+    assert other.module[0].calls == {"forward": 3}
+    other.load_checkpoint(folder, "plain", load_module_strict=False)
+    assert other.module[0].calls == {"forward": 3}
+    for one in (engine, other, plain):
+        one.destroy()
+
+
+def test_what_modules_keep_beside_tensors_goes_along(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(keep_extra_state, str(tmp_path))
 
 
 class Stubborn(torch.optim.lr_scheduler.LambdaLR):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,62 @@ def test_every_stage_and_world_size_loads_at_every_other(
         ranks(world).run(save_at_every_stage, str(tmp_path))
     for world in WORLDS:
         ranks(world).run(load_at_every_stage, str(tmp_path), every)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+class Anonymous:
+    """The most memory beyond mapped files that a block takes, in bytes."""
+
+    def __enter__(self) -> Anonymous:
+        self._over = threading.Event()
+        self._before = self._now()
+        self.most = 0
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.001):
+            self.most = max(self.most, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+
+def save_and_load_large(folder: str, stage: int, saves: bool) -> tuple[int, int]:
+    """The most extra memory, and the bytes of a bucket."""
+    model = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(20)))
+    zero = {"stage": stage, "reduce_bucket_size": 500_000, "stage3_param_persistence_threshold": 0}
+    engine = engine_of(stage, model, zero_optimization=zero)
+    engine.backward(engine(torch.ones(1, 700)).square().mean())
+    engine.step()
+    engine.zero_grad()
+    with Anonymous() as memory:
+        if saves:
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+    largest = max(bucket.layout.numel for bucket in engine._parts.runtime.buckets)
+    engine.destroy()
+    return memory.most, 4 * largest
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_a_bucket_is_all_the_memory_it_takes(ranks: RankPools, tmp_path: Path) -> None:
+    """Of 118 MB in weights and moments, at another stage and number of ranks."""
+    for world, stage, saves in ((2, 0, True), (2, 3, True), (1, 0, False), (3, 3, False)):
+        folder = str(tmp_path / str(stage if saves else 3 - stage))
+        for most, bucket in ranks(world).run(save_and_load_large, folder, stage, saves):
+            assert most < 2 * bucket + (8 << 20), (world, stage, saves, most, bucket)
 
 
 @given(st.data())

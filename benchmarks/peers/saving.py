@@ -1,0 +1,154 @@
+"""One rank of one contestant that saves and loads: ``python -m peers.saving JOB``.
+
+Writes its measurements as JSON to the job's ``output`` folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from peers.contestants import ADAMW, join_group
+from peers.model import build_batches, build_model
+from peers.settings import Contestant, Workload, ds_config
+
+
+class Saver(Protocol):
+    """A trained model under one library, ready to be saved."""
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Save; return when training may go on."""
+
+    def finish(self) -> None:
+        """Wait until what was saved is there."""
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Load it again."""
+
+
+class EngineSaver:
+    """Hadal and DeepSpeed."""
+
+    def __init__(self, engine: Any, finish: Callable[[], None]) -> None:
+        self._engine = engine
+        self.finish = finish
+
+    def save(self, folder: Path, tag: str) -> None:
+        self._engine.save_checkpoint(str(folder), tag)
+
+    def load(self, folder: Path, tag: str) -> None:
+        path, _ = self._engine.load_checkpoint(str(folder), tag)
+        if path is None:
+            raise RuntimeError(f"nothing was loaded from {folder}")
+
+
+class TorchSaver:
+    """torch.save of the full state by rank 0: weights in bf16, fp32 masters, two moments."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._master = build_model(workload)
+        self._weights = build_model(workload).to(torch.bfloat16)
+        self._optimizer = torch.optim.AdamW(self._master.parameters(), **ADAMW)
+        for parameter in self._master.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self._optimizer.step()
+
+    def save(self, folder: Path, tag: str) -> None:
+        if dist.get_rank() == 0:
+            (folder / tag).mkdir(parents=True)
+            state = {
+                "model": self._weights.state_dict(),
+                "master": self._master.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+            }
+            torch.save(state, folder / tag / "state.pt")
+
+    def finish(self) -> None:
+        """Nothing goes on by itself."""
+
+    def load(self, folder: Path, tag: str) -> None:
+        state = torch.load(folder / tag / "state.pt", weights_only=True)
+        self._weights.load_state_dict(state["model"])
+        self._master.load_state_dict(state["master"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _start(library: str, stage: int, workload: Workload) -> Saver:
+    if library == "torch":
+        return TorchSaver(workload)
+    name = "deepspeed" if library == "deepspeed" else "hadal"
+    config = ds_config(workload, Contestant(name, stage, "bf16"))
+    if library == "hadal async":
+        config["checkpoint"] = {"async_save": True}
+    if name == "hadal":
+        from hadal import initialize
+    else:
+        from deepspeed import initialize
+    model = build_model(workload)
+    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+    for batch in build_batches(workload, dist.get_rank()):
+        engine.backward(engine(batch))
+        engine.step()
+    finish = engine.wait_for_checkpoint if name == "hadal" else lambda: None
+    return EngineSaver(engine, finish)
+
+
+def _timed(act: Callable[[], None]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
+    """Save and load in turns; seconds of each, and the bytes of one checkpoint."""
+    found: dict[str, Any] = {"save": [], "whole": [], "load": [], "before": _peak()}
+    for number in range(repeat):
+        tag = f"tag{number}"
+        seconds = _timed(lambda tag=tag: saver.save(folder, tag))
+        found["save"].append(seconds)
+        found["whole"].append(seconds + _timed(saver.finish))
+        dist.barrier()
+        # What is still to be written to disk belongs to no later measurement.
+        os.sync()
+    found["peak_saving"] = _peak()
+    for number in range(repeat):
+        found["load"].append(_timed(lambda tag=f"tag{number}": saver.load(folder, tag)))
+    files = [path for path in (folder / "tag0").rglob("*") if path.is_file()]
+    found["nbytes"] = sum(path.stat().st_size for path in files)
+    dist.barrier()
+    return found
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    workload = Workload(**job["workload"])
+    folder = Path(job["folder"])
+    join_group(workload)
+    saver = _start(job["library"], job["stage"], workload)
+    result = _measure(saver, folder, job["repeat"])
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    path = Path(job["output"]) / f"rank{os.environ['RANK']}.json"
+    path.with_suffix(".part").write_text(json.dumps(result))
+    path.with_suffix(".part").replace(path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
