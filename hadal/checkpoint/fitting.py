@@ -13,6 +13,7 @@ from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup
 from hadal.checkpoint.plain import decoded
 from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError
+from hadal.zero.regroup import has_gone
 
 _SHOWN = 8
 
@@ -56,7 +57,8 @@ def fit_names(wanted: Iterable[tuple[Sequence[str], tuple[int, ...], str]], sour
     for names, shape, kind in wanted:
         name, entry = _look_up(names, kind, source)
         if entry is None:
-            fit.missing.append(names[0])
+            if not has_gone(names[0]):
+                fit.missing.append(names[0])
             continue
         used.add((name, kind))
         if entry.shape != shape:
@@ -64,7 +66,7 @@ def fit_names(wanted: Iterable[tuple[Sequence[str], tuple[int, ...], str]], sour
         fit.found[names[0]] = name
     for name, kind in source.entries:
         there = WEIGHT if kind in (WEIGHT, MASTER) else kind
-        if there in (WEIGHT, BUFFER) and (name, there) not in used:
+        if there in (WEIGHT, BUFFER) and (name, there) not in used and not has_gone(name):
             used.add((name, there))
             fit.unexpected.append(name)
     return fit

@@ -196,13 +196,14 @@ def _ranks_of(source: Source) -> int:
 
 def _fit(source: Source, live: Live) -> Fit:
     names = live.names()
-    slots = {
-        slot.name: slot.shape for bucket in live.runtime.buckets for slot in bucket.layout.slots
-    }
     wanted = [
-        (aliases, slots.get(aliases[0], tuple(parameter.shape)), WEIGHT)
+        (aliases, tuple(parameter.shape), WEIGHT)
         for parameter, aliases in names.items()
+        if parameter not in live.runtime.bucket_of
     ]
+    for bucket in live.runtime.buckets:
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            wanted.append((names.get(parameter, [slot.name]), slot.shape, WEIGHT))
     wanted += [([name], tuple(buffer.shape), BUFFER) for name, buffer in live.buffers()]
     return fit_names(wanted, source)
 

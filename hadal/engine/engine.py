@@ -35,6 +35,7 @@ from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
 from hadal.zero import access, place
+from hadal.zero.regroup import renamed
 
 _log = logging.getLogger(__name__)
 
@@ -668,6 +669,10 @@ class Engine(nn.Module):
         return str(folder), loaded.client_state
 
     def _live(self) -> Live:
+        # A program may have put other modules round its parameters.
+        renamed(
+            self._parts.runtime.buckets, {p: name for name, p in self.module.named_parameters()}
+        )
         parallel = self._parts.topology.model_parallel
         return Live(
             module=self.module,

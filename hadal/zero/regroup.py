@@ -100,3 +100,8 @@ def renamed(buckets: Iterable[Bucket], names: Mapping[nn.Parameter, str]) -> lis
 
 
 _GONE = " (no longer in the model)"
+
+
+def has_gone(name: str) -> bool:
+    """Whether a bucket's name for a parameter says that it has gone out of the model."""
+    return name.endswith(_GONE)

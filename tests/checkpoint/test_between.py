@@ -281,6 +281,41 @@ def test_names_are_strict_unless_told_otherwise(ranks: RankPools, tmp_path: Path
     ranks(2).run(fit_names, str(tmp_path))
 
 
+class Wrapped(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs)
+
+
+def wrap_later(folder: str) -> None:
+    """Names are those of the model as it stands; what has gone out of it is nobody's fault."""
+    engine = engine_of(2, Odd())
+    trained(engine, range(2))
+    engine.module.last = Wrapped(engine.module.last)
+    kept = engine.state_dict()
+    engine.save_checkpoint(folder)
+    other = engine_of(2, Odd(5))
+    other.module.last = Wrapped(other.module.last)
+    other.load_checkpoint(folder)
+    assert_equal(other.state_dict(), kept)
+    scale = engine.module.scale
+    engine.module.last = nn.Identity()
+    engine.save_checkpoint(folder, "less")
+    trained_weight = scale.detach().clone()
+    engine.load_checkpoint(folder, "less")
+    assert torch.equal(scale, trained_weight)
+    other.module.last = nn.Identity()
+    other.load_checkpoint(folder, "less")
+    engine.destroy(), other.destroy()
+
+
+def test_names_are_those_of_the_model_today(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(wrap_later, str(tmp_path))
+
+
 def leave_frozen_out(folder: str, stage: int) -> None:
     engine = engine_of(stage, Odd())
     trained(engine, range(2))
