@@ -1,0 +1,75 @@
+"""Save at one stage, in bf16, while training goes on; load at another stage, in fp32.
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/18_other_ranks.py
+
+Parameters are found by their names, whatever the stage, the number of ranks, the dtypes and the
+buckets were. Start the second half of it with any number of processes: it loads all the same.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hadal
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
+SAVED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 3},
+    "bf16": {"enabled": True},
+    "optimizer": ADAM,
+    "checkpoint": {"async_save": True},
+}
+LOADED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 1},
+    "optimizer": ADAM,
+}
+
+
+def engine_of(config: dict[str, Any]) -> Any:
+    """An engine over a new model."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    engine, _, _, _ = hadal.initialize(model=model, config=config)
+    return engine
+
+
+def step(engine: Any) -> float:
+    """One update on random inputs."""
+    dtype = next(engine.module.parameters()).dtype
+    inputs = torch.randn(4, 8, device=engine.device, dtype=dtype)
+    loss = (engine(inputs).float() - 1.0).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def main() -> None:
+    """Train under one configuration, and go on under the other."""
+    # One folder that all ranks see: they are children of one process.
+    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    first = engine_of(SAVED)
+    before = [step(first) for _ in range(30)]
+    first.save_checkpoint(folder)  # returns at once
+    masters = [hadal.utils.safe_get_full_fp32_param(p) for p in first.module.parameters()]
+    step(first)
+    first.wait_for_checkpoint()
+
+    second = engine_of(LOADED)
+    second.load_checkpoint(folder)
+    for parameter, master in zip(second.module.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master)  # fp32 weights are the masters of before
+    after = [step(second) for _ in range(10)]
+    assert max(after) < before[0]
+    if hadal.comm.get_rank() == 0:
+        print(f"loss {before[0]:.2f}, then {after[0]:.3f}, now {after[-1]:.3f}")
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
