@@ -86,7 +86,10 @@ class Saver:
         )
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        detached = replace(job, share=share, own=own, client=client)
+        # At the end of a program this thread is waited for, but cannot start another one.
+        writing = replace(job.rules.writing, is_doubled=False)
+        rules = replace(job.rules, writing=writing)
+        detached = replace(job, share=share, own=own, client=client, rules=rules)
         self._staging.keep_only(detached)
         return detached
 

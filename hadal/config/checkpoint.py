@@ -32,7 +32,9 @@ class Writer(Section):
         gt=0,
     )
     io_buffer_double: Boolean = key(
-        True, "Write one such buffer while the next one is filled; false: one after the other."
+        True,
+        "Write one such buffer while the next one is filled; false, and in an asynchronous save:"
+        " one after the other.",
     )
     show_statistics: Boolean = key(False, "Log how fast a checkpoint was written.")
     data_parallel: (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from hadal.zero import access, place
 from hadal.zero.regroup import renamed
 
 _log = logging.getLogger(__name__)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
@@ -551,7 +553,7 @@ class Engine(nn.Module):
         self,
         save_dir: str | Path,
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, Any] = _NOTHING,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -591,10 +593,12 @@ class Engine(nn.Module):
                 name,
             )
         order = Order(
-            Path(save_dir), name, client_state or {}, save_latest, exclude_frozen_parameters
+            Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
         )
         self._saver.save(order, self._live())
         return True
+
+    store_checkpoint = save_checkpoint
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save that goes on by itself has ended. All ranks must call it.

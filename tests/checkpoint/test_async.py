@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -117,3 +119,30 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "next save"])
 def test_a_failure_is_told_on_all_ranks(waits: bool, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(fail_meanwhile, str(tmp_path), waits)
+
+
+SCRIPT = """
+import sys, time, torch, hadal
+from hadal.checkpoint import saving
+real = saving.write_tensors
+def slow(*args):
+    time.sleep(0.5)
+    return real(*args)
+saving.write_tensors = slow
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "checkpoint": {"async_save": True},
+}
+engine, *_ = hadal.initialize(model=torch.nn.Linear(2, 2), config=config)
+engine.store_checkpoint(sys.argv[1])
+print("the end")
+"""
+
+
+def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "the end\n"
+    assert (tmp_path / "latest").read_text() == "global_step0"
+    assert (tmp_path / "global_step0" / "index.json").is_file()

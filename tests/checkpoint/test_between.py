@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.toys import assert_close, assert_equal, engine_of, train
 from ranks import RankPools
 from torch import Tensor, nn
 
+import hadal
 from checkpoint.test_reshard import Odd, trained
 from hadal import comm
 from hadal.checkpoint.source import StoredSource
@@ -583,3 +585,21 @@ def test_resharding_needs_no_key(ranks: RankPools, tmp_path: Path) -> None:
         {},
     ):
         ranks(1).run(go_on, str(tmp_path), 1, keys, "one")
+
+
+def test_the_methods_have_the_names_and_arguments_that_programs_use() -> None:
+    save = inspect.signature(hadal.Engine.save_checkpoint).parameters
+    assert list(save)[1:] == [
+        *("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
+    ]
+    assert [one.default for one in save.values()][2:] == [None, {}, True, False]
+    load = inspect.signature(hadal.Engine.load_checkpoint).parameters
+    assert {name: one.default for name, one in list(load.items())[2:]} == {
+        "tag": None,
+        "load_module_strict": True,
+        "load_optimizer_states": True,
+        "load_lr_scheduler_states": True,
+        "load_module_only": False,
+        "custom_load_fn": None,
+    }
+    assert hadal.Engine.store_checkpoint is hadal.Engine.save_checkpoint
