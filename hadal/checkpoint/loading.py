@@ -261,6 +261,14 @@ def _load_schedule(source: Source, live: Live) -> None:
             f"{source.path}: the state of the schedule does not fit {type(live.schedule).__name__}"
             f" ({error!r}); give load_lr_scheduler_states=False"
         ) from error
+    # torch's schedules keep a rate for each group, and take any number of them.
+    rates = getattr(live.schedule, "base_lrs", None)
+    groups = 0 if live.optimizer is None else len(live.optimizer.param_groups)
+    if isinstance(rates, list) and len(rates) != groups:
+        raise CheckpointError(
+            f"{source.path}: the schedule was that of {len(rates)} param groups, and there are"
+            f" {groups}; give load_lr_scheduler_states=False"
+        )
 
 
 def _copied(value: Any) -> Any:

@@ -36,7 +36,6 @@ from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
 from hadal.zero import access, place
-from hadal.zero.regroup import renamed
 
 _log = logging.getLogger(__name__)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -673,27 +672,8 @@ class Engine(nn.Module):
         return str(folder), loaded.client_state
 
     def _live(self) -> Live:
-        # A program may have put other modules round its parameters.
-        renamed(
-            self._parts.runtime.buckets, {p: name for name, p in self.module.named_parameters()}
-        )
-        parallel = self._parts.topology.model_parallel
-        return Live(
-            module=self.module,
-            runtime=self._parts.runtime,
-            optimizer=self.optimizer,
-            stepper=self.stepper,
-            schedule=self.lr_scheduler,
-            loader=self._loader,
-            scalars={
-                "counters": asdict(self._counters),
-                "scale": list(self._scale),
-            },
-            world=self._parts.world,
-            part=0 if parallel is None else parallel.rank,
-            parts=self._parts.topology.model_parallel_size,
-            rules=self._parts.saving,
-        )
+        scalars = {"counters": asdict(self._counters), "scale": list(self._scale)}
+        return self._parts.live(self._training, self._loader, scalars)
 
     @torch.no_grad()
     def destroy(self) -> None:

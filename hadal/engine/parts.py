@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.checkpoint.live import Rules
+from hadal.checkpoint.live import Live, Rules
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
@@ -22,6 +22,7 @@ from hadal.engine.topology import Topology
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.step import Stepper
 from hadal.zero.hooks import Hooks
+from hadal.zero.regroup import renamed
 from hadal.zero.runtime import ZeroRuntime
 
 
@@ -64,6 +65,28 @@ class Parts:
     def ranks(self) -> Ranks:
         """The ranks that share the model states."""
         return self.topology.sharding
+
+    def live(
+        self, training: Training | None, loader: ShardedLoader | None, scalars: dict[str, Any]
+    ) -> Live:
+        """What a checkpoint is made of, or goes to; `scalars` are the engine's own numbers."""
+        # A program may have put other modules round its parameters.
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        renamed(self.runtime.buckets, names)
+        part = self.topology.model_parallel
+        return Live(
+            module=self.model,
+            runtime=self.runtime,
+            optimizer=None if training is None else training.optimizer,
+            stepper=None if training is None else training.stepper,
+            schedule=None if training is None else training.schedule,
+            loader=loader,
+            scalars=scalars,
+            world=self.world,
+            part=0 if part is None else part.rank,
+            parts=self.topology.model_parallel_size,
+            rules=self.saving,
+        )
 
 
 @dataclass(slots=True)

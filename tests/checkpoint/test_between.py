@@ -441,6 +441,31 @@ def refuse_a_schedule(folder: str) -> None:
     engine.destroy(), other.destroy()
 
 
+def refuse_a_schedule_of_other_groups(folder: str) -> None:
+    def scheduled(*groups: tuple[list[str], float]) -> Any:
+        model = Odd()
+        named = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW(
+            [{"params": [named[name] for name in names], "lr": lr} for names, lr in groups]
+        )
+        given = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        wishes = {"optimizer": optimizer, "lr_scheduler": given}
+        return engine_of(1, model, wishes, optimizer=None)
+
+    one = scheduled((EDGE, 0.01), (CORE, 0.002))
+    one.save_checkpoint(folder)
+    other = scheduled((EDGE + CORE, 0.5))
+    before = dict(other.lr_scheduler.state_dict())
+    with pytest.raises(CheckpointError, match=r"schedule was that of 2 param groups, and there ar"):
+        other.load_checkpoint(folder)
+    assert other.lr_scheduler.state_dict() == before
+    one.destroy(), other.destroy()
+
+
+def test_a_schedule_of_other_groups_is_refused(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(refuse_a_schedule_of_other_groups, str(tmp_path))
+
+
 def test_a_schedule_that_does_not_fit_is_told_before_anything_moves(
     ranks: RankPools, tmp_path: Path
 ) -> None:
