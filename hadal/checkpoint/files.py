@@ -10,13 +10,12 @@ import errno
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from hadal.checkpoint.output import Output
 from hadal.errors import CheckpointError
 
 Chunk = bytes | memoryview
@@ -52,54 +51,27 @@ def new_mark() -> str:
 def write_file(path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) -> Seal:
     """Write a new file, wait until it is on disk, and look whether it is whole.
 
-    With `doubled` a chunk is written while the next one is made.
+    With `doubled` what is there is written while more comes.
 
     Raises:
         CheckpointError: it cannot be written, or does not read as it was written.
     """
     nbytes = crc32 = head_nbytes = head_crc32 = 0
-    with naming(path, "written"), open(path, "xb") as file, ExitStack() as stack:
-        put = partial(_put, file)
-        write = _behind(put, stack) if doubled else put
-        for number, chunk in enumerate(chunks):
-            write(chunk)
-            crc32 = zlib.crc32(chunk, crc32)
-            nbytes += len(chunk)
-            if number == 0:
-                head_nbytes, head_crc32 = nbytes, crc32
-        stack.close()
-        file.flush()
+    with naming(path, "written"), open(path, "xb", buffering=0) as file:
+        with Output(file.fileno(), doubled=doubled) as output:
+            for number, chunk in enumerate(chunks):
+                for start in range(0, len(chunk), _READ_NBYTES):
+                    # Copied and summed while it is in the cache.
+                    piece = chunk[start : start + _READ_NBYTES]
+                    output.write(piece)
+                    crc32 = zlib.crc32(piece, crc32)
+                nbytes += len(chunk)
+                if number == 0:
+                    head_nbytes, head_crc32 = nbytes, crc32
         os.fsync(file.fileno())
     seal = Seal(nbytes, crc32, head_nbytes, head_crc32)
     check_file(path, seal, whole=False)
     return seal
-
-
-def _put(file: BinaryIO, chunk: Chunk) -> None:
-    """Write a chunk, and let it go to disk at once, so that the end has less to wait for."""
-    start = file.tell()
-    file.write(chunk)
-    if hasattr(os, "posix_fadvise") and len(chunk) >= _READ_NBYTES:
-        file.flush()
-        # That it will not be needed makes the system write it; what is not yet written stays.
-        os.posix_fadvise(file.fileno(), start, len(chunk), os.POSIX_FADV_DONTNEED)
-
-
-def _behind(put: Callable[[Chunk], None], stack: ExitStack) -> Callable[[Chunk], None]:
-    """What writes by a thread, one chunk behind; the rest is waited for where `stack` closes."""
-    pool = stack.enter_context(ThreadPoolExecutor(1, "hadal-writer"))
-    pending: list[Future[None]] = []
-
-    def finish() -> None:
-        while pending:
-            pending.pop().result()
-
-    def write(chunk: Chunk) -> None:
-        finish()
-        pending.append(pool.submit(put, chunk))
-
-    stack.callback(finish)
-    return write
 
 
 def check_file(path: Path, seal: Seal, *, whole: bool) -> None:
