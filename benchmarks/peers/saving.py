@@ -114,6 +114,15 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def _evict(folder: Path) -> None:
+    """Take the files out of the system's cache, where a job that is started anew finds none."""
+    for path in folder.rglob("*") if hasattr(os, "posix_fadvise") else ():
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
 def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     """Save and load in turns; seconds of each, and the bytes of one checkpoint."""
     found: dict[str, Any] = {"save": [], "whole": [], "load": [], "before": _peak()}
@@ -126,6 +135,7 @@ def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
         # What is still to be written to disk belongs to no later measurement.
         os.sync()
     found["peak_saving"] = _peak()
+    _evict(folder)
     for number in range(repeat):
         found["load"].append(_timed(lambda tag=f"tag{number}": saver.load(folder, tag)))
     files = [path for path in (folder / "tag0").rglob("*") if path.is_file()]

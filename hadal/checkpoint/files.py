@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from hadal.checkpoint.output import Output
+from hadal.checkpoint.direct import Output, blocks_of
 from hadal.errors import CheckpointError
 
 Chunk = bytes | memoryview
@@ -95,14 +95,10 @@ def check_file(path: Path, seal: Seal, *, whole: bool) -> None:
 
 
 def _crc32_of(file: BinaryIO, nbytes: int) -> int:
-    """The checksum of the next `nbytes` bytes, in memory of constant size."""
-    buffer, crc32 = memoryview(bytearray(_READ_NBYTES)), 0
-    while nbytes > 0:
-        read = file.readinto(buffer[: min(nbytes, _READ_NBYTES)])  # type: ignore[attr-defined]
-        if not read:
-            return -1
-        crc32 = zlib.crc32(buffer[:read], crc32)
-        nbytes -= read
+    """The checksum of the first `nbytes` bytes, in memory of constant size."""
+    crc32 = 0
+    for block in blocks_of(file.fileno(), 0, nbytes):
+        crc32 = zlib.crc32(block, crc32)
     return crc32
 
 

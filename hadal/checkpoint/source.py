@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hadal.checkpoint.contents import Part, SavedGroup, Single, Stretch, part_of_json
-from hadal.checkpoint.files import Seal, check_file, check_inside
+from hadal.checkpoint.direct import blocks_of
+from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
 from hadal.checkpoint.plain import decoded, decoded_state
@@ -109,11 +110,11 @@ class Source(Protocol):
 
     def stretches(
         self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> list[tuple[int, Tensor]] | None:
+    ) -> Iterable[tuple[int, Tensor]] | None:
         """What is stored of elements [start, stop) of a bucket that is laid out like `slots`.
 
-        Each tensor with the place of its first element, counted from `start`. None where no bucket
-        was laid out so: its parameters are read one by one.
+        Each tensor with the place of its first element, counted from `start`; it lasts until the
+        next one. None where no bucket was laid out so: its parameters are read one by one.
         """
 
     def own(self, rank: int) -> Own | None:
@@ -184,6 +185,7 @@ class StoredSource:
         }
         self._files: OrderedDict[str, Any] = OrderedDict()
         self._looked_at: set[str] = set()
+        self._begins: dict[str, dict[str, int]] = {}
         self._runs: dict[tuple[str, int], list[Stretch]] = {}
         self._bucket_like = {
             _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
@@ -271,8 +273,8 @@ class StoredSource:
 
     def stretches(
         self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> list[tuple[int, Tensor]] | None:
-        """What is stored of a bucket that is laid out like `slots`."""
+    ) -> Iterable[tuple[int, Tensor]] | None:
+        """What is stored of a bucket that is laid out like `slots`, in blocks."""
         number = self._bucket_like.get(_layout_of(slots))
         run = self._runs.get((kind, -1 if number is None else number))
         needed = (slot for slot in slots if max(slot.offset, start) < min(slot.stop, stop))
@@ -282,12 +284,39 @@ class StoredSource:
         for one in run[max(bisect_right([one.start for one in run], start) - 1, 0) :]:
             first, last = max(one.start, start), min(one.stop, stop)
             if first < last:
-                path = rank_file(self.part.ranks[one.rank])
-                self._expect_tensor(path, one.tensor, one.dtype, (one.numel,))
-                with self._reading(path):
-                    stored = self._open(path).get_slice(one.tensor)
-                    found.append((first - start, stored[first - one.start : last - one.start]))
-        return found
+                name = rank_file(self.part.ranks[one.rank])
+                self._expect_tensor(name, one.tensor, one.dtype, (one.numel,))
+                found.append((name, one, first, last))
+        return self._blocks(found, start)
+
+    def _blocks(
+        self, found: Sequence[tuple[str, Stretch, int, int]], start: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Elements of stretches, each by its (file, stretch, first, last); one block at a time."""
+        for name, one, first, last in found:
+            with self._reading(name), open_regular(self.path / name) as file:
+                begin = self._begin_of(name, one.tensor)
+                low, high = (
+                    begin + (edge - one.start) * one.dtype.itemsize for edge in (first, last)
+                )
+                offset = first - start
+                for block in blocks_of(file.fileno(), low, high):
+                    values = torch.frombuffer(block, dtype=one.dtype)
+                    yield offset, values
+                    offset += values.numel()
+
+    def _begin_of(self, name: str, tensor: str) -> int:
+        """Where a tensor's bytes begin in a file."""
+        if name not in self._begins:
+            with open_regular(self.path / name) as file:
+                head = file.read(self._seals[name].head_nbytes)
+            header = strict_json(head[8:], self.path / name)
+            self._begins[name] = {
+                key: len(head) + int(row["data_offsets"][0])
+                for key, row in header.items()
+                if key != "__metadata__"
+            }
+        return self._begins[name][tensor]
 
     def _cuts(
         self, name: str, kind: str, start: int, stop: int
