@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-_BLOCK_NBYTES = 1 << 22
+_BLOCK_NBYTES = 1 << 24
 _PAGE_NBYTES = 4096
 
 
