@@ -1,6 +1,6 @@
 """Save at one stage, in bf16, while training goes on; load at another stage, in fp32.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/18_other_ranks.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/19_other_ranks.py
 
 Parameters are found by their names, whatever the stage, the number of ranks, the dtypes and the
 buckets were. Start the second half of it with any number of processes: it loads all the same.
