@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, is_deepspeed
 from hadal.checkpoint.files import (
     check_inside,
     naming,
@@ -60,9 +61,9 @@ def find(load_dir: Path, tag: str | None) -> Path | None:
     asked = f"checkpoint {tag!r}"
     if tag is None:
         latest = load_dir / LATEST
-        if not os.path.lexists(latest):
+        if not os.path.lexists(latest) and not os.path.lexists(load_dir / LATEST_UNIVERSAL):
             return None
-        tag = _read_latest(load_dir)
+        tag = _named(load_dir)
         asked = f"checkpoint {tag!r}, which {latest} names,"
     folder = _standing(load_dir, tag)
     if folder is None:
@@ -73,8 +74,20 @@ def find(load_dir: Path, tag: str | None) -> Path | None:
     return folder
 
 
-def _read_latest(load_dir: Path) -> str:
-    latest = load_dir / LATEST
+def _named(load_dir: Path) -> str:
+    """The tag that `latest` names; the universal one where DeepSpeed has left only that."""
+    universal = load_dir / LATEST_UNIVERSAL
+    if not os.path.lexists(universal):
+        return _read_latest(load_dir)
+    if os.path.lexists(load_dir / LATEST):
+        tag = _read_latest(load_dir)
+        if _standing(load_dir, tag) is not None:
+            return tag
+    return _read_latest(load_dir, LATEST_UNIVERSAL)
+
+
+def _read_latest(load_dir: Path, name: str = LATEST) -> str:
+    latest = load_dir / name
     check_inside(latest, load_dir)
     try:
         tag = read_small(latest, 4096).decode().strip()
@@ -96,7 +109,7 @@ def _standing(load_dir: Path, tag: str) -> Path | None:
             raise CheckpointError(
                 f"no complete checkpoint {tag!r} in {load_dir}: {error}"
             ) from None
-        if (folder / INDEX).is_file():
+        if (folder / INDEX).is_file() or is_deepspeed(folder):
             return folder
         if os.path.lexists(folder):
             return None

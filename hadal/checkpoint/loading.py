@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
+from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.live import Live
 from hadal.checkpoint.moments import MemoryPlan, plan_memory
@@ -100,19 +101,23 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
     world, what = live.world, f"checkpoint {folder} was not loaded"
     with ExitStack() as stack:
         with together(world, what):
-            source = StoredSource(folder, _part_of(live, folder))
+            source = _opened(folder, live, wanted)
             stack.callback(source.close)
         marks = set(gather_objects(source.mark, world))
         with together(world, what):
             if len(marks) > 1:
                 raise CheckpointError(f"the ranks see different checkpoints under {folder}")
-            if live.rules.verifies and not live.rules.is_node_local:
+            if live.rules.verifies and isinstance(source, DeepSpeedSource):
+                source.verify(*((0, 1) if live.rules.is_node_local else (world.rank, world.size)))
+            elif live.rules.verifies and not live.rules.is_node_local:
                 source.verify(world.rank, world.size)
         return load_from(source, live, wanted, what)
 
 
-def _part_of(live: Live, folder: Path) -> int:
-    return live.part
+def _opened(folder: Path, live: Live, wanted: Wanted) -> StoredSource | DeepSpeedSource:
+    if (folder / folders.INDEX).is_file():
+        return StoredSource(folder, live.part)
+    return DeepSpeedSource(folder, live.group_names() if _wants_optimizer(wanted) else None)
 
 
 def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
@@ -395,6 +400,8 @@ def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> lis
     )
     if wants_masters and (not has_masters or not live.rules.uses_masters):
         told.append("masters are taken from the saved weights")
+    if isinstance(source, DeepSpeedSource) and not wanted.module_only:
+        told += source.notes
     if plan.own is not None and not wanted.module_only:
         told += _differences_of_place(source, plan.own, live)
     return told

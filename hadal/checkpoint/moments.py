@@ -55,7 +55,9 @@ class Memory:
             for reading in self._readings_of(key, target.view(-1)):
                 reading.run(source)
         for key, value in self.plain.items():
-            state[key] = value.to(self.counts_on) if isinstance(value, Tensor) else value
+            # Its own: a count that two share would go on twice an update.
+            is_tensor = isinstance(value, Tensor)
+            state[key] = value.to(self.counts_on, copy=True) if is_tensor else value
         if state:
             optimizer.state[self.values] = state
 

@@ -1,0 +1,86 @@
+"""Which files a DeepSpeed checkpoint is made of, by their names alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hadal.checkpoint.files import naming
+from hadal.errors import CheckpointError, NotBuiltYetError
+
+LATEST_UNIVERSAL = "latest_universal"
+_WHOLE = re.compile(r"mp_rank_(?P<part>\d+)_model_states\.pt")
+_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt"
+)
+_ELSEWHERE = re.compile(
+    r"layer_\d+.*model_states\.pt|expp_rank_\d+_.*_optim_states\.pt|offloaded_tensors"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of one checkpoint, each row in the order of the ranks."""
+
+    model: tuple[Path, ...]
+    """One for all ranks, or one for each of them."""
+    optimizer: tuple[Path, ...]
+    """One for each rank; none where nothing was sharded, and in the universal form."""
+    values: Path | None
+    """The folder of the universal form: one folder for each parameter."""
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder looks like a checkpoint of DeepSpeed's."""
+    with naming(folder, "read"):
+        if not folder.is_dir():
+            return False
+        return any(_WHOLE.fullmatch(p.name) or _MODEL.fullmatch(p.name) for p in folder.iterdir())
+
+
+def files_of(folder: Path) -> Files:
+    """The files of a checkpoint.
+
+    Raises:
+        CheckpointError: some are missing.
+        NotBuiltYetError: it holds a model in parts, a pipeline, or experts.
+    """
+    model: dict[int, Path] = {}
+    optimizer: dict[int, Path] = {}
+    with naming(folder, "read"):
+        names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        if _ELSEWHERE.fullmatch(name):
+            _refuse(folder / name, "the form of a pipeline, of experts, or of state on disk")
+        found = _WHOLE.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if found is None:
+            continue
+        if int(found["part"]) != 0:
+            _refuse(folder / name, "a part of a model that was cut over several ranks")
+        rows = optimizer if found.re is _OPTIMIZER else model
+        rank = int(found.groupdict().get("rank") or 0)
+        if rank in rows:
+            raise CheckpointError(f"{folder / name} and {rows[rank]} are of the same rank")
+        rows[rank] = folder / name
+    values = folder / "zero"
+    return Files(
+        model=_in_order(folder, "model", model),
+        optimizer=_in_order(folder, "optim", optimizer),
+        values=values if values.is_dir() else None,
+    )
+
+
+def _in_order(folder: Path, kind: str, found: dict[int, Path]) -> tuple[Path, ...]:
+    for rank in range(max(found, default=-1) + 1):
+        if rank not in found:
+            raise CheckpointError(f"{folder} has no {kind} states of rank {rank}")
+    return tuple(found[rank] for rank in range(len(found)))
+
+
+def _refuse(path: Path, what: str) -> None:
+    raise NotBuiltYetError(
+        f"{path} is {what}, which is not read yet; bring it into one whole model with DeepSpeed"
+        " first"
+    )

@@ -1,0 +1,361 @@
+"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal form."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup, state_kind
+from hadal.checkpoint.deepspeed import layouts
+from hadal.checkpoint.deepspeed.folder import Files, files_of
+from hadal.checkpoint.deepspeed.layouts import Trained
+from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
+from hadal.checkpoint.files import check_inside
+from hadal.checkpoint.plain import encoded
+from hadal.checkpoint.source import Entry, Own
+from hadal.errors import CheckpointError
+from hadal.zero.layout import Slot
+
+_OWN_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "num_experts",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "autotp_universal_checkpoint_info",
+    }
+)
+"""Of the model states: what is DeepSpeed's. All other keys are the caller's."""
+_LEFT_OUT = ("data_sampler", "random_ltd")
+_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
+
+
+class _Value(NamedTuple):
+    """A value as it lies in the files: flat pieces whose elements, end to end, begin with its."""
+
+    entry: Entry
+    pieces: Sequence[Tensor]
+
+
+class DeepSpeedSource:
+    """A folder that DeepSpeed's `save_checkpoint` or `ds_to_universal` has written.
+
+    At stage 0 DeepSpeed saves its optimizer without names: `names` tells the parameters of each
+    param group, in order; without them there are weights and buffers alone.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or names what is not known to be harmless.
+        NotBuiltYetError: a form that is not read here.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[Sequence[str]] | None = None) -> None:
+        self.path = folder
+        self._values: dict[tuple[str, str], _Value] = {}
+        self._files = files_of(folder)
+        models = [read_pickle(path, folder) for path in self._files.model]
+        rows = [read_pickle(path, folder) for path in self._files.optimizer]
+        with self._understanding():
+            self._model: Mapping[str, Any] = models[0]
+            self._read(models, [row["optimizer_state_dict"] for row in rows], names)
+
+    def _read(
+        self,
+        models: Sequence[Any],
+        optimizers: Sequence[Any],
+        names: Sequence[Sequence[str]] | None,
+    ) -> None:
+        model, files = self._model, self._files
+        self.world_size, self.parts = int(model["dp_world_size"]), 1
+        self.optimizer: str | None = None
+        self.version = str(model["ds_version"])
+        self.is_universal = files.values is not None
+        if optimizers and len(optimizers) != self.world_size:
+            raise CheckpointError(
+                f"{self.path} was saved by {self.world_size} ranks and has the optimizer states of"
+                f" {len(optimizers)}"
+            )
+        first = self._common_state(optimizers)
+        self.stage = int(first.get("zero_stage", model["ds_config"]["zero_optimization"]["stage"]))
+        self.schedule: Any = model["lr_scheduler"]
+        self._shapes: layouts.Shapes = model["param_shapes"] or []
+        self._enter_module(models)
+        trained = self._trained(optimizers, first, names)
+        self._enter_trained(trained)
+        self.groups: Sequence[SavedGroup] = tuple(
+            SavedGroup(encoded(options, "a param group"), tuple(row))
+            for options, row in zip(trained.options, trained.names, strict=True)
+        )
+        self.state: Mapping[str, Mapping[str, Any]] = {
+            name: {key: _count(value) for key, value in values.items()}
+            for name, values in trained.scalars.items()
+        }
+        self.aliases: Mapping[str, str] = self._aliases()
+        self.entries: Mapping[tuple[str, str], Entry] = {
+            key: value.entry for key, value in self._values.items()
+        }
+        self.scalars: Any = self._scalars(first)
+
+    def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
+        """What the optimizer says of all parameters alike."""
+        if self._files.values is not None:
+            state: Mapping[str, Any] = read_pickle(
+                self._files.values / "optimizer_state.pt", self.path
+            )
+            return state
+        return optimizers[0] if optimizers else self._model["optimizer"] or {}
+
+    def _trained(
+        self,
+        optimizers: Sequence[Any],
+        first: Mapping[str, Any],
+        names: Sequence[Sequence[str]] | None,
+    ) -> Trained:
+        if self._files.values is not None:
+            return self._universal(self._files.values, first)
+        if optimizers:
+            cut = layouts.cut_by_parameter if "fp32_flat_groups" in first else layouts.cut_by_table
+            return cut(optimizers, self._shapes)
+        if first and names is not None:
+            return layouts.whole(first, names, self._model["module"])
+        return Trained()
+
+    def _universal(self, folder: Path, first: Mapping[str, Any]) -> Trained:
+        """A folder of each parameter, with a file of each kind of value."""
+        inner = first.get("optimizer_state_dict", {}).get("state", {})
+        counts = {k: v for row in inner.values() for k, v in row.items() if not _has_elements(v)}
+        found = Trained(layouts.options_of(first), layouts.names_of(first, self._shapes))
+        for shapes in self._shapes:
+            for name in shapes:
+                place = folder / name
+                check_inside(place, folder)
+                files = {path.stem: path for path in sorted(place.glob("*.pt"))}
+                values = {key: self._universal_value(path) for key, path in files.items()}
+                flat = values.pop("fp32").reshape(-1)
+                found.add(name, flat, 0, flat.numel(), {**counts, **values})
+        return found
+
+    def _universal_value(self, path: Path) -> Any:
+        value = read_pickle(path, self.path)
+        return value["param"] if isinstance(value, dict) else value
+
+    # ---- what there is ---------------------------------------------------------------------------
+
+    def _enter_module(self, models: Sequence[Any]) -> None:
+        """Buffers, and weights that are not cut; of those that are, the cuts of frozen ones."""
+        buffers = set(self._model["buffer_names"])
+        shared = self._model["shared_params"] or {}
+        frozen = self._model["frozen_param_shapes"] or {}
+        for name, value in self._model["module"].items():
+            if not isinstance(value, Tensor) or name in dict(shared):
+                continue
+            if name in buffers:
+                self._enter(name, BUFFER, value.shape, value.dtype, [value])
+            elif name in frozen:
+                pieces = [model["frozen_param_fragments"][name] for model in models]
+                self._enter(name, WEIGHT, frozen[name], value.dtype, pieces)
+            elif value.numel() or not self._is_cut(name):
+                self._enter(name, WEIGHT, value.shape, value.dtype, [value])
+
+    def _is_cut(self, name: str) -> bool:
+        """Whether a trained parameter has elements elsewhere: its own place holds none of them."""
+        return any(prod(shapes[name]) for shapes in self._shapes if name in shapes)
+
+    def _enter_trained(self, trained: Trained) -> None:
+        shapes = {name: shape for group in self._shapes for name, shape in group.items()}
+        module = self._model["module"]
+        for name, pieces in trained.masters.items():
+            shape, dtype = shapes.get(name, module[name].shape), module[name].dtype
+            if (name, WEIGHT) not in self._values:
+                self._enter(name, WEIGHT, shape, dtype, pieces)
+            if pieces[0].dtype != dtype:
+                self._enter(name, MASTER, shape, pieces[0].dtype, pieces)
+        for (name, key), pieces in trained.state.items():
+            shape = self._values[name, WEIGHT].entry.shape
+            self._enter(name, state_kind(key), shape, pieces[0].dtype, pieces)
+
+    def _enter(
+        self,
+        name: str,
+        kind: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        pieces: Sequence[Tensor],
+    ) -> None:
+        entry = Entry(tuple(int(length) for length in shape), dtype)
+        flat = [piece.detach().reshape(-1) for piece in pieces]
+        found = sum(piece.numel() for piece in flat)
+        # Even cuts are filled up; nothing else is.
+        if not entry.numel <= found < entry.numel + max(len(flat), 1):
+            raise ValueError(f"{kind} of {name} has {found} elements of {entry.numel}")
+        self._values[name, kind] = _Value(entry, flat)
+
+    def _aliases(self) -> dict[str, str]:
+        """Tied names: told by the file, or seen in tensors that share their memory."""
+        aliases = dict(self._model["shared_params"] or {})
+        seen: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name, value in self._model["module"].items():
+            if isinstance(value, Tensor) and value.numel() and name not in aliases:
+                source = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
+                if source != name:
+                    aliases[name] = source
+                    self._values.pop((name, WEIGHT), None)
+        return aliases
+
+    def _scalars(self, first: Mapping[str, Any]) -> dict[str, Any]:
+        model = self._model
+        steps, config = int(model["global_steps"]), model["ds_config"]
+        accumulation = config.get("gradient_accumulation_steps")
+        if not isinstance(accumulation, int):
+            micro = config.get("train_micro_batch_size_per_gpu")
+            train = config.get("train_batch_size")
+            known = isinstance(micro, int) and isinstance(train, int)
+            accumulation = train // (micro * self.world_size) if known else 1
+        counters = {key: int(model[key]) for key in ("global_samples", "skipped_steps")}
+        return {
+            "counters": {
+                "micro_steps": steps * accumulation,
+                "global_steps": steps,
+                **counters,
+            },
+            "scale": _scale(first),
+        }
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    @property
+    def notes(self) -> list[str]:
+        """What does not go on as it was, for people."""
+        told = [
+            "DeepSpeed has written it, which saves neither random generators nor the training"
+            " loader's place: these stay as they are"
+        ]
+        kept = [key for key in _LEFT_OUT if self._model.get(key) is not None]
+        if kept:
+            told.append(f"{' and '.join(kept)} of it {'is' if len(kept) == 1 else 'are'} left out")
+        return told
+
+    @property
+    def mark(self) -> str:
+        """What tells this checkpoint from another of the same name."""
+        rows = sorted((path.name, path.stat().st_size) for path in self.files)
+        return f"{self.scalars['counters']} {zlib.crc32(repr(rows).encode()):08x}"
+
+    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
+        """See that there are such elements; the files' headers were read at the start."""
+        numel = self.entries[name, kind].numel
+        if not 0 <= start <= stop <= numel:
+            raise CheckpointError(
+                f"{self.path}: elements {start} to {stop} of {kind} of {name} are asked for, which"
+                f" has {numel}"
+            )
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements of a value; a view of the mapped file where one piece holds them."""
+        self.expect(name, kind, start, stop)
+        entry, pieces = self._values[name, kind]
+        found, offset = [], 0
+        for piece in pieces:
+            first, last = max(start - offset, 0), min(stop - offset, piece.numel())
+            if first < last:
+                found.append(piece[first:last])
+            offset += piece.numel()
+        whole = found[0] if len(found) == 1 else torch.cat([*found, pieces[0][:0]])
+        return whole.to(entry.dtype)
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """A whole value, in its shape."""
+        entry = self.entries[name, kind]
+        return self.read(name, kind, 0, entry.numel).view(entry.shape)
+
+    def stretches(
+        self, kind: str, slots: Sequence[Slot], start: int, stop: int
+    ) -> list[tuple[int, Tensor]] | None:
+        """None: nothing lies here as in a bucket."""
+        return None
+
+    def own(self, rank: int) -> Own | None:
+        """None: neither random generators nor places in the data are saved."""
+        return None
+
+    def client_state(self) -> dict[str, Any]:
+        """The caller's own values."""
+        return {key: value for key, value in self._model.items() if key not in _OWN_KEYS}
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._values, self._model = {}, {}
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compare files with the checksums in them: every `shares`-th one from `share` on."""
+        for path in self.files[share::shares]:
+            check_pickle(path, self.path)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """All files that are read."""
+        return list(all_files(self._files))
+
+    @contextmanager
+    def _understanding(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except _FAULTS as error:
+            raise CheckpointError(
+                f"{self.path} cannot be understood as a DeepSpeed checkpoint, or is damaged:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+
+def all_files(files: Files) -> Iterator[Path]:
+    """The files of a checkpoint, one after the other."""
+    yield from files.model
+    yield from files.optimizer
+    if files.values is not None:
+        yield from sorted(files.values.rglob("*.pt"))
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _count(value: Any) -> Any:
+    """Counts of steps are 0-dim tensors in torch's optimizers, and numbers in DeepSpeed's."""
+    return torch.tensor(float(value)) if isinstance(value, int) else value
+
+
+def _scale(optimizer: Mapping[str, Any]) -> list[Any]:
+    """The loss scale's state: scale, spare overflows, iteration, last overflow."""
+    scaler = optimizer.get("loss_scaler")
+    told = dict(optimizer) if scaler is None else vars(scaler)
+    return [
+        float(told.get("cur_scale", 1.0)),
+        int(told.get("cur_hysteresis", 1)),
+        int(told.get("cur_iter", 0)),
+        int(told.get("last_overflow_iter", -1)),
+    ]

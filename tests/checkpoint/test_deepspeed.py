@@ -1,0 +1,228 @@
+"""Checkpoints that a real DeepSpeed has written, value for value, and files to be refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from checkpoint.deepspeed_cases import CASES, group_names, unpack
+from hadal.checkpoint.deepspeed import layouts
+from hadal.checkpoint.deepspeed.folder import is_deepspeed
+from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
+from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.errors import CheckpointError, NotBuiltYetError
+
+
+def whole(source: DeepSpeedSource, name: str, *kinds: str) -> Tensor:
+    """A value, of the first of the kinds that there is."""
+    name = source.aliases.get(name, name)
+    kind = next(kind for kind in kinds if (name, kind) in source.entries)
+    entry = source.entries[name, kind]
+    return source.read(name, kind, 0, entry.numel).view(entry.shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_value_is_the_one_that_was_saved(case: str, tmp_path: Path) -> None:
+    saved = unpack(case, tmp_path)
+    source = DeepSpeedSource(saved.checkpoint, group_names())
+    source.verify()
+    seen = set()
+    for key, expected in saved.tensors.items():
+        kind, name = key.split(".", 1)
+        if kind == "fp32":
+            found = whole(source, name, "master", "weight")
+        elif kind in ("exp_avg", "exp_avg_sq"):
+            found = whole(source, name, f"state.{kind}")
+        elif kind == "module":
+            found = whole(source, name, "weight", "buffer")
+        elif kind == "to_fp32":  # what is frozen DeepSpeed leaves in 16 bits
+            found, expected = whole(source, name, "master", "weight", "buffer"), expected.float()
+            found = found.float()
+        else:
+            continue
+        seen.add(kind)
+        assert found.dtype == expected.dtype and torch.equal(found, expected), key
+    assert {"fp32", "exp_avg", "exp_avg_sq", "module"} <= seen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_no_tensor_is_there_too(case: str, tmp_path: Path) -> None:
+    saved = unpack(case, tmp_path)
+    source = DeepSpeedSource(saved.checkpoint, group_names())
+    stage, dtype, world = case.split("_")
+    assert is_deepspeed(saved.checkpoint)
+    assert (source.stage, source.world_size) == (int(stage[-1]), int(world[-1]))
+    assert source.is_universal == case.startswith("universal")
+    assert source.client_state() == {
+        "epoch": 2,
+        "best": 0.25,
+        "history": [3, 2, 1],
+        "note": {"who": "a caller"},
+    }
+    assert [list(group.names) for group in source.groups] == group_names()
+    assert source.aliases == {"head.weight": "words.weight"}
+    assert source.schedule == {"last_batch_iteration": 2}
+    assert source.scalars["scale"][0] == saved.facts["scale"]
+    counters = {key: saved.facts[key] for key in ("global_steps", "global_samples")}
+    assert source.scalars["counters"] == {**counters, "micro_steps": 3, "skipped_steps": 0}
+    # At stage 0 DeepSpeed's wrapper of 16-bit weights counts an update before the first.
+    count = 4.0 if source.stage == 0 and dtype != "fp32" else 3.0
+    assert {float(state["step"]) for state in source.state.values()} == {count}
+    assert len(source.notes) == 1
+
+
+def test_at_stage_0_values_find_their_names(tmp_path: Path) -> None:
+    saved = unpack("stage0_bf16_world2", tmp_path)
+    first, second = group_names()
+    turned = DeepSpeedSource(saved.checkpoint, [first[::-1], second[::-1]])
+    assert [list(group.names) for group in turned.groups] == group_names()
+    with pytest.raises(CheckpointError, match=r"unexpected (master|elements) of"):
+        DeepSpeedSource(saved.checkpoint, [second, first])
+    with pytest.raises(CheckpointError, match=r"unexpected param groups: 2, here are \[8\]"):
+        DeepSpeedSource(saved.checkpoint, [first + second])
+    unnamed = DeepSpeedSource(saved.checkpoint)
+    assert {kind for _, kind in unnamed.entries} == {"weight", "buffer"}
+
+
+@given(st.data())
+def test_cuts_of_every_parameter_join_again(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    rows = data.draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3))
+    shapes = [{f"{i}.{j}": (numel,) for j, numel in enumerate(row)} for i, row in enumerate(rows)]
+    values = {name: torch.rand(shape) for named in shapes for name, shape in named.items()}
+    optimizers = []
+    for rank in range(ranks):
+        flats = []
+        for named in shapes:
+            cuts = []
+            for name, (numel,) in named.items():
+                each = -(-numel // ranks)
+                padded = torch.cat([values[name], torch.full((each * ranks - numel,), 7.0)])
+                cuts.append(padded[rank * each : (rank + 1) * each])
+            flats.append(torch.cat(cuts))
+        state = {i: {"step": 3, "exp_avg": 2 * flat} for i, flat in enumerate(flats)}
+        group = {"params": list(range(len(flats))), "lr": 0.1}
+        optimizers.append(
+            {
+                "optimizer_state_dict": {"state": state, "param_groups": [group]},
+                "fp32_flat_groups": flats,
+            }
+        )
+    found = layouts.cut_by_parameter(optimizers, shapes)
+    assert found.names == [list(values)]
+    for name, value in values.items():
+        assert torch.equal(torch.cat(found.masters[name])[: value.numel()], value)
+        if value.numel():
+            moment = torch.cat(found.state[name, "exp_avg"])[: value.numel()]
+            assert torch.equal(moment, 2 * value)
+
+
+# ---- what must be refused ------------------------------------------------------------------------
+
+
+class Shell:
+    """A pickle that would run a command."""
+
+    def __init__(self, witness: str) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.witness}",)
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+)
+def test_a_pickle_that_would_run_something_is_refused(name: str, tmp_path: Path) -> None:
+    saved = unpack("stage2_bf16_world2", tmp_path)
+    witness = tmp_path / "ran"
+    path = saved.checkpoint / name
+    content = {"optimizer_state_dict": {}, "epoch": [{"deep": Shell(str(witness))}]}
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=f"{name} names .*system.*nothing of it was run"):
+        DeepSpeedSource(saved.checkpoint)
+    assert not witness.exists()
+
+
+class Unknown:
+    """A class of the caller's own."""
+
+
+def test_plain_values_of_other_libraries_pass_and_classes_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    plain = {"array": np.arange(3), "number": np.float64(2.5), "place": Path("a/b")}
+    torch.save(plain, path)
+    found = read_pickle(path, tmp_path)
+    assert np.array_equal(found["array"], plain["array"])
+    assert (found["number"], found["place"]) == (2.5, "a/b")
+    torch.save({"mine": Unknown()}, path)
+    with pytest.raises(CheckpointError, match=r"test_deepspeed\.Unknown, which is not among"):
+        read_pickle(path, tmp_path)
+    path.write_bytes(pickle.dumps({"old": 1}))
+    with pytest.raises(CheckpointError, match=r"file\.pt is damaged"):
+        read_pickle(path, tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    saved = unpack("stage3_bf16_world2", tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    for path in sorted(saved.checkpoint.glob("*.pt")):
+        good = path.read_bytes()
+        path.unlink()  # what is mapped already must not change under its reader
+        for _ in range(12):
+            draw = int(torch.randint(len(good), (), generator=generator))
+            path.write_bytes(good[:draw])
+            with pytest.raises(CheckpointError, match=path.name):
+                DeepSpeedSource(saved.checkpoint)
+            flipped = bytearray(good)
+            flipped[draw] ^= 1 << draw % 8
+            path.write_bytes(flipped)
+            # Nothing but an error of ours, and none where the byte says nothing.
+            with suppress(CheckpointError, NotBuiltYetError):
+                source = DeepSpeedSource(saved.checkpoint)
+                for (parameter, kind), entry in source.entries.items():
+                    source.read(parameter, kind, 0, entry.numel)
+            path.unlink()
+        with zipfile.ZipFile(io.BytesIO(good)) as archive:
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+            middle = good.index(archive.read(largest)) + largest.file_size // 2
+        path.write_bytes(good[:middle] + bytes([good[middle] ^ 16]) + good[middle + 1 :])
+        with pytest.raises(CheckpointError, match=path.name):
+            check_pickle(path, tmp_path)
+        path.write_bytes(good)
+        check_pickle(path, tmp_path)
+
+
+def test_missing_files_and_other_forms_are_told(tmp_path: Path) -> None:
+    saved = unpack("stage3_bf16_world2", tmp_path)
+    second = saved.checkpoint / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckpointError, match="saved by 2 ranks and has the optimizer states of 1"):
+        DeepSpeedSource(saved.checkpoint)
+    second.with_name(second.name.replace("rank_1", "rank_2")).write_bytes(content)
+    with pytest.raises(CheckpointError, match="no optim states of rank 1"):
+        DeepSpeedSource(saved.checkpoint)
+    (saved.checkpoint / "layer_00-model_00-model_states.pt").touch()
+    with pytest.raises(NotBuiltYetError, match="pipeline"):
+        DeepSpeedSource(saved.checkpoint)
+
+
+def test_a_link_that_leads_out_is_not_followed(tmp_path: Path) -> None:
+    saved = unpack("stage0_bf16_world1", tmp_path / "a")
+    path = saved.checkpoint / "mp_rank_00_model_states.pt"
+    os.rename(path, tmp_path / "elsewhere.pt")
+    path.symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(CheckpointError, match="leads out"):
+        DeepSpeedSource(saved.checkpoint)
