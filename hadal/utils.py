@@ -6,6 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hadal.checkpoint.fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+    )
     from hadal.zero.state import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -37,12 +45,14 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
 ]
+_OF_CHECKPOINTS = ("_zero_checkpoint", "_fp32_state_dict")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hadal.utils' has no attribute {name!r}")
-    value = getattr(importlib.import_module("hadal.zero.state"), name)
+    room = "hadal.checkpoint.fp32" if name.endswith(_OF_CHECKPOINTS) else "hadal.zero.state"
+    value = getattr(importlib.import_module(room), name)
     globals()[name] = value
     return value
 

@@ -24,6 +24,7 @@ from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.live import Live
 from hadal.checkpoint.moments import MemoryPlan, plan_memory
+from hadal.checkpoint.opening import open_source
 from hadal.checkpoint.source import Own, Source, StoredSource
 from hadal.checkpoint.together import together
 from hadal.checkpoint.weights import Reading, plan_bucket
@@ -101,7 +102,8 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
     world, what = live.world, f"checkpoint {folder} was not loaded"
     with ExitStack() as stack:
         with together(world, what):
-            source = _opened(folder, live, wanted)
+            names = live.group_names() if _wants_optimizer(wanted) else None
+            source = open_source(folder, live.part, names)
             stack.callback(source.close)
         marks = set(gather_objects(source.mark, world))
         with together(world, what):
@@ -112,12 +114,6 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
             elif live.rules.verifies and not live.rules.is_node_local:
                 source.verify(world.rank, world.size)
         return load_from(source, live, wanted, what)
-
-
-def _opened(folder: Path, live: Live, wanted: Wanted) -> StoredSource | DeepSpeedSource:
-    if (folder / folders.INDEX).is_file():
-        return StoredSource(folder, live.part)
-    return DeepSpeedSource(folder, live.group_names() if _wants_optimizer(wanted) else None)
 
 
 def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:

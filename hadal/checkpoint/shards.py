@@ -8,8 +8,9 @@ is made and the checksum is that of the bytes as they are handed out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -74,25 +75,44 @@ def write_tensors(
 def _chunks(
     path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], nbytes: int
 ) -> Iterator[Chunk]:
-    header: dict[str, object] = {"__metadata__": dict(texts)}
-    end = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{path} cannot hold {name}, a tensor of {tensor.dtype}")
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    rows = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    yield header_of(path, rows, texts)
     for tensor in tensors.values():
         if not tensor.numel():
             continue
         for piece in tensor.detach().reshape(-1).split(max(1, nbytes // tensor.element_size())):
-            yield piece.cpu().contiguous().view(torch.uint8).numpy().data
+            yield bytes_of(piece)
+
+
+def header_of(
+    path: Path,
+    rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+    texts: Mapping[str, str],
+) -> bytes:
+    """How a file begins: name, shape and dtype of the tensors that follow, in order, and texts.
+
+    Raises:
+        CheckpointError: a dtype has no name in the format; `path` is named.
+    """
+    header: dict[str, object] = {"__metadata__": dict(texts)}
+    end = 0
+    for name, shape, dtype in rows:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path} cannot hold {name}, a tensor of {dtype}")
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The bytes of a 1-D tensor that has elements."""
+    return flat.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

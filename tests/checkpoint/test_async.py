@@ -15,6 +15,7 @@ from engine.logs import logged
 from engine.toys import assert_equal, engine_of, train
 from ranks import RankPools
 
+from checkpoint.listing import names_in
 from hadal import comm
 from hadal.checkpoint import saving
 from hadal.errors import CheckpointError
@@ -108,7 +109,7 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
     assert len(errors) == 1
     assert Path(folder, "latest").read_text() == "good"
     comm.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["good", "latest"]
+    assert names_in(folder) == ["good", "latest"]
     engine.wait_for_checkpoint()  # it is told once
     engine.save_checkpoint(folder, "next")
     engine.wait_for_checkpoint()

@@ -16,6 +16,7 @@ from engine.toys import assert_equal, engine_of, train
 from ranks import RankPools
 from torch import nn
 
+from checkpoint.listing import names_in
 from hadal import comm
 from hadal.checkpoint.keep import Keep, prune
 from hadal.errors import CheckpointError
@@ -135,7 +136,7 @@ def save_all_unsavable(folder: str) -> None:
     for value, told in [*UNSAVABLE.values(), (endless(), "client_state is nested too deep")]:
         with pytest.raises(CheckpointError, match=told):
             engine.save_checkpoint(folder, "other", client_state={"k": value})
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step0", "latest"]
+    assert names_in(folder) == ["global_step0", "latest"]
 
 
 def test_what_cannot_be_saved_is_named_by_its_path(ranks: RankPools, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def save_many(folder: str, section: dict[str, Any]) -> list[str]:
     for number in range(5):
         engine.save_checkpoint(folder, f"s{number}")
     comm.barrier()
-    return sorted(path.name for path in Path(folder).iterdir())
+    return names_in(folder)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +182,9 @@ def save_and_prune(folder: str) -> None:
     Path(folder, "b", "rank_00000.safetensors").unlink()
     time.sleep(0.01)
     prune(Path(folder), "c", Keep(last=1))
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["a", "b", "c", "latest"]
+    assert names_in(folder) == ["a", "b", "c", "latest"]
     prune(Path(folder), "a", Keep(hours=1e-9))
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["a", "b", "latest"]
+    assert names_in(folder) == ["a", "b", "latest"]
 
 
 def test_the_latest_checkpoint_never_goes(ranks: RankPools, tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def replace_one(folder: str) -> None:
     train(engine, range(1))
     engine.save_checkpoint(folder, "same")
     saved = engine.state_dict()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "same"]
+    assert names_in(folder) == ["latest", "same"]
     assert (home / "tokenizer.txt").read_text() == "the user's own"
     other = engine_of(2)
     other.load_checkpoint(folder)
@@ -225,7 +226,7 @@ def replace_one(folder: str) -> None:
             with pytest.raises(CheckpointError, match="no complete checkpoint"):
                 engine.load_checkpoint(folder, tag)
     comm.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "same"]
+    assert names_in(folder) == ["latest", "same"]
 
 
 def test_a_checkpoint_takes_the_place_of_another(ranks: RankPools, tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Weights out of a checkpoint, without ranks: as a file, or as a state dict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
+from hadal.checkpoint.huggingface import Value, in_order, write_model
+from hadal.checkpoint.source import Source
+from hadal.errors import CheckpointError, NotBuiltYetError
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+"""What weights can be converted to, by the names that configurations have for them."""
+_log = logging.getLogger(__name__)
+_CUT_NUMEL = 1 << 22
+
+
+class Stored(NamedTuple):
+    """A value as it shall be given out, and the kind that it is read from."""
+
+    value: Value
+    kind: str
+
+
+def stored_values(
+    source: Source, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
+) -> list[Stored]:
+    """Weights and buffers in the order of the source; in their own dtype, or in that one.
+
+    Where the dtype is not the weights' own, they come from the masters. Buffers become wider, but
+    never narrower: what is fp32 beside 16-bit weights is so on purpose.
+
+    Raises:
+        CheckpointError: frozen parameters cannot be told from trained ones.
+        NotBuiltYetError: the model was saved in parts.
+    """
+    if source.parts != 1:
+        raise NotBuiltYetError(
+            f"{source.path} holds a model in {source.parts} model-parallel parts; joining them is"
+            " not built yet"
+        )
+    trained = {name for group in source.groups for name in group.names}
+    if exclude_frozen and not trained:
+        raise CheckpointError(
+            f"{source.path} does not tell which parameters were trained; leave frozen ones in"
+        )
+    found = []
+    for (name, kind), entry in source.entries.items():
+        if kind not in (WEIGHT, BUFFER) or (
+            kind == WEIGHT and exclude_frozen and name not in trained
+        ):
+            continue
+        wanted = entry.dtype
+        if dtype is not None and wanted.is_floating_point:
+            wanted = dtype if kind == WEIGHT else torch.promote_types(wanted, dtype)
+        if wanted != entry.dtype and (name, MASTER) in source.entries:
+            kind = MASTER
+        found.append(Stored(Value(name, entry.shape, wanted), kind))
+    return found
+
+
+def tied_names(source: Source, stored: list[Stored]) -> dict[str, str]:
+    """Further names of what is given out."""
+    kept = {one.value.name for one in stored}
+    return {alias: name for alias, name in source.aliases.items() if name in kept}
+
+
+def export(
+    source: Source,
+    folder: Path,
+    filename: str,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_nbytes: int,
+    exclude_frozen: bool = False,
+) -> list[Path]:
+    """Write the weights of a checkpoint in the layout of the Hugging Face hub.
+
+    Raises:
+        CheckpointError: it cannot be read or written.
+    """
+    _tell_of_masters(source, dtype)
+    stored = stored_values(source, dtype, exclude_frozen=exclude_frozen)
+    kinds = {one.value.name: one.kind for one in stored}
+    values = in_order(one.value for one in stored)
+    return write_model(
+        folder,
+        filename,
+        values,
+        _cuts(source, values, kinds),
+        tied_names(source, stored),
+        max_shard_nbytes,
+    )
+
+
+def _cuts(source: Source, values: list[Value], kinds: Mapping[str, str]) -> Iterator[Tensor]:
+    for value in values:
+        for start in range(0, value.numel, _CUT_NUMEL):
+            stop = min(start + _CUT_NUMEL, value.numel)
+            yield source.read(value.name, kinds[value.name], start, stop).to(value.dtype)
+
+
+def _tell_of_masters(source: Source, dtype: torch.dtype | None) -> None:
+    """Say where fp32 values are asked for and only rounded ones are there."""
+    kinds = {kind for _, kind in source.entries}
+    narrow = [
+        name
+        for (name, kind), entry in source.entries.items()
+        if kind == WEIGHT and entry.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if dtype == torch.float32 and narrow and MASTER not in kinds:
+        _log.warning(
+            "%s holds no fp32 masters that can be told by their names (DeepSpeed's stage 0 saves"
+            " none): the values given out are those of the 16-bit weights",
+            source.path,
+        )
+
+
+class LazyTensor:
+    """A tensor of a checkpoint that is read when `contiguous()` is called."""
+
+    def __init__(self, source: Source, stored: Stored) -> None:
+        self._source = source
+        self._stored = stored
+        self.shape = torch.Size(stored.value.shape)
+        self.dtype = stored.value.dtype
+
+    def contiguous(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        return read_whole(self._source, self._stored)
+
+
+def read_whole(source: Source, stored: Stored) -> Tensor:
+    """A value in memory of its own."""
+    value, kind = stored
+    found = torch.empty(value.numel, dtype=value.dtype)
+    for start in range(0, value.numel, _CUT_NUMEL):
+        stop = min(start + _CUT_NUMEL, value.numel)
+        found[start:stop].copy_(source.read(value.name, kind, start, stop))
+    return found.view(value.shape)
+
+
+def state_dict_of(
+    source: Source, dtype: torch.dtype | None, *, exclude_frozen: bool = False, lazy: bool = False
+) -> dict[str, Tensor | LazyTensor]:
+    """All weights and buffers, under all their names; tied ones are one tensor."""
+    _tell_of_masters(source, dtype)
+    stored = stored_values(source, dtype, exclude_frozen=exclude_frozen)
+    state: dict[str, Tensor | LazyTensor] = {
+        one.value.name: LazyTensor(source, one) if lazy else read_whole(source, one)
+        for one in stored
+    }
+    return state | {alias: state[name] for alias, name in tied_names(source, stored).items()}
+
+
+def load_weights(model: nn.Module, source: Source) -> None:
+    """Put fp32 values into a model on the host; names that it lacks, or has beside, are left."""
+    model.cpu()
+    model.load_state_dict(state_dict_of(source, torch.float32), strict=False)

@@ -1,0 +1,206 @@
+"""Weights in the layout of the Hugging Face hub, written as they come, one cut after the other.
+
+One `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
+`model.safetensors.index.json`. Tied parameters are written once; the header tells their further
+names, as `safetensors.torch.load_model` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hadal.checkpoint.files import Chunk, naming, new_mark, replace_file, sync_folder, write_file
+from hadal.checkpoint.shards import bytes_of, header_of
+from hadal.errors import CheckpointError
+
+MAX_SHARD = "5GB"
+NAME = "model.safetensors"
+PICKLE = "pytorch_model.bin"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Value(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+def nbytes_of(size: str | int) -> int:
+    """A size in bytes: a number, or text as "5GB" (powers of 1000) or "2GiB" (of 1024).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = _SIZE.fullmatch(str(size).strip())
+    nbytes = 0
+    if found:
+        base = 1024 if found[3] else 1000
+        nbytes = int(float(found[1]) * base ** _POWER[found[2].upper()])
+    if nbytes < 1:
+        raise ValueError(f'a size must be a number of bytes, or text as "5GB", found {size!r}')
+    return nbytes
+
+
+def in_order(values: Iterable[Value]) -> list[Value]:
+    """The order in which values are written: wide dtypes first, so that each one is aligned."""
+    return sorted(values, key=lambda value: -value.dtype.itemsize)
+
+
+def shards_of(values: Sequence[Value], max_shard_nbytes: int) -> list[list[Value]]:
+    """Values in as many files as it takes; one that is larger than a file has one for itself."""
+    shards: list[list[Value]] = [[]]
+    nbytes = 0
+    for value in values:
+        if shards[-1] and nbytes + value.nbytes > max_shard_nbytes:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(value)
+        nbytes += value.nbytes
+    return shards
+
+
+def names_of(filename: str, count: int) -> list[str]:
+    """The names of the files: that one, or one for each shard."""
+    if count == 1:
+        return [filename]
+    stem, ending = os.path.splitext(filename)
+    return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
+
+
+def write_model(
+    folder: Path,
+    filename: str,
+    values: Sequence[Value],
+    cuts: Iterator[Tensor],
+    aliases: Mapping[str, str],
+    max_shard_nbytes: int,
+) -> list[Path]:
+    """Write values into `folder`; files of an earlier export there are replaced.
+
+    `cuts` are the elements of all values, one after the other, in tensors that do not go across
+    two values. They are asked for as they are written. A file whose name does not end in
+    `.safetensors` is written by `torch.save`, from whole values.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    shards = shards_of(values, max_shard_nbytes)
+    names = names_of(filename, len(shards))
+    mark = new_mark()
+    drafts = [folder / f".{name}.{mark}.partial" for name in names]
+    is_safe = filename.endswith(".safetensors")
+    write = _write_safetensors if is_safe else _write_pickle
+    with naming(folder, "written"):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for draft, shard in zip(drafts, shards, strict=True):
+            kept = {value.name for value in shard}
+            write(draft, shard, cuts, {a: name for a, name in aliases.items() if name in kept})
+        with naming(folder, "written"):
+            _remove_earlier(folder, filename)
+            for draft, name in zip(drafts, names, strict=True):
+                os.replace(draft, folder / name)
+            sync_folder(folder)
+    except BaseException:
+        for draft in drafts:
+            with suppress(OSError):
+                draft.unlink()
+        raise
+    if len(shards) > 1:
+        shared = aliases if not is_safe else {}
+        replace_file(folder / f"{filename}.index.json", _index(shards, names, shared))
+    return [folder / name for name in names]
+
+
+def _index(shards: Sequence[Sequence[Value]], names: Sequence[str], aliases: Any) -> str:
+    places = {
+        value.name: name for name, shard in zip(names, shards, strict=True) for value in shard
+    }
+    places |= {alias: places[name] for alias, name in aliases.items() if name in places}
+    total = sum(value.nbytes for shard in shards for value in shard)
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _remove_earlier(folder: Path, filename: str) -> None:
+    """Remove what an earlier export of the same name has left, whatever its number of files."""
+    stem, ending = os.path.splitext(filename)
+    own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(ending)}(\.index\.json)?")
+    for path in list(folder.iterdir()):
+        if own.fullmatch(path.name):
+            path.unlink()
+
+
+def _write_safetensors(
+    path: Path, shard: Sequence[Value], cuts: Iterator[Tensor], aliases: Mapping[str, str]
+) -> None:
+    header = header_of(
+        path,
+        [(value.name, value.shape, value.dtype) for value in shard],
+        {"format": "pt", **aliases},
+    )
+    write_file(path, _chunks(header, shard, cuts))
+
+
+def _chunks(header: bytes, shard: Sequence[Value], cuts: Iterator[Tensor]) -> Iterator[Chunk]:
+    yield header
+    for value in shard:
+        for cut in _cuts_of(value, cuts):
+            yield bytes_of(cut.reshape(-1))
+
+
+def _cuts_of(value: Value, cuts: Iterator[Tensor]) -> Iterator[Tensor]:
+    left = value.numel
+    while left > 0:
+        cut = next(cuts)
+        left -= cut.numel()
+        if left < 0 or cut.dtype != value.dtype:
+            raise CheckpointError(
+                f"{value.name} was to be written as {value.numel} elements of {value.dtype}; there"
+                f" came {cut.numel()} of {cut.dtype}, {left} were left"
+            )
+        yield cut
+
+
+def _write_pickle(
+    path: Path, shard: Sequence[Value], cuts: Iterator[Tensor], aliases: Mapping[str, str]
+) -> None:
+    state = {}
+    for value in shard:
+        whole = torch.empty(value.numel, dtype=value.dtype)
+        start = 0
+        for cut in _cuts_of(value, cuts):
+            whole[start : start + cut.numel()].copy_(cut.reshape(-1))
+            start += cut.numel()
+        state[value.name] = whole.view(value.shape)
+    state |= {alias: state[name] for alias, name in aliases.items()}
+    with naming(path, "written"), open(path, "xb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # a full disk, among others
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+        file.flush()
+        os.fsync(file.fileno())
