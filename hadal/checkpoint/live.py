@@ -32,6 +32,10 @@ class Rules:
     uses_masters: bool = True
     """Whether masters are loaded from saved ones; else from the weights."""
     writing: Writing = field(default_factory=Writing)
+    gathers_weights: bool = False
+    """Whether partitioned weights are gathered to save the model alone."""
+    cuts_weights: bool = False
+    """Whether weights are partitioned."""
     stage: int = 0
     """The usual name of how state is partitioned; told by those who read the folder."""
 
@@ -89,6 +93,17 @@ class Live:
         for path, module in self.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield path, module
+
+    def is_trained(self, parameter: nn.Parameter) -> bool:
+        """Whether updates change it."""
+        bucket = self.runtime.bucket_of.get(parameter)
+        return parameter.requires_grad if bucket is None else bucket.trainable
+
+    def frozen_names(self) -> Iterator[str]:
+        """All names of the parameters that are not trained."""
+        for parameter, names in self.names().items():
+            if not self.is_trained(parameter):
+                yield from names
 
     def group_names(self) -> list[list[str]]:
         """The full names of each param group's parameters, in the order of the buckets."""

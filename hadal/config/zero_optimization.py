@@ -149,8 +149,8 @@ class ZeroOptimization(Section):
     )
     stage3_gather_16bit_weights_on_model_save: Boolean = key(
         False,
-        "Gather the whole model to save it in 16 bits. engine.state_dict() does so when called.",
-        mark=NO_EFFECT,
+        "Let engine.save_16bit_model gather partitioned weights. Where it is false, that writes "
+        "nothing at stage 3 and says so; engine.state_dict() always gathers.",
     )
     stage3_module_granularity_threshold: Integer = key(
         0,

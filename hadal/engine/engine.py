@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -25,6 +25,7 @@ from hadal.config import Config
 from hadal.device import give_back_freed_memory
 from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
+from hadal.engine.giving import GivesWeights
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, Parts
@@ -44,7 +45,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 
 
-class Engine(nn.Module):
+class Engine(GivesWeights):
     """A model under training. Made by `hadal.initialize`; one class for every configuration.
 
     Attributes that it does not have are the module's.

@@ -101,6 +101,8 @@ def saving_of(config: Config) -> Rules:
         else Writing(writer.io_buffer_size, writer.io_buffer_double, writer.show_statistics),
         uses_masters=zero.load_from_fp32_weights,
         stage=zero.stage,
+        cuts_weights=STAGES[zero.stage].weights,
+        gathers_weights=zero.stage3_gather_16bit_weights_on_model_save,
     )
 
 

@@ -32,8 +32,6 @@ _ZERO = "zero_optimization."
 OF_A_FEATURE = {
     "optimizer.params{type=OneBit*": "1-bit optimizers",
     "optimizer.params{type=ZeroOneAdam*": "1-bit optimizers",
-    f"{_ZERO}gather_16bit_weights_on_model_save": "checkpoints",
-    f"{_ZERO}stage3_gather_*": "checkpoints",
     f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
     f"{_ZERO}zero_quantized_*": "compressed communication",
     f"{_ZERO}zeropp_loco_param*": "compressed communication",

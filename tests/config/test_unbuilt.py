@@ -113,7 +113,6 @@ def test_what_is_built_loads_in_silence(keys):
     "keys",
     [
         {"sub_group_size": 1e6},
-        {"stage3_gather_16bit_weights_on_model_save": True},
         {"round_robin_gradients": True},
         {"contiguous_gradients": False},
     ],

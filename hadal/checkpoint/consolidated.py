@@ -1,0 +1,151 @@
+"""Whole weights of a model under training, on one rank, a bucket at a time.
+
+All ranks gather each bucket in turn; rank 0 takes what it needs before the next one. So the others
+need memory for one bucket, and rank 0 for what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hadal.checkpoint.huggingface import Value, write_model
+from hadal.checkpoint.live import Live
+from hadal.checkpoint.together import together
+from hadal.zero.bucket import Bucket
+
+_PIECE_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's parameters and persistent buffers, wide dtypes first."""
+
+    live: Live
+    holders: list[Bucket | tuple[str, Tensor]]
+    """Buckets, and by their names the tensors that lie in none."""
+    aliases: dict[str, str]
+    """Further names of tied parameters, and the names that `values` has for them."""
+    excluded: frozenset[str]
+    """Parameters of these buckets that are not wanted."""
+
+    def values(self) -> Iterator[Value]:
+        """What there is, in the order of `cuts`."""
+        for holder in self.holders:
+            for name, tensor in self._members(holder):
+                yield Value(name, tuple(tensor.shape), tensor.dtype)
+
+    def cuts(self) -> Iterator[Tensor]:
+        """Each value that has elements, readable until the next is asked for.
+
+        A collective: every rank must ask for all of them.
+        """
+        for holder in self.holders:
+            gathered = [holder] if isinstance(holder, Bucket) else []
+            with self.live.runtime.whole(gathered):
+                for _, tensor in self._members(holder):
+                    if tensor.numel():
+                        yield tensor.detach()
+
+    def _members(self, holder: Bucket | tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if not isinstance(holder, Bucket):
+            yield holder
+            return
+        for slot, parameter in zip(holder.layout.slots, holder.parameters, strict=True):
+            if slot.name not in self.excluded:
+                yield slot.name, parameter
+
+
+def weights_of(live: Live, *, exclude_frozen: bool = False) -> Weights:
+    """What can be had of a model; nothing is gathered yet."""
+    runtime = live.runtime
+    frozen = {p for p in live.names() if exclude_frozen and not live.is_trained(p)}
+    loose = [(name, p) for name, p in live.unmanaged() if p not in frozen]
+    buckets = [b for b in runtime.buckets if any(p not in frozen for p in b.parameters)]
+    holders: list[Bucket | tuple[str, Tensor]] = [*live.buffers(), *loose, *buckets]
+    first: dict[nn.Parameter, str] = {}
+    excluded: set[str] = set()
+    for bucket in runtime.buckets:
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            first[parameter] = slot.name
+            if parameter in frozen:
+                excluded.add(slot.name)
+    aliases: dict[str, str] = {}
+    for parameter, names in live.names().items():
+        kept = first.get(parameter, names[0])
+        if parameter not in frozen:
+            aliases |= {name: kept for name in names if name != kept}
+    return Weights(live, sorted(holders, key=_itemsize, reverse=True), aliases, frozenset(excluded))
+
+
+def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:
+    tensor = holder.parameters[0] if isinstance(holder, Bucket) else holder[1]
+    return tensor.element_size()
+
+
+@torch.no_grad()
+def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str, Tensor] | None:
+    """The whole state on the host of rank 0, None on the others. All ranks must call it.
+
+    Tied parameters are one tensor under several names; the order is the model's.
+    """
+    weights = weights_of(live, exclude_frozen=exclude_frozen)
+    kept: dict[str, Tensor] = {}
+    values = list(weights.values())
+    named = (value.name for value in values if value.numel)
+    for name, tensor in zip(named, weights.cuts(), strict=True):
+        if live.world.rank == 0:
+            kept[name] = tensor.to("cpu", copy=True)
+    if live.world.rank != 0:
+        return None
+    for value in values:
+        if not value.numel:
+            kept[value.name] = torch.empty(value.shape, dtype=value.dtype)
+    kept |= {alias: kept[name] for alias, name in weights.aliases.items()}
+    return OrderedDict((name, kept[name]) for name in _in_model(live.module) if name in kept)
+
+
+def _in_model(module: nn.Module) -> Iterator[str]:
+    """Every name of the state, in the order of `state_dict`."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for key in [*owner._parameters, *owner._buffers]:
+            yield f"{path}.{key}" if path else key
+
+
+@torch.no_grad()
+def write_consolidated(
+    live: Live, folder: Path, filename: str, max_shard_nbytes: int, *, exclude_frozen: bool = False
+) -> None:
+    """Write the whole model in the layout of the Hugging Face hub. All ranks must call it.
+
+    Raises:
+        CheckpointError: rank 0 cannot write it; on every rank.
+    """
+    weights = weights_of(live, exclude_frozen=exclude_frozen)
+    cuts = weights.cuts()
+    with together(live.world, f"{folder / filename} was not written"):
+        try:
+            if live.world.rank == 0:
+                values = list(weights.values())
+                copies = _copies(cuts)
+                write_model(folder, filename, values, copies, weights.aliases, max_shard_nbytes)
+        finally:
+            # Gathers are collectives: whatever has happened here, the others are at them.
+            for _ in cuts:
+                pass
+
+
+def _copies(cuts: Iterator[Tensor]) -> Iterator[Tensor]:
+    """A small piece at a time, on the host.
+
+    Never a view of a bucket: memory that numpy has seen can not be resized any more, and so not
+    be freed.
+    """
+    for cut in cuts:
+        for piece in cut.reshape(-1).split(_PIECE_NUMEL):
+            yield piece.to("cpu", copy=True)

@@ -1,0 +1,121 @@
+"""Whole weights out of an engine: to a file, or as a state dict on one rank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hadal.checkpoint.consolidated import consolidated, write_consolidated
+from hadal.checkpoint.huggingface import MAX_SHARD, NAME, nbytes_of
+from hadal.errors import NotBuiltYetError
+
+if TYPE_CHECKING:
+    from hadal.checkpoint.live import Live
+
+_log = logging.getLogger(__name__)
+
+
+class GivesWeights(nn.Module):
+    """The part of an engine that gives its model's weights away. All ranks must call each method.
+
+    Rank 0 is given them a bucket at a time; the other ranks need memory for one bucket.
+    """
+
+    def _live(self) -> Live:
+        raise NotImplementedError
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
+        return self._live().rules.gathers_weights
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = NAME,
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: str | int = MAX_SHARD,
+    ) -> bool:
+        """Write the model, in the dtypes that it computes in, in Hugging Face layout.
+
+        Args:
+            save_dir: the folder; it is made where it does not exist.
+            save_filename: the file, or what several files are named after. Where it does not end in
+                `.safetensors`, `torch.save` writes it, and rank 0 holds a whole file in memory.
+            exclude_frozen_parameters: leave out what is not trained.
+            max_shard_size: the longest file, as "5GB" or in bytes.
+
+        Returns:
+            Whether it was written: not at stage 3, where weights are gathered for this only if
+            `stage3_gather_16bit_weights_on_model_save` is true. That is told.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+            ValueError: `max_shard_size` is no size.
+        """
+        live = self._live()
+        nbytes = nbytes_of(max_shard_size)
+        if live.rules.cuts_weights and not live.rules.gathers_weights:
+            if live.world.rank == 0:
+                _log.warning(
+                    "save_16bit_model has written nothing: the weights are partitioned, and"
+                    " zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it"
+                    " to true, or save a checkpoint and run `hadal checkpoint export`"
+                )
+            return False
+        self._begin_giving("save_16bit_model", live)
+        write_consolidated(
+            live,
+            Path(save_dir),
+            save_filename,
+            nbytes,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = NAME) -> bool:
+        """The same as `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    @torch.no_grad()
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """As `state_dict`: whole, on every rank; without frozen parameters if wanted."""
+        state = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name in self._live().frozen_names():
+                state.pop(prefix + name, None)
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole model on the host of rank 0, None elsewhere; tied names share a tensor."""
+        live = self._live()
+        self._begin_giving("_consolidated_16bit_state_dict", live)
+        return consolidated(live, exclude_frozen=exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The same, under the name that other programs call at stage 3."""
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _begin_giving(self, method: str, live: Live) -> None:
+        if live.parts != 1:
+            raise NotBuiltYetError(
+                f"engine.{method} is not built yet for a model whose parts lie on several ranks;"
+                " save engine.state_dict() of each part"
+            )
+        live.runtime.meet_at_checkpoint()
