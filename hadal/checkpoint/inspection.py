@@ -1,0 +1,157 @@
+"""What is in a folder of checkpoints, and whether it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hadal.checkpoint import folders
+from hadal.checkpoint.contents import WEIGHT
+from hadal.checkpoint.deepspeed.pickles import check_pickle
+from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.checkpoint.files import check_file, check_inside
+from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
+from hadal.checkpoint.source import Source, StoredSource
+from hadal.errors import CheckpointError, HadalError
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a checkpoint holds of one kind in one dtype."""
+
+    kind: str
+    dtype: str
+    tensors: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Report:
+    """One checkpoint."""
+
+    tag: str
+    folder: str
+    is_latest: bool
+    writer: str = "unknown"
+    stage: int | None = None
+    world_size: int | None = None
+    global_steps: int | None = None
+    saved_at: float | None = None
+    parameters: int = 0
+    """Elements of all weights, tied ones once."""
+    file_count: int = 0
+    file_nbytes: int = 0
+    holdings: list[Holding] = field(default_factory=list)
+    checked: bool = False
+    """Whether every byte was compared with its checksum."""
+    faults: list[str] = field(default_factory=list)
+
+
+def inspected(path: Path, tag: str | None = None, *, verify: bool = True) -> list[Report]:
+    """The checkpoint that is meant, or all in a folder, in the order of their steps.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if tag is not None or is_checkpoint(path):
+        folder = folder_of(path, tag)
+        return [_report(folder, _latest(folder.parent), verify)]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; give the one that save_checkpoint wrote to")
+    latest = _latest(path)
+    found = [p for p in path.iterdir() if not p.name.startswith(".") and is_checkpoint(p)]
+    reports = [_report(folder, latest, verify) for folder in found]
+    if not reports:
+        folder_of(path)  # tells why
+        raise CheckpointError(f"{path} holds no checkpoint")
+    if latest is not None and latest not in {report.tag for report in reports}:
+        lost = f"{path / folders.LATEST} names {latest!r}, and no such checkpoint is there"
+        reports.append(Report(latest, str(path / latest), True, faults=[lost]))
+    return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))
+
+
+def _latest(folder: Path) -> str | None:
+    with suppress(CheckpointError):
+        if (found := folders.find(folder, None)) is not None:
+            return found.name
+    return folders.latest_tag(folder)
+
+
+def _report(folder: Path, latest: str | None, verify: bool) -> Report:
+    report = Report(folder.name, str(folder), folder.name == latest)
+    try:
+        source = open_source(folder)
+    except HadalError as error:
+        report.faults.append(str(error))
+        return report
+    try:
+        _describe(report, source)
+        if verify:
+            report.faults += _damage(source)
+            report.checked = True
+    finally:
+        source.close()
+    return report
+
+
+def _describe(report: Report, source: StoredSource | DeepSpeedSource) -> None:
+    report.stage, report.world_size = source.stage, source.world_size
+    report.writer = "Hadal"
+    if isinstance(source, DeepSpeedSource):
+        report.writer = f"DeepSpeed {source.version}{' universal' * source.is_universal}"
+    else:
+        report.saved_at = source.saved_at
+    report.global_steps = _steps(source.scalars)
+    report.holdings = _holdings(source)
+    report.parameters = sum(one.numel for one in report.holdings if one.kind == WEIGHT)
+    for path in _paths(source):
+        with suppress(OSError):
+            report.file_nbytes += path.stat().st_size
+            report.file_count += 1
+
+
+def _steps(scalars: Any) -> int | None:
+    counters = scalars.get("counters", {}) if isinstance(scalars, dict) else {}
+    steps = counters.get("global_steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _holdings(source: Source) -> list[Holding]:
+    found: dict[tuple[str, torch.dtype], list[int]] = {}
+    for (_, kind), entry in source.entries.items():
+        found.setdefault((kind, entry.dtype), []).append(entry.numel)
+    return [
+        Holding(
+            kind,
+            str(dtype).removeprefix("torch."),
+            len(numels),
+            sum(numels),
+            sum(numels) * dtype.itemsize,
+        )
+        for (kind, dtype), numels in found.items()
+    ]
+
+
+def _paths(source: StoredSource | DeepSpeedSource) -> list[Path]:
+    if isinstance(source, DeepSpeedSource):
+        return list(source.files)
+    return [source.path / name for name in source.files]
+
+
+def _damage(source: StoredSource | DeepSpeedSource) -> Iterator[str]:
+    """What is wrong with each file whose bytes are not those that were written."""
+    for path in _paths(source):
+        try:
+            check_inside(path, source.path)
+            if isinstance(source, DeepSpeedSource):
+                check_pickle(path, source.path)
+            else:
+                check_file(path, source.files[path.name], whole=True)
+        except CheckpointError as error:
+            yield str(error)

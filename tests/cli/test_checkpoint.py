@@ -1,0 +1,183 @@
+"""`hadal checkpoint`: inspecting and exporting, in fresh processes and inside this one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.deepspeed_cases import toy, unpack
+from ranks import RankPools
+from safetensors.torch import load_file
+
+import hadal
+from hadal import comm
+from hadal.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+FILES = ("index.json", "rank_00000.safetensors", "rank_00001.safetensors")
+
+
+def save_two(folder: str) -> None:
+    model = toy.Toy()
+    engine, *_ = hadal.initialize(
+        model=model, model_parameters=toy.groups_of(model), config=toy.config_of(2, "bf16")
+    )
+    for step in range(2):
+        tokens = toy.batch_of(step, comm.get_rank())
+        engine.backward(toy.loss_of(engine(tokens), tokens))
+        engine.step()
+        engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def made(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    ranks(2).run(save_two, str(folder))
+    return folder
+
+
+@pytest.fixture
+def saved(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "saved"))
+
+
+def inspected(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
+    code = main(["checkpoint", "inspect", str(folder), "--json", *options])
+    out = capsys.readouterr().out
+    return code, json.loads(out) if out else None
+
+
+def test_what_is_inside_is_told(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, reports = inspected(saved, capsys)
+    assert code == 0
+    assert [report["tag"] for report in reports] == ["global_step1", "global_step2"]
+    assert [report["is_latest"] for report in reports] == [False, True]
+    last = reports[-1]
+    expected = {"writer": "Hadal", "stage": 2, "world_size": 2, "global_steps": 2, "faults": []}
+    assert {key: last[key] for key in expected} == expected
+    assert last["parameters"] == sum(p.numel() for p in toy.Toy().parameters())
+    holdings = {(one["kind"], one["dtype"]): one for one in last["holdings"]}
+    assert holdings["weight", "bfloat16"]["nbytes"] == 2 * last["parameters"]
+    assert holdings["state.exp_avg", "float32"]["tensors"] == 8
+    assert last["checked"] and last["saved_at"] > 1e9
+    assert last["file_nbytes"] == sum(
+        path.stat().st_size for path in (saved / "global_step2").glob("rank_*")
+    )
+    code, (only,) = inspected(saved, capsys, "--tag", "global_step1", "--quick")
+    assert (code, only["tag"], only["checked"]) == (0, "global_step1", False)
+    code, (only,) = inspected(saved / "global_step2", capsys)
+    assert only["is_latest"]
+
+
+def test_people_see_a_table(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("global_step2", "latest", "whole", "state.exp_avg", "bfloat16", "399"):
+        assert word in shown, word
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named(name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved / "global_step2" / name
+    data = bytearray(path.read_bytes())
+    data[-60] ^= 1
+    path.write_bytes(data)
+    code, reports = inspected(saved, capsys)
+    assert code == 1
+    healthy, damaged = sorted(reports, key=lambda report: report["tag"])
+    assert healthy["faults"] == []
+    assert len(damaged["faults"]) == 1 and name in damaged["faults"][0]
+    assert main(["checkpoint", "inspect", str(saved)]) == 1
+    shown = capsys.readouterr().out
+    assert "damaged" in shown and str(path) in shown
+    path.unlink()
+    if name != "index.json":  # without it there is no checkpoint, and `latest` names none
+        assert "cannot be read" in inspected(saved, capsys)[1][-1]["faults"][0]
+    assert main(["checkpoint", "inspect", str(saved)]) == 1
+
+
+def test_a_lost_latest_is_a_fault(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved / "latest").write_text("global_step9")
+    code, reports = inspected(saved, capsys)
+    assert code == 1
+    assert [r["faults"] for r in reports if r["is_latest"]] == [
+        [f"{saved / 'latest'} names 'global_step9', and no such checkpoint is there"]
+    ]
+
+
+@pytest.mark.parametrize("case", ["stage3_bf16_world2", "universal1_fp16_world2"])
+def test_deepspeeds_are_told_too(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unpacked = unpack(case, tmp_path)
+    code, (report,) = inspected(tmp_path, capsys)
+    assert code == 0
+    assert report["writer"].startswith("DeepSpeed 0.19.8")
+    assert report["writer"].endswith("universal") == case.startswith("universal")
+    assert (report["is_latest"], report["world_size"], report["global_steps"]) == (True, 2, 3)
+    assert report["parameters"] == 399
+    for path in sorted(unpacked.checkpoint.rglob("*_states.pt"))[:1]:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+        code, (report,) = inspected(tmp_path, capsys)
+        assert code == 1 and path.name in report["faults"][0]
+
+
+def test_nothing_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 1
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(tmp_path / "no"), str(tmp_path / "out")]) == 1
+    assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "dtype"),
+    [
+        ("export", [], torch.bfloat16),
+        ("export", ["--dtype", "fp16"], torch.float16),
+        ("to-fp32", [], torch.float32),
+    ],
+)
+def test_weights_are_exported(
+    command: str, options: list[str], dtype: torch.dtype, saved: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    size = ["--max-shard-size", "500B"] if options else []
+    done = subprocess.run(
+        [sys.executable, "-m", "hadal.cli", "checkpoint", command, saved, out, *options, *size],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    paths = sorted(out.glob("*.safetensors"))
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == [str(p) for p in paths]
+    tensors: dict[str, torch.Tensor] = {}
+    for path in paths:
+        tensors |= load_file(path)
+    exact = hadal.utils.get_fp32_state_dict_from_zero_checkpoint(saved)
+    for name, value in tensors.items():
+        if name != "shift":
+            assert value.dtype == dtype
+            assert torch.equal(value, exact[name].to(dtype)), name
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, hadal.cli.main as m\nm.main(['checkpoint', '--help'])"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "to-fp32" in done.stdout
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "hadal.cli.checkpoint" in imported
+    assert not {"torch", "numpy", "rich", "safetensors"} & imported
