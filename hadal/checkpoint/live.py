@@ -110,6 +110,7 @@ class Live:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         names: list[list[str]] = [[] for _ in groups]
         for bucket in self.runtime.buckets:
-            for slot in bucket.layout.slots if bucket.trainable else ():
+            # There may be what could be trained, and no optimizer.
+            for slot in bucket.layout.slots if bucket.trainable and names else ():
                 names[slot.group].append(slot.name)
         return names

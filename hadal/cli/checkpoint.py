@@ -119,10 +119,11 @@ def _show(reports: list[Report]) -> None:
 
 
 def _overview(reports: list[Report]) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("checkpoint", overflow="fold")
     for title in ("written by", "stage", "ranks", "steps", "saved", "files", "health"):
         table.add_column(title)
@@ -137,11 +138,14 @@ def _overview(reports: list[Report]) -> Table:
 
 
 def _contents(report: Report) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     title = f"{escape(report.tag)}: {report.parameters:,} elements of weights"
-    table = Table("what", "dtype", "tensors", "elements", "bytes", title=title)
+    table = Table("what", "dtype", box=SIMPLE_HEAD, pad_edge=False, title=title)
+    for column in ("tensors", "elements", "bytes"):
+        table.add_column(column, justify="right")
     for one in report.holdings:
         table.add_row(one.kind, one.dtype, str(one.tensors), f"{one.numel:,}", _size(one.nbytes))
     return table

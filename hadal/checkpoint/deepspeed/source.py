@@ -50,6 +50,7 @@ _OWN_KEYS = frozenset(
     }
 )
 """Of the model states: what is DeepSpeed's. All other keys are the caller's."""
+_EXTRA_STATE_KEY_SUFFIX = "_extra_state"
 _LEFT_OUT = ("data_sampler", "random_ltd")
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
 
@@ -170,7 +171,7 @@ class DeepSpeedSource:
         shared = self._model["shared_params"] or {}
         frozen = self._model["frozen_param_shapes"] or {}
         for name, value in self._model["module"].items():
-            if not isinstance(value, Tensor) or name in dict(shared):
+            if not isinstance(value, Tensor) or name in dict(shared) or _is_extra(name):
                 continue
             if name in buffers:
                 self._enter(name, BUFFER, value.shape, value.dtype, [value])
@@ -254,6 +255,7 @@ class DeepSpeedSource:
             " loader's place: these stay as they are"
         ]
         kept = [key for key in _LEFT_OUT if self._model.get(key) is not None]
+        kept += [name for name in self._model["module"] if _is_extra(name)]
         if kept:
             told.append(f"{' and '.join(kept)} of it {'is' if len(kept) == 1 else 'are'} left out")
         return told
@@ -338,6 +340,11 @@ def all_files(files: Files) -> Iterator[Path]:
     yield from files.optimizer
     if files.values is not None:
         yield from sorted(files.values.rglob("*.pt"))
+
+
+def _is_extra(name: str) -> bool:
+    """Whether an entry of a state dict is what `get_extra_state` gave, and no tensor by name."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _has_elements(value: Any) -> bool:
