@@ -87,7 +87,9 @@ def test_at_stage_0_values_find_their_names(tmp_path: Path) -> None:
     first, second = group_names()
     turned = DeepSpeedSource(saved.checkpoint, [first[::-1], second[::-1]])
     assert [list(group.names) for group in turned.groups] == group_names()
-    with pytest.raises(CheckpointError, match=r"unexpected (master|elements) of"):
+    with pytest.raises(
+        CheckpointError, match=r"unexpected (master|elements) of .*load_optimizer_states"
+    ):
         DeepSpeedSource(saved.checkpoint, [second, first])
     with pytest.raises(CheckpointError, match=r"unexpected param groups: 2, here are \[8\]"):
         DeepSpeedSource(saved.checkpoint, [first + second])

@@ -205,3 +205,33 @@ def test_what_does_not_go_on_is_told_once(ranks: RankPools, tmp_path: Path) -> N
     first, second = ranks(2).run(tells, str(tmp_path))
     assert len(first) == 1 and second == []
     assert "random generators" in first[0]
+
+
+def refuses_another_optimizer(folder: str) -> None:
+    optimizer = {"type": "Lion", "params": {"lr": 0.01}}
+    engine = engine_of("stage2_bf16_world2", 1, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=r"holds the state of AdamW, and .* is Lion"):
+        engine.load_checkpoint(folder)
+    assert engine.global_steps == 0
+    comm.barrier()
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert engine.global_steps == 3
+    comm.barrier()
+
+
+def test_the_state_of_another_optimizer_is_refused(ranks: RankPools, tmp_path: Path) -> None:
+    unpack("stage2_bf16_world2", tmp_path)
+    ranks(2).run(refuses_another_optimizer, str(tmp_path))
+
+
+def loads_without_names(folder: str) -> None:
+    engine = engine_of("stage0_bf16_world2", 2)
+    saved = Unpacked.read("stage0_bf16_world2", Path(folder))
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert torch.equal(engine.state_dict()["gain"], saved.tensors["module.gain"])
+    comm.barrier()
+
+
+def test_stage_0_loads_without_its_optimizer(ranks: RankPools, tmp_path: Path) -> None:
+    unpack("stage0_bf16_world2", tmp_path)
+    ranks(2).run(loads_without_names, str(tmp_path))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,22 @@ _OWN_KEYS = frozenset(
     }
 )
 """Of the model states: what is DeepSpeed's. All other keys are the caller's."""
-_EXTRA_STATE_KEY_SUFFIX = "_extra_state"
+_EXTRA_STATE = "_extra_state"
+_SAME = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+_CLASSES = MappingProxyType(
+    {
+        **{name.lower(): name for name in _SAME},
+        "muadam": "Adam",
+        "muadamw": "AdamW",
+        "musgd": "SGD",
+    }
+)
+"""By the name in a configuration, however it is spelt: the class whose state it is."""
 _LEFT_OUT = ("data_sampler", "random_ltd")
-_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
+_FAULTS = (
+    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(RuntimeError, OverflowError),
+)
 
 
 class _Value(NamedTuple):
@@ -91,8 +105,8 @@ class DeepSpeedSource:
     ) -> None:
         model, files = self._model, self._files
         self.world_size, self.parts = int(model["dp_world_size"]), 1
-        self.optimizer: str | None = None
-        self.version = str(model["ds_version"])
+        self.optimizer: str | None = _optimizer_of(model["ds_config"])
+        self.version = str(model.get("ds_version"))
         self.is_universal = files.values is not None
         if optimizers and len(optimizers) != self.world_size:
             raise CheckpointError(
@@ -119,6 +133,9 @@ class DeepSpeedSource:
             key: value.entry for key, value in self._values.items()
         }
         self.scalars: Any = self._scalars(first)
+        rows = sorted((path.name, path.stat().st_size) for path in self.files)
+        self.mark = f"{self.scalars['counters']} {zlib.crc32(repr(rows).encode()):08x}"
+        """What tells this checkpoint from another of the same name."""
 
     def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """What the optimizer says of all parameters alike."""
@@ -141,7 +158,15 @@ class DeepSpeedSource:
             cut = layouts.cut_by_parameter if "fp32_flat_groups" in first else layouts.cut_by_table
             return cut(optimizers, self._shapes)
         if first and names is not None:
-            return layouts.whole(first, names, self._model["module"])
+            try:
+                return layouts.whole(first, names, self._model["module"])
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self.path} was saved at stage 0, where DeepSpeed does not name what its"
+                    f" optimizer holds, and the param groups here do not fit: {error}. Give the"
+                    " ones of the run that saved it, in the model's order, or"
+                    " load_optimizer_states=False"
+                ) from error
         return Trained()
 
     def _universal(self, folder: Path, first: Mapping[str, Any]) -> Trained:
@@ -260,12 +285,6 @@ class DeepSpeedSource:
             told.append(f"{' and '.join(kept)} of it {'is' if len(kept) == 1 else 'are'} left out")
         return told
 
-    @property
-    def mark(self) -> str:
-        """What tells this checkpoint from another of the same name."""
-        rows = sorted((path.name, path.stat().st_size) for path in self.files)
-        return f"{self.scalars['counters']} {zlib.crc32(repr(rows).encode()):08x}"
-
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """See that there are such elements; the files' headers were read at the start."""
         numel = self.entries[name, kind].numel
@@ -342,9 +361,16 @@ def all_files(files: Files) -> Iterator[Path]:
         yield from sorted(files.values.rglob("*.pt"))
 
 
+def _optimizer_of(config: Mapping[str, Any]) -> str | None:
+    """The class that the configuration asks for, as torch spells it; None: the caller gave one."""
+    section = config.get("optimizer")
+    name = section.get("type") if isinstance(section, dict) else None
+    return None if name is None else _CLASSES.get(str(name).lower(), str(name))
+
+
 def _is_extra(name: str) -> bool:
     """Whether an entry of a state dict is what `get_extra_state` gave, and no tensor by name."""
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _has_elements(value: Any) -> bool:
