@@ -53,7 +53,9 @@ def test_every_value_is_the_one_that_was_saved(case: str, tmp_path: Path) -> Non
             continue
         seen.add(kind)
         assert found.dtype == expected.dtype and torch.equal(found, expected), key
-    assert {"fp32", "exp_avg", "exp_avg_sq", "module"} <= seen
+    assert {"fp32", "module"} <= seen
+    # What DeepSpeed tells of moments there are other parameters'.
+    assert case.startswith("robin") or {"exp_avg", "exp_avg_sq"} <= seen
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,7 +72,8 @@ def test_what_is_no_tensor_is_there_too(case: str, tmp_path: Path) -> None:
         "history": [3, 2, 1],
         "note": {"who": "a caller"},
     }
-    assert [list(group.names) for group in source.groups] == group_names()
+    found = [sorted(group.names) for group in source.groups]
+    assert found == [sorted(names) for names in group_names()]
     assert source.aliases == {"head.weight": "words.weight"}
     assert source.schedule == {"last_batch_iteration": 2}
     assert source.scalars["scale"][0] == saved.facts["scale"]
@@ -128,6 +131,41 @@ def test_cuts_of_every_parameter_join_again(data: st.DataObject) -> None:
         if value.numel():
             moment = torch.cat(found.state[name, "exp_avg"])[: value.numel()]
             assert torch.equal(moment, 2 * value)
+
+
+@given(st.data())
+def test_even_cuts_of_whole_groups_join_again(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    rows = data.draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3))
+    shapes = [{f"{i}.{j}": (n,) for j, n in enumerate(row)} for i, row in enumerate(rows)]
+    gaps = [data.draw(st.lists(st.integers(0, 3), min_size=len(r), max_size=len(r))) for r in rows]
+    values = {name: torch.rand(shape) for named in shapes for name, shape in named.items()}
+    cuts: list[list[Tensor]] = []
+    for named, between in zip(shapes, gaps, strict=True):
+        pieces = [
+            torch.cat([values[n], torch.zeros(g)]) for n, g in zip(named, between, strict=True)
+        ]
+        flat = torch.cat(pieces)
+        each = -(-flat.numel() // ranks)
+        cuts.append([flat[rank * each : (rank + 1) * each] for rank in range(ranks)])
+    optimizers = []
+    for rank in range(ranks):
+        mine = [cut[rank] for cut in cuts]
+        state = {i: {"exp_avg": torch.cat([2 * cut, torch.ones(2)])} for i, cut in enumerate(mine)}
+        groups = [{"params": [i], "lr": 0.1} for i in range(len(mine))]
+        optimizers.append(
+            {
+                "base_optimizer_state": {"state": state, "param_groups": groups},
+                "single_partition_of_fp32_groups": mine,
+                "param_alignment_paddings": gaps,
+            }
+        )
+    found = layouts.cut_evenly(optimizers, shapes)
+    assert found.names == [list(named) for named in shapes]
+    for name, value in values.items():
+        assert torch.equal(torch.cat(found.masters[name]), value)
+        if value.numel():
+            assert torch.equal(torch.cat(found.state[name, "exp_avg"]), 2 * value)
 
 
 # ---- what must be refused ------------------------------------------------------------------------

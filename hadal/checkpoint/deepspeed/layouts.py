@@ -1,8 +1,8 @@
 """Where DeepSpeed's files hold the values of each parameter: arithmetic over what was read.
 
-Four layouts. Stages 1 and 2: all parameters of a param group end to end, cut evenly over the ranks,
-with a table of the cuts. Stage 3: each parameter cut evenly over the ranks. Stage 0: whole, without
-names. Universal: a folder of files for each parameter.
+Four layouts. Stages 1 and 2: all parameters of a param group end to end, cut evenly over the ranks.
+Stage 3: each parameter cut evenly over the ranks. Stage 0: whole, without names. Universal: a
+folder of files for each parameter.
 """
 
 from __future__ import annotations
@@ -50,23 +50,38 @@ class Trained:
                 self.scalars.setdefault(name, {})[key] = value
 
 
-def cut_by_table(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
-    """Stages 1 and 2: each rank's flat cut of a param group, and what lies in it."""
+def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
+    """Stages 1 and 2: the parameters of a group end to end, cut evenly over the ranks.
+
+    Behind a parameter there may be elements that are nobody's. (The table of cuts that lies in the
+    files, too, is not asked: with `round_robin_gradients` it tells of another order.)
+    """
     first = _base(optimizers[0])
     found = Trained(options_of(first), names_of(first, shapes))
-    for optimizer in optimizers:
-        base = _base(optimizer)
-        tables = optimizer["param_slice_mappings"]
-        flats = optimizer["single_partition_of_fp32_groups"]
-        _expect(len(tables) == len(flats) == len(shapes), "param groups")
-        for number, (table, flat) in enumerate(zip(tables, flats, strict=True)):
-            (index,) = base["param_groups"][number]["params"]
-            state = base["state"].get(index, {})
-            for name, cut in table.items():
-                _expect(name in shapes[number], f"the place of {name}")
-                _expect(0 <= cut.start <= cut.start + cut.numel <= flat.numel(), f"cut of {name}")
-                found.add(name, flat, cut.start, cut.numel, state)
+    gaps = optimizers[0].get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
+    for number, named in enumerate(shapes):
+        base, places = 0, list(_end_to_end(named, gaps[number]))
+        for optimizer in optimizers:
+            flat, inner = optimizer["single_partition_of_fp32_groups"][number], _base(optimizer)
+            (index,) = inner["param_groups"][number]["params"]
+            stop = base + flat.numel()
+            for name, begin, end in places:
+                start, numel = max(begin, base), max(min(end, stop) - max(begin, base), 0)
+                if numel or (begin == end and name not in found.masters):
+                    found.add(name, flat, start - base, numel, inner["state"].get(index, {}))
+            base = stop
+        _expect(not places or base >= places[-1][2], f"elements of group {number}: {base}")
     return found
+
+
+def _end_to_end(
+    named: Mapping[str, Sequence[int]], gaps: Sequence[int]
+) -> Iterator[tuple[str, int, int]]:
+    """Name, first element and the first one behind it."""
+    start = 0
+    for (name, shape), gap in zip(named.items(), gaps, strict=True):
+        yield name, start, start + prod(shape)
+        start += prod(shape) + gap
 
 
 def _base(optimizer: Any) -> Any:

@@ -155,7 +155,7 @@ class DeepSpeedSource:
         if self._files.values is not None:
             return self._universal(self._files.values, first)
         if optimizers:
-            cut = layouts.cut_by_parameter if "fp32_flat_groups" in first else layouts.cut_by_table
+            cut = layouts.cut_by_parameter if "fp32_flat_groups" in first else layouts.cut_evenly
             return cut(optimizers, self._shapes)
         if first and names is not None:
             try:

@@ -50,6 +50,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     # With gradients added up in fp32, stage 1 in bf16 is a way of its own, too.
     "accumulating": {"data_types": {"grad_accum_dtype": "fp32"}},
+    # Parameters lie in another order there than in their groups.
+    "robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "offloaded": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    },
+    "offloading": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    },
+    "aligned": {"zero_optimization": {"stage": 1, "parameter_alignment": True}},
     "subgroups": {
         "zero_optimization": {
             "stage": 3,
@@ -66,6 +75,10 @@ CASES = [
     Case(1, "fp32", 2, "torch"),
     Case(1, "bf16", 2, "accumulating"),
     Case(3, "bf16", 2, "subgroups"),
+    Case(2, "bf16", 2, "robin"),
+    Case(1, "fp32", 2, "aligned"),
+    Case(3, "bf16", 2, "offloaded"),
+    Case(1, "bf16", 2, "offloading"),
     Case(1, "fp16", 2, "universal"),
     Case(2, "bf16", 2, "universal"),
     Case(3, "bf16", 2, "universal"),
@@ -172,6 +185,8 @@ def _masters(engine: Any, case: Case, prefix: str) -> dict[str, Any]:
             return safe_get_full_fp32_param(parameter)
         return safe_get_full_optimizer_state(parameter, key)
 
+    if case.kind == "robin":
+        return _converted(engine, prefix)
     _link(engine)
     read = _masters_at_stage_0(engine) if case.stage == 0 else by_parameter
     return {
@@ -180,6 +195,24 @@ def _masters(engine: Any, case: Case, prefix: str) -> dict[str, Any]:
         if parameter.requires_grad
         for key in ("fp32", "exp_avg", "exp_avg_sq")
     }
+
+
+def _converted(engine: Any, prefix: str) -> dict[str, Any]:
+    """Masters by its converter: its functions for single parameters read other ones' elements."""
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found: dict[str, Any] = {}
+    places = [tempfile.mkdtemp() if engine.global_rank == 0 else ""]
+    torch.distributed.broadcast_object_list(places)
+    engine.save_checkpoint(places[0])
+    for name, value in get_fp32_state_dict_from_zero_checkpoint(places[0]).items():
+        if name in dict(engine.module.named_parameters()) and name != "fixed.weight":
+            found[f"{prefix}fp32.{name}"] = value.clone()
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        shutil.rmtree(places[0])
+    return found
 
 
 def _facts(engine: Any) -> dict[str, Any]:
