@@ -664,8 +664,10 @@ class Engine(GivesWeights):
             loaded = load(folder, self._live(), wanted)
         if loaded.scalars is not None:
             self._counters = Counters(**loaded.scalars["counters"])
-            if load_optimizer_states:
-                self._scale = ScaleState(*loaded.scalars["scale"])
+            scale = ScaleState(*loaded.scalars["scale"])
+            # One that has never moved tells nothing: what was saved may have had none.
+            if load_optimizer_states and self._parts.scale_rule.dynamic and scale.iteration:
+                self._scale = scale
         self._cycle.backwards = 0
         if self._inside_accumulation:
             # Gradients are not saved, and today's accumulation may be another one.

@@ -49,14 +49,8 @@ def update(engine: Any, step: int, saved_by: int) -> None:
         engine.step()
 
 
-def goes_on(case: str, stage: int, folder: str) -> dict[str, float]:
-    """Go on for one update; what differs from DeepSpeed's own, and by how much."""
-    saved = Unpacked.read(case, Path(folder))
-    facts = saved.facts
-    engine = engine_of(case, stage)
-    path, client_state = engine.load_checkpoint(folder)
-    assert path == str(saved.checkpoint)
-    assert client_state == toy.client_state()
+def assert_holds(engine: Any, saved: Unpacked) -> None:
+    """Weights, masters and moments are those that DeepSpeed told, bit for bit."""
     whole = engine.state_dict()
     for key, expected in saved.tensors.items():
         kind, name = key.split(".", 1)
@@ -74,6 +68,22 @@ def goes_on(case: str, stage: int, folder: str) -> dict[str, float]:
         else:
             continue
         assert torch.equal(found, expected), (key, (found - expected).abs().max())
+
+
+def goes_on(case: str, stage: int, folder: str) -> dict[str, float]:
+    """Go on for one update; what differs from DeepSpeed's own, and by how much."""
+    saved = Unpacked.read(case, Path(folder))
+    facts = saved.facts
+    engine = engine_of(case, stage)
+    is_part = case.startswith("trained")  # saved without what is frozen
+    if is_part:
+        with pytest.raises(CheckpointError, match=r"lacks fixed\.weight"):
+            engine.load_checkpoint(folder)
+        comm.barrier()
+    path, client_state = engine.load_checkpoint(folder, load_module_strict=not is_part)
+    assert path == str(saved.checkpoint)
+    assert client_state == toy.client_state()
+    assert_holds(engine, saved)
     assert engine.get_lr() == facts["lr"]
     assert engine.loss_scale == facts["scale"]
     for key in ("global_steps", "global_samples", "skipped_steps"):
@@ -222,6 +232,23 @@ def refuses_another_optimizer(folder: str) -> None:
 def test_the_state_of_another_optimizer_is_refused(ranks: RankPools, tmp_path: Path) -> None:
     unpack("stage2_bf16_world2", tmp_path)
     ranks(2).run(refuses_another_optimizer, str(tmp_path))
+
+
+def keeps_its_scale(first: str, second: str) -> None:
+    wide = engine_of("stage2_fp16_world2", 1)
+    wide.load_checkpoint(first)
+    assert wide.loss_scale == 2.0**8  # its own: there was none in bf16
+    narrow = engine_of("stage2_bf16_world2", 1)
+    narrow.load_checkpoint(second)
+    assert narrow.loss_scale == 1.0
+    comm.barrier()
+
+
+def test_a_loss_scale_goes_on_only_where_there_was_one(ranks: RankPools, tmp_path: Path) -> None:
+    folders = [tmp_path / "bf16", tmp_path / "fp16"]
+    for folder in folders:
+        unpack(f"stage1_{folder.name}_world2", folder)
+    ranks(2).run(keeps_its_scale, *map(str, folders))
 
 
 def loads_without_names(folder: str) -> None:

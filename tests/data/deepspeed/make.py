@@ -79,6 +79,8 @@ CASES = [
     Case(1, "fp32", 2, "aligned"),
     Case(3, "bf16", 2, "offloaded"),
     Case(1, "bf16", 2, "offloading"),
+    Case(2, "bf16", 2, "trained"),
+    Case(3, "bf16", 2, "trained"),
     Case(1, "fp16", 2, "universal"),
     Case(2, "bf16", 2, "universal"),
     Case(3, "bf16", 2, "universal"),
@@ -151,7 +153,8 @@ def run(case: Case, folder: Path) -> None:
         return float(loss.detach())
 
     losses = [update(step) for step in range(toy.TRAINED)]
-    engine.save_checkpoint(str(folder), client_state=toy.client_state())
+    excluding = {"exclude_frozen_parameters": True} if case.kind == "trained" else {}
+    engine.save_checkpoint(str(folder), client_state=toy.client_state(), **excluding)
     tensors = _masters(engine, case, "")
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         for name, value in engine.module.state_dict().items():
