@@ -41,10 +41,12 @@ class Report:
     writer: str = "unknown"
     stage: int | None = None
     world_size: int | None = None
+    parts: int = 1
+    """Into how many model-parallel parts the model was cut."""
     global_steps: int | None = None
     saved_at: float | None = None
     parameters: int = 0
-    """Elements of all weights, tied ones once."""
+    """Elements of all weights, tied ones once; what several parts hold counts in each."""
     file_count: int = 0
     file_nbytes: int = 0
     holdings: list[Holding] = field(default_factory=list)
@@ -108,6 +110,7 @@ def _describe(report: Report, source: StoredSource | DeepSpeedSource) -> None:
     else:
         report.saved_at = source.saved_at
     report.global_steps = _steps(source.scalars)
+    report.parts = source.parts
     report.holdings = _holdings(source)
     report.parameters = sum(one.numel for one in report.holdings if one.kind == WEIGHT)
     for path in _paths(source):
@@ -124,8 +127,12 @@ def _steps(scalars: Any) -> int | None:
 
 def _holdings(source: Source) -> list[Holding]:
     found: dict[tuple[str, torch.dtype], list[int]] = {}
-    for (_, kind), entry in source.entries.items():
-        found.setdefault((kind, entry.dtype), []).append(entry.numel)
+    parts = [open_source(source.path, part) for part in range(1, source.parts)]
+    for one in (source, *parts):
+        for (_, kind), entry in one.entries.items():
+            found.setdefault((kind, entry.dtype), []).append(entry.numel)
+    for part in parts:
+        part.close()
     return [
         Holding(
             kind,

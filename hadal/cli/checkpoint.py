@@ -143,6 +143,8 @@ def _contents(report: Report) -> Table:
     from rich.table import Table
 
     title = f"{escape(report.tag)}: {report.parameters:,} elements of weights"
+    if report.parts > 1:
+        title += f" in {report.parts} parts"
     table = Table("what", "dtype", box=SIMPLE_HEAD, pad_edge=False, title=title)
     for column in ("tensors", "elements", "bytes"):
         table.add_column(column, justify="right")

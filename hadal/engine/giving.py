@@ -28,6 +28,9 @@ class GivesWeights(nn.Module):
     def _live(self) -> Live:
         raise NotImplementedError
 
+    def _expect_alive(self) -> None:
+        raise NotImplementedError
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
         return self._live().rules.gathers_weights
@@ -56,7 +59,7 @@ class GivesWeights(nn.Module):
             CheckpointError: it cannot be written; on every rank.
             ValueError: `max_shard_size` is no size.
         """
-        live = self._live()
+        live = self._whole_model("save_16bit_model")
         nbytes = nbytes_of(max_shard_size)
         if live.rules.cuts_weights and not live.rules.gathers_weights:
             if live.world.rank == 0:
@@ -66,7 +69,7 @@ class GivesWeights(nn.Module):
                     " to true, or save a checkpoint and run `hadal checkpoint export`"
                 )
             return False
-        self._begin_giving("save_16bit_model", live)
+        live.runtime.meet_at_checkpoint()
         write_consolidated(
             live,
             Path(save_dir),
@@ -102,8 +105,8 @@ class GivesWeights(nn.Module):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The whole model on the host of rank 0, None elsewhere; tied names share a tensor."""
-        live = self._live()
-        self._begin_giving("_consolidated_16bit_state_dict", live)
+        live = self._whole_model("_consolidated_16bit_state_dict")
+        live.runtime.meet_at_checkpoint()
         return consolidated(live, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
@@ -112,10 +115,12 @@ class GivesWeights(nn.Module):
         """The same, under the name that other programs call at stage 3."""
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    def _begin_giving(self, method: str, live: Live) -> None:
+    def _whole_model(self, method: str) -> Live:
+        self._expect_alive()
+        live = self._live()
         if live.parts != 1:
             raise NotBuiltYetError(
                 f"engine.{method} is not built yet for a model whose parts lie on several ranks;"
                 " save engine.state_dict() of each part"
             )
-        live.runtime.meet_at_checkpoint()
+        return live

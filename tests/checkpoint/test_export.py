@@ -24,7 +24,7 @@ from hadal import comm
 from hadal.checkpoint.export import export, state_dict_of
 from hadal.checkpoint.huggingface import NAME, Value, nbytes_of, shards_of, write_model
 from hadal.checkpoint.opening import opened
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, NotBuiltYetError
 from hadal.utils import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -182,6 +182,13 @@ def test_what_is_not_there_is_told(own: tuple[Path, Any], tmp_path: Path) -> Non
         convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path, max_shard_size="big")
     by_itself = get_fp32_state_dict_from_zero_checkpoint(folder / "global_step2")
     assert len(by_itself) == 11
+
+
+def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
+    source = opened(unpack("stage1_bf16_world2", tmp_path).folder)
+    source.parts = 2
+    with pytest.raises(NotBuiltYetError, match="2 model-parallel parts"):
+        state_dict_of(source, None)
 
 
 def test_the_script_beside_a_checkpoint_runs(own: tuple[Path, Any], tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.deepspeed_cases import toy, unpack
+from checkpoint.test_between import part_engine, train_part
 from ranks import RankPools
 from safetensors.torch import load_file
 
 import hadal
 from hadal import comm
 from hadal.cli.main import main
+from hadal.errors import NotBuiltYetError
 
 ROOT = Path(__file__).parents[2]
 FILES = ("index.json", "rank_00000.safetensors", "rank_00001.safetensors")
@@ -110,6 +112,30 @@ def test_a_lost_latest_is_a_fault(saved: Path, capsys: pytest.CaptureFixture[str
     assert [r["faults"] for r in reports if r["is_latest"]] == [
         [f"{saved / 'latest'} names 'global_step9', and no such checkpoint is there"]
     ]
+
+
+def save_parts_and_refuse(folder: str) -> None:
+    engine = part_engine(3)
+    train_part(engine, range(1))
+    engine.save_checkpoint(folder)
+    with pytest.raises(NotBuiltYetError, match="parts lie on several ranks"):
+        engine.save_16bit_model(folder)
+    with pytest.raises(NotBuiltYetError, match="parts lie on several ranks"):
+        engine._zero3_consolidated_16bit_state_dict()
+    comm.barrier()
+    engine.destroy()
+
+
+def test_parts_of_a_model_are_told_and_not_exported(
+    ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(2).run(save_parts_and_refuse, str(tmp_path))
+    code, (report,) = inspected(tmp_path, capsys)
+    assert (code, report["parts"]) == (0, 2)
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
+    assert "elements of weights in 2 parts" in capsys.readouterr().out
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "2 model-parallel parts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", ["stage3_bf16_world2", "universal1_fp16_world2"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import hadal
 from engine.logs import logged
 from hadal import comm
 from hadal.checkpoint import huggingface
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, UsageError
 
 GATHERS = "stage3_gather_16bit_weights_on_model_save"
 
@@ -110,6 +112,9 @@ def gives_states(stage: int) -> None:
     tokens = toy.batch_of(1, comm.get_rank())
     engine.backward(toy.loss_of(engine(tokens), tokens))
     engine.step()
+    engine.destroy()
+    with pytest.raises(UsageError, match="destroyed"):
+        engine.save_16bit_model("nowhere")
     comm.barrier()
 
 
@@ -118,28 +123,32 @@ def test_rank_0_is_given_the_whole_state(stage: int, ranks: RankPools) -> None:
     ranks(2).run(gives_states, stage)
 
 
-def holds_one_bucket() -> tuple[int, int]:
-    """Elements that this rank has gathered at once while rank 0 is given the state, and of all."""
+def holds_one_bucket() -> tuple[int, int, int]:
+    """Elements that are gathered at once while rank 0 is given the state, of all, of a bucket."""
     engine = engine_of(3, "bf16", **{GATHERS: True})
+    engine._parts.runtime.reshard_all()
     buckets, most = engine._parts.runtime.buckets, 0
+    freed = [bucket for bucket in buckets if not bucket.full.untyped_storage().nbytes()]
     whole = engine._parts.runtime.gathering.whole
 
-    def watched(held: Any) -> Any:
+    @contextmanager
+    def watched(held: Any) -> Iterator[None]:
         nonlocal most
-        context = whole(held)
-        full = [b.layout.numel for b in buckets if b.full.untyped_storage().nbytes()]
-        most = max(most, sum(full))
-        return context
+        with whole(held):
+            full = [b.layout.numel for b in freed if b.full.untyped_storage().nbytes()]
+            most = max(most, sum(full))
+            yield
 
     engine._parts.runtime.gathering.whole = watched
     engine._zero3_consolidated_16bit_state_dict()
     comm.barrier()
-    return most, sum(bucket.layout.numel for bucket in buckets)
+    numels = [bucket.layout.numel for bucket in buckets]
+    return most, sum(numels), max(numels)
 
 
 def test_other_ranks_hold_a_bucket_at_a_time(ranks: RankPools) -> None:
-    for most, of_all in ranks(2).run(holds_one_bucket):
-        assert most < of_all / 2
+    for most, of_all, largest in ranks(2).run(holds_one_bucket):
+        assert most == largest < of_all / 2
 
 
 def fails(folder: str) -> list[str]:
