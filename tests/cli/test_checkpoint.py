@@ -173,20 +173,19 @@ def test_nothing_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_weights_are_exported(
-    command: str, options: list[str], dtype: torch.dtype, saved: Path, tmp_path: Path
+    command: str,
+    options: list[str],
+    dtype: torch.dtype,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
     size = ["--max-shard-size", "500B"] if options else []
-    done = subprocess.run(
-        [sys.executable, "-m", "hadal.cli", "checkpoint", command, saved, out, *options, *size],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    assert main(["checkpoint", command, str(saved), str(out), *options, *size]) == 0
+    told = capsys.readouterr().out
     paths = sorted(out.glob("*.safetensors"))
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == [str(p) for p in paths]
+    assert [line.split("  ")[0] for line in told.splitlines()] == [str(p) for p in paths]
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
         tensors |= load_file(path)
