@@ -1,6 +1,6 @@
 """Weights leave a checkpoint in three ways: for the Hugging Face hub, in fp32, as a state dict.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/19_weights_out.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/20_weights_out.py
 
 The same works on folders that DeepSpeed has written, and `engine.load_checkpoint` goes on from
 those: see docs/checkpoints.md.
