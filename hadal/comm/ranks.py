@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from hadal.comm.neighbours import Circle, Identity, identity, meet
 from hadal.comm.start import local_rank, local_size, may_read_memory
+
+# What was made for a process group, as long as that lives: a program may end its process group and
+# start another one, and a group holds a socket to each of its ranks.
+_blocks: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, ...]]]
+_blocks = WeakKeyDictionary()
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_circles: WeakKeyDictionary[dist.ProcessGroup, Circle] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,10 @@ class Ranks:
             The ranks of my block, and those that stand where I do in every block. All ranks must
             call it.
         """
-        block, row = _block_and_row(self.group, self.rank, size)
+        known = _blocks.setdefault(self.group, {})
+        if size not in known:
+            known[size] = _block_and_row(self.group, self.rank, size)
+        block, row = known[size]
         return Ranks.of(block), Ranks.of(row)
 
     def apart(self) -> Ranks:
@@ -86,14 +97,12 @@ class Ranks:
         return device.type == "cpu"
 
 
-@cache
 def _block_and_row(
     group: dist.ProcessGroup, rank: int, size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The groups of `size` consecutive ranks, and of every `size`-th, that `rank` is in.
 
-    Made once for each size. Each rank makes its own two alone, so that their number does not grow
-    with the world.
+    Each rank makes its own two alone, so that their number does not grow with the world.
     """
     numbers = dist.get_process_group_ranks(group)
     start = rank // size * size
@@ -106,13 +115,18 @@ def _new_group(numbers: list[int]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, made)  # this rank is in it
 
 
-@cache
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for tensors on the host: a process group of a caller's own making
     may carry those of its accelerators only.
     """
     if "cpu" in str(dist.get_backend_config(group)):
         return group
+    if group not in _host_groups:
+        _host_groups[group] = _make_host_group(group)
+    return _host_groups[group]
+
+
+def _make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # Only its own ranks come here: the world may hold several groups of a caller's making.
     made = dist.new_group(
         dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
@@ -121,9 +135,14 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-@cache
 def _circle(group: dist.ProcessGroup) -> Circle:
-    """Find out who of a group's ranks are neighbours. All of them must call it."""
+    """The neighbours among a group's ranks. All of them must call it."""
+    if group not in _circles:
+        _circles[group] = _find_circle(group)
+    return _circles[group]
+
+
+def _find_circle(group: dist.ProcessGroup) -> Circle:
     size = dist.get_world_size(group)
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return Circle()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPools
 
 from hadal import comm
@@ -22,6 +26,24 @@ def describe() -> tuple[int, int, tuple[int, ...], int]:
 def test_each_rank_calls_on_the_others_in_its_own_order(ranks: RankPools) -> None:
     assert ranks(3).run(describe) == [(0, 3, (1, 2), 0), (1, 3, (2, 0), 1), (2, 3, (0, 1), 2)]
     assert ranks(1).run(describe) == [(0, 1, (), 0)]
+
+
+def use_and_end() -> list[bool]:
+    """Whether the groups are gone once they were used and destroyed."""
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    block, row = (one.group for one in Ranks.of(group).in_blocks(2))
+    seen = [weakref.ref(one) for one in (group, block, row)]
+    for one in (block, row, group):
+        dist.destroy_process_group(one)
+    del one, block, row, group
+    gc.collect()
+    return [ref() is None for ref in seen]
+
+
+def test_a_group_that_was_destroyed_is_gone(ranks: RankPools) -> None:
+    for gone in ranks(2).run(use_and_end):
+        assert all(gone)
 
 
 def test_without_a_process_group_there_is_no_world() -> None:
