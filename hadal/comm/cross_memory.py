@@ -79,6 +79,11 @@ class _Ended:
         self._fault = fault
         self._event.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._event.is_set()
+
     def wait(self) -> None:
         """Wait for the end.
 
@@ -238,7 +243,9 @@ class Neighbour:
         kind, group, tag, number, address, nbytes = _HEADER.unpack_from(message)
         if kind in (_TAKEN, _REFUSED):
             with self._lock:
-                sent = self._untaken.pop(number)
+                sent = self._untaken.pop(number, None)
+            if sent is None:
+                return  # whoever answered was interrupted, and has answered twice
             sent.end("" if kind == _TAKEN else f"process {self.pid} could not take it")
             return
         short = message[_HEADER.size :] if kind == _SHORT_OFFER else None
@@ -258,7 +265,14 @@ class Neighbour:
                 if not self._met:
                     return
                 received, offer = self._met.popleft()
-            self._take(received, offer)
+            try:
+                self._take(received, offer)
+            except BaseException:
+                # A signal interrupts whoever waits, at any point: the other process counts on the
+                # answer, and keeps what it offers until then.
+                with self._lock:
+                    self._met.appendleft((received, offer))
+                raise
 
     def _take(self, received: _Received, offer: _Offer) -> None:
         fault, target = "", received.tensor.data_ptr()
@@ -266,15 +280,15 @@ class Neighbour:
             fault = f"{offer.nbytes} bytes were sent where {received.nbytes} are expected"
         elif offer.short is not None:
             ctypes.memmove(target, offer.short, offer.nbytes)
-        else:
+        elif not received.is_over:
             try:
                 read(self.pid, offer.address, target, offer.nbytes)
             except OSError as error:
                 fault = f"process {self.pid} cannot be read from: {error}"
+        received.end(fault)
         if offer.short is None:
             with self._lock:
                 self._write(_HEADER.pack(_REFUSED if fault else _TAKEN, 0, 0, offer.number, 0, 0))
-        received.end(fault)
 
     def close(self) -> None:
         """Give this end of the connection up."""

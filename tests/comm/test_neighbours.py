@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, RankPools, RanksFailed
 
-from hadal.comm import Ranks, neighbours
+from hadal.comm import Ranks, cross_memory, neighbours
 from hadal.comm import ranks as ranks_module
 from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
 from hadal.comm.neighbours import Circle, Identity, meet
@@ -235,6 +236,45 @@ def test_a_variable_keeps_ranks_from_reading(
     monkeypatch.setenv("HADAL_CROSS_MEMORY", "maybe")
     with pytest.raises(CommunicationError, match="must be 0 or 1, found 'maybe'"):
         may_read_memory()
+
+
+def interrupted(where: str) -> bool:
+    """A signal comes while a rank copies for itself what it waits for; it waits once more."""
+    ranks = Ranks.world()
+    other = ranks.others[0]
+    full = torch.full((5000,), 7.0)
+    if ranks.rank:
+        work = send(full, other, ranks, 97, "a test")
+        dist.barrier()
+        work.wait()
+        return True
+    found = torch.zeros(5000)
+    dist.barrier()
+    neighbour = ranks.circle.neighbours[other]
+    time.sleep(0.2)
+    act = getattr(cross_memory if where == "read" else cross_memory.Neighbour, where)
+    signals = [True]
+
+    def interrupt(*arguments: Any) -> None:
+        act(*arguments)
+        if signals and threading.current_thread() is threading.main_thread():
+            signals.clear()
+            raise KeyboardInterrupt
+
+    target = "hadal.comm.cross_memory." + ("read" if where == "read" else f"Neighbour.{where}")
+    # The thread that serves all neighbours is kept from being faster.
+    with patch(target, interrupt), patch.object(neighbour, "_bell"):
+        work = receive(found, other, ranks, 97, "a test")
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    work.wait()
+    neighbour.take_what_met()
+    return bool((found == 7).all())
+
+
+@pytest.mark.parametrize("where", ["read", "_write"])
+def test_an_interrupt_loses_nothing(where: str, ranks: RankPools) -> None:
+    assert ranks(2).run(interrupted, where) == [True, True]
 
 
 def timed_out() -> Any:
