@@ -199,6 +199,8 @@ class Gradients:
         """
         self.finish_reduce()
         self._open()
+        # What is still to come must not be added to what leaves here: it comes late.
+        self.remove_views()
         assert self.full is not None
         for index, gradient in self._late.items():
             self._views[index].copy_(gradient)
@@ -308,7 +310,7 @@ class Gradients:
         self.state = Arrival.MEAN
 
     def remove_views(self) -> None:
-        """End of a backward: whatever `place_views` put on parameters is taken off again."""
+        """Whatever `place_views` put on parameters is taken off again."""
         for parameter in self.bucket.parameters:
             parameter.grad = None
 

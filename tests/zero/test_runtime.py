@@ -73,6 +73,59 @@ def test_gradients_that_come_late_or_not_at_all(
     ranks(2).run(train_along, plan, stage, timeout=15)
 
 
+class Gate(nn.Module):
+    """Two parameters of one bucket; the first, whose gradient comes last, is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.full((4,), 0.5))
+        self.outer = nn.Parameter(torch.full((4,), 2.0))
+        self.is_open = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(inputs * self.inner if self.is_open else inputs) * self.outer
+
+
+def gated() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 4), Gate())
+
+
+def collect_late(stage: int, overlap: bool) -> None:
+    """A gradient that is collected already comes once more behind its bucket's reduction."""
+    rank, world = comm.get_rank(), comm.get_world_size()
+    plain, model = gated(), gated()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engine_of(
+        stage,
+        model,
+        zero_optimization={"stage": stage, **TINY, "overlap_comm": overlap},
+        gradient_accumulation_steps=2,
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
+    )
+    for step, is_open in enumerate((False, False, True, True)):
+        plain[1].is_open = model[1].is_open = is_open
+        for other in range(world):
+            inputs, targets = batch_of(step, other)
+            (loss_of(plain(inputs), targets) / (2 * world)).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        inputs, targets = batch_of(step, rank)
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.step()
+    assert_close(engine.state_dict(), dict(plain.state_dict()))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_was_collected_may_come_late(
+    stage: int, overlap: bool, ranks: RankPools
+) -> None:
+    ranks(2).run(collect_late, stage, overlap, timeout=15)
+
+
 def programs_differ() -> str:
     model = model_of()
     engine = engine_of(3, model)
