@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hadal import comm, utils, zero
+    from hadal.compat.install import install_as_deepspeed
     from hadal.engine.arguments import (
         add_config_arguments,
         add_tuning_arguments,
@@ -50,6 +51,7 @@ _HOMES = {
     "schedule_from_args": "hadal.engine.arguments",
     "init_distributed": "hadal.comm",
     "initialize": "hadal.engine.assemble",
+    "install_as_deepspeed": "hadal.compat.install",
     "set_z3_leaf_modules": "hadal.zero.leaves",
     "unset_z3_leaf_modules": "hadal.zero.leaves",
 }
@@ -77,6 +79,7 @@ __all__ = [
     "comm",
     "init_distributed",
     "initialize",
+    "install_as_deepspeed",
     "schedule_from_args",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",

@@ -77,6 +77,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Optimizer | None, ShardedLoader | None, Any]:
     """Make an engine that trains `model` as the configuration says. All ranks must call it.
 
@@ -101,6 +103,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         mesh_param: (data_parallel, sequence_parallel), whose product is the number of ranks; the
             second says how many consecutive ranks share each sequence.
         config_params: an older name of `config`.
+        engine_type: the class of the engine, where a program has methods of its own for it.
 
     Returns:
         The engine, its optimizer, the loader over `training_data` and the schedule; None for what
@@ -122,7 +125,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
         admitted = _admit(model, wishes, source, wish, world)
-    engine = _assemble(admitted, wishes, make_topology(wish, admitted.config, world), world)
+    topology = make_topology(wish, admitted.config, world)
+    engine = _assemble(admitted, wishes, topology, world, engine_type)
     if not memory_is_tuned():
         keep_freed_memory(current_device())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -169,7 +173,13 @@ def _admit(
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 
-def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ranks) -> Engine:
+def _assemble(
+    admitted: _Admitted,
+    wishes: Wishes,
+    topology: Topology,
+    world: Ranks,
+    engine_type: type[Engine],
+) -> Engine:
     model, config, groups = admitted.model, admitted.config, admitted.groups
     optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
@@ -199,7 +209,7 @@ def _assemble(admitted: _Admitted, wishes: Wishes, topology: Topology, world: Ra
             training = make_training()
     if config.dump_state:
         tell_state(config, model, runtime, batches, topology)
-    return Engine(
+    return engine_type(
         Parts(
             model=model,
             topology=topology,

@@ -1,0 +1,58 @@
+"""The modules called `deepspeed`: each name is resolved when it is first asked for (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from hadal.compat.homes import HOMES
+from hadal.compat.placeholders import placeholder
+from hadal.compat.surface import Module, modules
+
+
+class AliasModule(ModuleType):
+    """A module of the surface."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__(module.name, f"The names of `{module.name}`, led to Hadal.")
+        self.__file__ = __file__
+        self.__path__: list[str] = []
+        self._surface = module
+
+    def __getattr__(self, name: str) -> Any:
+        """Lead a name of the surface to its home, or to a placeholder."""
+        full = f"{self._surface.name}.{name}"
+        if name in self._surface.children:
+            return alias(full)
+        value = _resolved(full, self._surface, name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        known = self._surface
+        return sorted({*known.kinds, *known.constants, *known.children, *vars(self)})
+
+
+@cache
+def alias(name: str) -> AliasModule:
+    """The module that stands for a module of the surface; one for each name."""
+    return AliasModule(modules()[name])
+
+
+def _resolved(full: str, module: Module, name: str) -> Any:
+    home = HOMES.get(full)
+    if home is not None:
+        room, _, thing = home.partition(":")
+        if room in modules():
+            return alias(room)
+        value: Any = importlib.import_module(room)
+        for part in thing.split(".") if thing else ():
+            value = getattr(value, part)
+        return value
+    if name in module.constants:
+        return module.constants[name]
+    if name in module.kinds:
+        return placeholder(full, module.kinds[name])
+    raise AttributeError(f"module {module.name!r} has no attribute {name!r}")

@@ -1,0 +1,270 @@
+"""The engine as programs see it: Hadal's, with the further methods that they call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal import __version__
+from hadal.comm import get_local_rank, get_rank, get_world_size
+from hadal.compat.log import logger
+from hadal.compat.optimizer import DeepSpeedOptimizer
+from hadal.compat.parameters import mark_stage_3, unmark_stage_3, watch_parameters
+from hadal.compat.placeholders import placeholder, unbuilt
+from hadal.compat.surface import VERSION, Kind
+from hadal.engine.arguments import choose_config
+from hadal.engine.assemble import initialize as _initialize
+from hadal.engine.engine import Engine
+from hadal.engine.parts import Parts
+
+# Methods that programs call and that have nothing behind them yet.
+_UNBUILT = frozenset(
+    {
+        "eigenvalue_enabled",
+        "get_compile_time",
+        "offload_states",
+        "reload_states",
+        "set_custom_curriculum_learning_schedule",
+        "set_data_post_process_func",
+    }
+)
+
+
+class DeepSpeedEngine(Engine):
+    """A model under training, under the name and with the methods of DeepSpeed's engine."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._told_config: Any = None
+        self._outer: DeepSpeedOptimizer | None = None
+        if self.zero_optimization_stage() == 3:
+            mark_stage_3(parts.runtime.bucket_of)
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall through to the module, then to what is known and not built."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in _UNBUILT:
+                raise
+        return placeholder(f"deepspeed.DeepSpeedEngine.{name}", Kind.FUNCTION)
+
+    # ---- what it is made of ----------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The configuration as it was given, the very object."""
+        return self._told_config
+
+    @property
+    def optimizer(self) -> DeepSpeedOptimizer | None:  # type: ignore[override]
+        """What `initialize` returned; its `optimizer` is torch's."""
+        inner = super().optimizer
+        if inner is None:
+            return None
+        if self._outer is None or self._outer.optimizer is not inner:
+            self._outer = DeepSpeedOptimizer(inner, self)
+        return self._outer
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """Torch's optimizer."""
+        return super().optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate schedule; None where the program steps one itself."""
+        return super().lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        if self._training is not None:
+            self._training.schedule = schedule
+
+    def destroy(self) -> None:
+        """Take the hooks off, as `hadal.Engine.destroy`; called again it does nothing."""
+        super().destroy()
+        unmark_stage_3(self._parts.runtime.bucket_of)
+
+    # ---- what the configuration says -------------------------------------------------------------
+
+    def zero_optimization_stage(self) -> int:
+        """What is partitioned: 0 to 3."""
+        return int(self._parts.config.zero_optimization.stage)
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is partitioned."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are partitioned."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are partitioned."""
+        return self.zero_optimization_stage() == 3
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return bool(self._parts.config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return bool(self._parts.config.bf16.enabled)
+
+    def gradient_clipping(self) -> float:
+        """The largest norm of all gradients; 0.0: any."""
+        return self._parts.gradient_clipping
+
+    def steps_per_print(self) -> Any:
+        """How many updates lie between two lines of progress."""
+        return self._parts.config.steps_per_print
+
+    def optimizer_name(self) -> str | None:
+        """The type that the configuration names, in small letters."""
+        section = self._parts.config.optimizer
+        return None if section is None else section.type.lower()
+
+    def scheduler_name(self) -> str | None:
+        """The type of schedule that the configuration names."""
+        section = self._parts.config.scheduler
+        return None if section is None else section.type
+
+    @property
+    def moves_loss_scale(self) -> bool:
+        """Whether overflows move the loss scale."""
+        return self._parts.scale_rule.dynamic
+
+    # ---- checkpoints and weights -----------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as `hadal.Engine.save_checkpoint`; whole checkpoints only.
+
+        Raises:
+            NotBuiltYetError: `exclude_frozen_parameters`.
+        """
+        if exclude_frozen_parameters:
+            raise unbuilt("save_checkpoint(exclude_frozen_parameters=True)")
+        name = None if tag is None else str(tag)
+        return super().save_checkpoint(save_dir, name, client_state, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load as `hadal.Engine.load_checkpoint`; whole checkpoints only.
+
+        Raises:
+            NotBuiltYetError: only a part of the checkpoint is asked for.
+        """
+        parts = {
+            "load_optimizer_states": not load_optimizer_states,
+            "load_lr_scheduler_states": not load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+            "custom_load_fn": custom_load_fn is not None,
+        }
+        asked = [name for name, is_asked in parts.items() if is_asked]
+        if asked:
+            raise unbuilt(f"load_checkpoint({', '.join(asked)})")
+        return super().load_checkpoint(load_dir, None if tag is None else str(tag))
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
+        return self._parts.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole model on the host of rank 0, None on the others. All ranks must call it."""
+        state = self.state_dict()
+        if self.global_rank:
+            return None
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return {name: value.cpu() for name, value in state.items()}
+
+    # ---- who takes part --------------------------------------------------------------------------
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return get_world_size()
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that see different samples."""
+        return self._parts.topology.data_parallel.group
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this one's sequences; None where each has its own."""
+        shared = self._parts.topology.sequence_parallel
+        return None if shared is None else shared.group
+
+
+def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
+    """Make an engine: see `hadal.initialize`, whose arguments these are."""
+    watch_parameters()
+    engine, _, loader, schedule = _initialize(
+        args,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        distributed_port,
+        mpu,
+        dist_init_required,
+        collate_fn,
+        config,
+        mesh_param,
+        config_params,
+        engine_type=DeepSpeedEngine,
+    )
+    assert isinstance(engine, DeepSpeedEngine)  # as was asked for
+    engine._told_config = choose_config(args, config, config_params)
+    logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)
+    return engine, engine.optimizer, loader, schedule

@@ -1,0 +1,115 @@
+"""How `import deepspeed` comes to find Hadal: a finder among Python's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hadal import __version__
+from hadal.compat.alias import AliasModule, alias
+from hadal.compat.surface import ROOT, VERSION, modules
+from hadal.errors import UsageError
+
+MARK = "_led_to_hadal.py"
+"""The file by which the package that leads to Hadal is told from DeepSpeed's own."""
+
+
+def install_as_deepspeed() -> None:
+    """Make `import deepspeed`, and the import of what stands in it, find Hadal in this process.
+
+    Call it before whatever imports deepspeed, or asks whether it is installed (transformers,
+    accelerate and lightning do so when they are imported). Called again, it does nothing.
+
+    Raises:
+        UsageError: DeepSpeed itself is installed here, or imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    loaded = sys.modules.get(ROOT)
+    if loaded is not None and not isinstance(loaded, AliasModule) and not _leads_here(loaded):
+        raise UsageError(
+            f"install_as_deepspeed: DeepSpeed is imported already, from {loaded.__file__}; call it"
+            " before anything that imports deepspeed, in an environment without DeepSpeed"
+        )
+    found = PathFinder.find_spec(ROOT)
+    if found is not None and found.origin is not None and not _is_mark_beside(found.origin):
+        raise UsageError(
+            f"install_as_deepspeed: DeepSpeed itself is installed here ({found.origin}), and would"
+            " be hidden without a word; uninstall it (pip uninstall deepspeed), or take another"
+            " environment"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def lead_to_hadal() -> None:
+    """Put Hadal in the place of a package called `deepspeed` that is being imported."""
+    install_as_deepspeed()
+    module = alias(ROOT)
+    module.__spec__ = _spec(ROOT)
+    module.__loader__ = module.__spec__.loader
+    sys.modules[ROOT] = module
+
+
+def _leads_here(module: ModuleType) -> bool:
+    return module.__file__ is not None and _is_mark_beside(module.__file__)
+
+
+def _is_mark_beside(origin: str) -> bool:
+    return Path(origin).with_name(MARK).exists()
+
+
+def _spec(name: str) -> ModuleSpec:
+    spec = ModuleSpec(name, _Loader(), origin=alias(name).__file__, is_package=True)
+    spec.has_location = True
+    return spec
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return alias(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs: names are resolved when they are asked for."""
+
+
+class _Finder(DistributionFinder):
+    """Finds the modules of the surface, and the distribution that they would come in."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_ours = name.partition(".")[0] == ROOT and name in modules()
+        return _spec(name) if is_ours else None
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[Distribution]:
+        wanted = context.name
+        return [_Told()] if wanted is None or wanted.lower() == ROOT else []
+
+    def invalidate_caches(self) -> None:
+        """There are none."""
+
+
+class _Told(Distribution):
+    """What `importlib.metadata` is told of a distribution called deepspeed."""
+
+    _TEXTS = {  # noqa: RUF012 - never written to
+        "METADATA": f"Metadata-Version: 2.1\nName: {ROOT}\nVersion: {VERSION}\n"
+        f"Summary: Hadal {__version__} under the name of DeepSpeed\n",
+        "top_level.txt": f"{ROOT}\n",
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._TEXTS.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        return Path(__file__).parent / path

@@ -1,0 +1,94 @@
+"""What programs look for on parameters of stage 3: `ds_id`, `ds_shape`, `ds_status` and the like.
+
+They are read from the bucket when they are asked for: a parameter has them while its weights belong
+to stage 3 (or were born sharded), and `hasattr` is False else, as programs expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hadal.compat.values import ZeroParamStatus
+from hadal.zero.access import keeper_of
+from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.init import born_among
+
+_STATUS = {
+    Weights.FULL: ZeroParamStatus.AVAILABLE,
+    Weights.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
+    Weights.ARRIVING: ZeroParamStatus.INFLIGHT,
+}
+_numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_next = count()
+# Persistent ones, and all of them where there is one rank, look like any other's; an engine knows.
+_of_stage_3: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def watch_parameters() -> None:
+    """Let every parameter answer for them."""
+    for name, read in _ATTRIBUTES.items():
+        setattr(nn.Parameter, name, property(_reader(name, read)))
+
+
+def mark_stage_3(parameters: Iterable[nn.Parameter]) -> None:
+    """Say that an engine trains these at stage 3."""
+    for parameter in parameters:
+        _of_stage_3[parameter] = True
+
+
+def unmark_stage_3(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `mark_stage_3`."""
+    for parameter in parameters:
+        _of_stage_3.pop(parameter, None)
+
+
+def _reader(name: str, read: Callable[[nn.Parameter, Bucket], Any]) -> Callable[[Any], Any]:
+    def attribute(parameter: nn.Parameter) -> Any:
+        keeper = keeper_of(parameter)
+        is_sharded = parameter in _of_stage_3 or born_among(parameter) is not None
+        if keeper is None or not is_sharded:
+            raise AttributeError(f"this parameter has no {name}: its weights are not sharded")
+        return read(parameter, keeper.bucket_of[parameter])
+
+    return attribute
+
+
+def _number(parameter: nn.Parameter, bucket: Bucket) -> int:
+    if parameter not in _numbers:
+        _numbers[parameter] = next(_next)
+    number: int = _numbers[parameter]
+    return number
+
+
+def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
+    """A copy of this rank's part of a parameter, 1-D."""
+    index = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
+    slot = bucket.layout.slots[index]
+    low, high = bucket.span
+    start, stop = (
+        min(max(edge, low), high) - low for edge in (slot.offset, slot.offset + slot.numel)
+    )
+    with torch.no_grad():
+        return bucket.shard[start:stop].clone()
+
+
+def _count(parameter: nn.Parameter, bucket: Bucket) -> Callable[[], int]:
+    return lambda: _fragment(parameter, bucket).numel()
+
+
+_ATTRIBUTES: dict[str, Callable[[nn.Parameter, Bucket], Any]] = {
+    "ds_id": _number,
+    "ds_shape": lambda parameter, bucket: parameter.shape,
+    "ds_numel": lambda parameter, bucket: parameter.numel(),
+    "ds_status": lambda parameter, bucket: _STATUS[bucket.state],
+    "ds_tensor": _fragment,
+    "ds_persist": lambda parameter, bucket: not bucket.partition.weights,
+    "ds_active_sub_modules": lambda parameter, bucket: set(),
+    "partition_numel": _count,
+}

@@ -1,0 +1,83 @@
+"""What stands for a name that is not built yet: it can be imported, and says so when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hadal.compat.surface import Kind
+from hadal.errors import NotBuiltYetError
+
+
+def unbuilt(name: str) -> NotBuiltYetError:
+    """The error of a name that leads nowhere yet."""
+    return NotBuiltYetError(
+        f"{name} is not built yet: Hadal knows that programs use it and has nothing behind it."
+        " Go without it, or run this program with DeepSpeed itself"
+    )
+
+
+def placeholder(name: str, kind: Kind) -> Any:
+    """Stand for `name` until it is called or used."""
+    if kind is Kind.FUNCTION:
+        return _function(name)
+    if kind is Kind.CLASS:
+        leaf = name.rpartition(".")[2]
+        return _UnbuiltType(leaf, (_Unbuilt,), {"__module__": name.rpartition(".")[0]})
+    return _Value(name)
+
+
+def _function(name: str) -> Callable[..., NoReturn]:
+    def not_built(*args: Any, **kwargs: Any) -> NoReturn:
+        raise unbuilt(name)
+
+    not_built.__name__ = name.rpartition(".")[2]
+    not_built.__qualname__ = not_built.__name__
+    not_built.__doc__ = f"{name}: not built yet; raises when it is called."
+    return not_built
+
+
+class _UnbuiltType(type):
+    """Lets a class be imported, subclassed and asked for by `isinstance`; else it says no."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise unbuilt(f"{cls.__module__}.{cls.__name__}.{name}")
+
+
+class _Unbuilt(metaclass=_UnbuiltType):
+    """An object of a class that is not built; there is none."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Unbuilt:
+        named = next(c for c in cls.__mro__ if _Unbuilt in c.__bases__)
+        raise unbuilt(f"{named.__module__}.{named.__name__}")
+
+
+class _Value:
+    """A value that is not known here; whatever is done with it raises."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise unbuilt(object.__getattribute__(self, "_name"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what copies, inspects and prints modules asks for these
+        self._refuse()
+
+    def __bool__(self) -> bool:
+        self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        self._refuse()
+
+    def __hash__(self) -> int:
+        self._refuse()
+
+    def __str__(self) -> str:
+        self._refuse()
+
+    __call__ = __contains__ = __getitem__ = __iter__ = __len__ = __setattr__ = _refuse

@@ -1,0 +1,51 @@
+"""The surface as data: which modules DeepSpeed has, and what programs take from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = "deepspeed"
+VERSION = "0.19.8"
+"""The release of DeepSpeed whose names these are: programs compare it with what they need."""
+
+
+class Kind(Enum):
+    """What stands behind a name."""
+
+    FUNCTION = auto()
+    CLASS = auto()
+    VALUE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """What programs take from one module of the surface."""
+
+    name: str
+    kinds: dict[str, Kind]
+    constants: dict[str, Any]
+    """Names that stand for a plain value, the same in every release."""
+    children: tuple[str, ...]
+    """Its submodules."""
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Every module of the surface, by its full name."""
+    told = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8"))
+    return {name: _module(name, entry, told) for name, entry in told.items()}
+
+
+def _module(name: str, entry: dict[str, Any], told: dict[str, Any]) -> Module:
+    groups = ("functions", Kind.FUNCTION), ("classes", Kind.CLASS), ("values", Kind.VALUE)
+    return Module(
+        name,
+        {each: kind for group, kind in groups for each in entry.get(group, "").split()},
+        entry.get("constants", {}),
+        tuple(other.rpartition(".")[2] for other in told if other.rpartition(".")[0] == name),
+    )

@@ -1,0 +1,128 @@
+"""Every name that programs import from deepspeed is there: it acts, or says it is not built."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hadal.compat import surface
+from hadal.compat.alias import alias
+from hadal.compat.homes import HOMES
+from hadal.compat.placeholders import placeholder
+from hadal.compat.surface import Kind
+from hadal.errors import NotBuiltYetError
+
+ROOT = Path(__file__).parents[2]
+NAMES = [
+    tuple(line.split())
+    for line in (ROOT / "tests/data/deepspeed_names.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+# Imports each name as programs do, and tells which of them it does not find.
+_WALK = """
+import importlib, json, sys
+import hadal
+hadal.install_as_deepspeed()
+lost = []
+for name, kind in json.load(sys.stdin):
+    module, _, leaf = name.rpartition(".")
+    try:
+        if kind == "m":
+            assert importlib.import_module(name).__name__
+            assert kind == "m" and importlib.util.find_spec(name) is not None
+        else:
+            scope = {}
+            exec(f"from {module} import {leaf}", scope)
+    except BaseException as error:
+        lost.append(f"{name}: {type(error).__name__}: {error}")
+print(json.dumps(lost))
+"""
+
+
+def test_every_name_can_be_imported() -> None:
+    asked = [(name, kind) for name, kind, _ in NAMES if kind != "x"]
+    assert len(asked) > 800
+    done = subprocess.run(
+        [sys.executable, "-c", _WALK],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_every_home_is_there_and_is_of_the_surface() -> None:
+    modules = surface.modules()
+    for name, home in HOMES.items():
+        module, _, leaf = name.rpartition(".")
+        assert module in modules, name
+        room, _, thing = home.partition(":")
+        if room.startswith("deepspeed"):
+            assert room in modules, home
+            continue
+        value: Any = importlib.import_module(room)
+        assert not thing or getattr(value, thing) is not None, home
+        assert getattr(alias(module), leaf) is (getattr(value, thing) if thing else value)
+
+
+def test_what_has_no_home_says_so_when_it_is_used() -> None:
+    unbuilt = 0
+    for module in surface.modules().values():
+        for leaf, kind in module.kinds.items():
+            name = f"{module.name}.{leaf}"
+            if name in HOMES:
+                continue
+            unbuilt += 1
+            stands = getattr(alias(module.name), leaf)
+            with pytest.raises(NotImplementedError, match=rf"{leaf}\b.* is not built yet"):
+                str(stands) if kind is Kind.VALUE else stands()
+    assert unbuilt > 100
+
+
+def test_a_name_outside_the_surface_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="initialise"):
+        alias("deepspeed").initialise  # noqa: B018
+    assert not hasattr(alias("deepspeed.utils"), "nothing_of_that_name")
+
+
+def test_a_class_that_is_not_built_may_be_subclassed_and_asked_for() -> None:
+    layer: Any = placeholder("deepspeed.moe.layer.MoE", Kind.CLASS)
+
+    class Mine(layer):  # type: ignore[misc]
+        pass
+
+    assert not isinstance(3, layer)
+    with pytest.raises(NotBuiltYetError, match=r"deepspeed\.moe\.layer\.MoE is not built yet"):
+        Mine(1, k=2)
+    with pytest.raises(NotBuiltYetError, match=r"MoE\.from_config"):
+        layer.from_config({})
+
+
+@pytest.mark.parametrize(
+    "use", [bool, iter, len, hash, lambda v: v == 1, lambda v: v.x, lambda v: v["x"], lambda v: v()]
+)
+def test_a_value_that_is_not_known_refuses_every_use(use: Any) -> None:
+    with pytest.raises(NotBuiltYetError, match=r"deepspeed\.ops\.x is not built yet"):
+        use(placeholder("deepspeed.ops.x", Kind.VALUE))
+
+
+def test_all_names_of_most_use_are_known_to_the_surface() -> None:
+    modules = surface.modules()
+    for name, kind, _ in NAMES:
+        module, _, leaf = name.rpartition(".")
+        if kind == "m":
+            assert name in modules
+        elif kind != "x":
+            known = modules[module]
+            assert leaf in known.kinds or leaf in known.constants or name in HOMES, name
