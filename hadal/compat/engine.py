@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,24 +140,6 @@ class DeepSpeedEngine(Engine):
         return self._parts.scale_rule.dynamic
 
     # ---- checkpoints and weights -----------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save as `hadal.Engine.save_checkpoint`; whole checkpoints only.
-
-        Raises:
-            NotBuiltYetError: `exclude_frozen_parameters`.
-        """
-        if exclude_frozen_parameters:
-            raise unbuilt("save_checkpoint(exclude_frozen_parameters=True)")
-        name = None if tag is None else str(tag)
-        return super().save_checkpoint(save_dir, name, client_state, save_latest)
 
     def load_checkpoint(
         self,

@@ -1,0 +1,183 @@
+"""A training loop written for Accelerate, for the ranks of a pool."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hadal.comm import get_rank
+
+_SAMPLES, _MICRO, _STEPS, _ACCUMULATION = 48, 2, 6, 2
+# Small enough for fp16 under its first scale, 2^16, now and then.
+_SHARE, _CLIP = 0.5, 1.0
+
+
+class Net(nn.Module):
+    """A layer used twice, a buffer and a frozen parameter."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 16)
+        self.middle = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 1)
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A few numbers."""
+        y = torch.tanh(self.first(x))
+        y = torch.tanh(self.middle(torch.tanh(self.middle(y))))
+        return self.last(y).squeeze(-1) * self.scale * self.frozen.mean()
+
+
+def data() -> TensorDataset:
+    """Always the same."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(_SAMPLES, 4, generator=draw)
+    return TensorDataset(x, x[:, 0] - x[:, 1] * x[:, 2])
+
+
+def net() -> Net:
+    """Always the same."""
+    torch.manual_seed(5)
+    return Net()
+
+
+def rate(step: int) -> float:
+    """A warm-up of three steps."""
+    return min(1.0, (step + 1) / 3)
+
+
+def plain() -> dict[str, Any]:
+    """What one process of torch gives for all ranks' batches together."""
+    model = net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    losses, norms = [], []
+    x, y = data().tensors
+    for batch in range(_STEPS * _ACCUMULATION):
+        rows = slice(batch * 2 * _MICRO, (batch + 1) * 2 * _MICRO)
+        loss = _SHARE * nn.functional.mse_loss(model(x[rows]), y[rows])
+        losses.append(loss.item())
+        (loss / _ACCUMULATION).backward()
+        if batch % _ACCUMULATION:
+            norms.append(float(nn.utils.clip_grad_norm_(trained, _CLIP)))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            schedule.step()  # Accelerate steps it once for each process
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def run(folder: Path, stage: int, precision: str = "no") -> dict[str, Any]:
+    """Train by way of Accelerate; save, go on, load and go on again."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage,
+        gradient_accumulation_steps=_ACCUMULATION,
+        gradient_clipping=_CLIP,
+        zero3_save_16bit_model=True,
+        zero3_init_flag=False,
+    )
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=_ACCUMULATION,
+    )
+    inner = net()
+    optimizer = torch.optim.AdamW([p for p in inner.parameters() if p.requires_grad], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    loader = DataLoader(data(), batch_size=_MICRO)
+    model, optimizer, loader, schedule = accelerator.prepare(inner, optimizer, loader, schedule)
+
+    def train(batches: int) -> tuple[list[float], list[float]]:
+        losses, norms = [], []
+        for _, (x, y) in zip(range(batches), loader, strict=False):
+            with accelerator.accumulate(model):
+                loss = _SHARE * nn.functional.mse_loss(model(x).float(), y.float())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), _CLIP))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+        return losses, norms
+
+    losses, norms = train(_STEPS * _ACCUMULATION)
+    told: dict[str, Any] = {
+        "engine": type(model).__name__,
+        "is_unwrapped": accelerator.unwrap_model(model) is inner,
+        "losses": losses,
+        "norms": norms,
+        "steps": model.global_steps,
+        "config": accelerator.deepspeed_config is model.config,
+        "was_skipped": optimizer.step_was_skipped,
+        "weights": accelerator.get_state_dict(model),
+    }
+    accelerator.save_state(str(folder / "state"))
+    told["files"] = sorted(path.name for path in (folder / "state").iterdir())
+    told["after"] = train(4)
+    accelerator.load_state(str(folder / "state"))
+    told["again"] = train(4)
+    gathered = accelerator.gather_for_metrics(torch.full((1,), float(get_rank())))
+    told["gathered"] = gathered.tolist()
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    return told
+
+
+def run_configured() -> dict[str, Any]:
+    """Train with the optimizer and the schedule of the configuration."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {"stage": 3},
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    inner = net()
+    dummy = DummyOptim([p for p in inner.parameters() if p.requires_grad], lr=1e-2)
+    prepared = accelerator.prepare(
+        inner,
+        dummy,
+        DataLoader(data(), batch_size=_MICRO),
+        DummyScheduler(dummy, total_num_steps=24, warmup_num_steps=2),
+    )
+    model, optimizer, loader, schedule = prepared
+    rates = []
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(schedule.get_last_lr()[0])
+    told = {"rates": rates, "schedule": type(model.lr_scheduler).__name__}
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return told

@@ -1,0 +1,20 @@
+"""How the ranks of a pool come to run programs written for DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+
+def load(name: str) -> Any:
+    """Import a module beside this one, for whose libraries Hadal is DeepSpeed.
+
+    Only in the ranks' processes: what is installed stays.
+    """
+    import hadal
+
+    # Read by transformers when it is imported.
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    hadal.install_as_deepspeed()
+    return importlib.import_module(name)

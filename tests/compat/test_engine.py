@@ -1,0 +1,205 @@
+"""The engine and the parameters as programs written for DeepSpeed look at them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import batch_of, config_of, loss_of, model_of, train
+from ranks import RankPools
+from torch import nn
+
+from hadal.compat.checkpointing import checkpoint, configure, is_configured
+from hadal.compat.engine import DeepSpeedEngine, initialize
+from hadal.compat.optimizer import DeepSpeedOptimizer
+from hadal.compat.optimizers import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+)
+from hadal.compat.tools import clone_tensors_for_torch_save, move_to_device
+from hadal.compat.values import ZeroParamStatus
+from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.zero import GatheredParameters
+
+
+def engine_of(stage: int, **changes: Any) -> DeepSpeedEngine:
+    return initialize(model=model_of(), config=config_of(stage, **changes))[0]
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+def test_initialize_returns_what_programs_expect() -> None:
+    model, config = model_of(), config_of(2)
+    engine, optimizer, loader, schedule = initialize(model=model, config_params=config)
+    assert type(engine) is DeepSpeedEngine
+    assert engine.module is model
+    assert engine.config is config
+    assert (loader, schedule) == (None, None)
+    assert optimizer is engine.optimizer
+    assert isinstance(optimizer, DeepSpeedOptimizer)
+    inner = optimizer.optimizer
+    assert isinstance(inner, torch.optim.AdamW)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert not hasattr(optimizer, "consolidate_state_dict")
+    engine._is_accelerate_prepared = optimizer._is_accelerate_prepared = True
+
+
+def test_getters_tell_what_the_configuration_says() -> None:
+    engine = engine_of(2, gradient_clipping=0.5, bf16={"enabled": True})
+    assert engine.zero_optimization_stage() == 2
+    assert engine.zero_optimization()
+    assert engine.zero_optimization_partition_gradients()
+    assert not engine.zero_optimization_partition_weights()
+    assert engine.bfloat16_enabled()
+    assert not engine.fp16_enabled()
+    assert engine.gradient_clipping() == 0.5
+    assert engine.optimizer_name() == "adamw"
+    assert engine.scheduler_name() is None
+    assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
+    assert engine.data_parallel_group.size() == 1
+
+
+def test_what_is_not_built_says_so_and_what_is_unknown_is_missing() -> None:
+    engine = engine_of(3)
+    with pytest.raises(NotImplementedError, match=r"DeepSpeedEngine\.offload_states is not built"):
+        engine.offload_states()
+    with pytest.raises(AttributeError):
+        engine.no_such_thing  # noqa: B018
+    assert not hasattr(engine, "hf_device_map")
+
+
+def test_a_program_may_take_the_schedule_away() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
+    engine = engine_of(1, scheduler=schedule)
+    assert engine.lr_scheduler is not None
+    engine.lr_scheduler = None
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0]["lr"] = 0.25
+    train(engine, range(2))
+    assert engine.get_lr() == [0.25]
+
+
+def test_the_optimizer_tells_of_the_last_update() -> None:
+    engine = engine_of(0, fp16={"enabled": True, "initial_scale_power": 8})
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    assert (optimizer.overflow, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (
+        False,
+        256.0,
+        True,
+    )
+    inputs, targets = batch_of(0)
+    engine.backward(loss_of(engine(inputs.half()), targets) * torch.inf)
+    optimizer.step()
+    assert optimizer.overflow
+    assert engine.global_steps == 1
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def _statuses() -> list[Any]:
+    engine = engine_of(3)
+    weight: Any = next(engine.module.parameters())
+    seen = [weight.ds_status, weight.ds_numel, weight.ds_tensor.numel(), weight.ds_shape]
+    with GatheredParameters([weight]):
+        seen.append(weight.ds_status)
+        fragment = weight.ds_tensor
+        place = weight.detach().flatten().clone()
+    parts = [torch.empty(0)] * 2
+    torch.distributed.all_gather_object(parts, fragment)
+    seen.append(torch.equal(torch.cat(parts), place))
+    numbers = {parameter.ds_id for parameter in engine.module.parameters()}
+    seen.append(len(numbers))
+    engine.destroy()
+    seen.append(hasattr(weight, "ds_id"))
+    return seen
+
+
+def test_parameters_of_stage_3_answer_for_themselves(ranks: RankPools) -> None:
+    away, here = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+    for found in ranks(2).run(_statuses):
+        numel = found.pop(2)
+        assert 0 <= numel <= 54
+        assert found == [away, 54, torch.Size([9, 6]), here, True, 6, False]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_parameters_have_no_such_attributes(stage: int) -> None:
+    engine = engine_of(stage)
+    assert not any(hasattr(p, "ds_id") for p in engine.module.parameters())
+    assert not hasattr(nn.Parameter(torch.ones(2)), "ds_numel")
+
+
+def test_alone_stage_3_is_told_all_the_same() -> None:
+    engine = engine_of(3)
+    statuses = {p.ds_status for p in engine.module.parameters()}  # type: ignore[attr-defined]
+    assert statuses == {ZeroParamStatus.AVAILABLE}
+
+
+# ---- optimizers by name --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("maker", "expected"),
+    [
+        (FusedAdam, torch.optim.AdamW),
+        (DeepSpeedCPUAdam, torch.optim.AdamW),
+        (DeepSpeedCPUAdagrad, torch.optim.Adagrad),
+    ],
+)
+def test_optimizer_classes_make_torchs_own(maker: Any, expected: type) -> None:
+    made = maker([nn.Parameter(torch.ones(3))], lr=0.5)
+    assert type(made) is expected
+    assert made.param_groups[0]["lr"] == 0.5
+
+
+def test_optimizers_take_the_options_that_their_names_had() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    assert type(FusedAdam([parameter], adam_w_mode=False)) is torch.optim.Adam
+    assert type(DeepSpeedCPUAdam([parameter], adamw_mode=False)) is torch.optim.Adam
+    groups = [{"params": [parameter], "lr": 0.25, "weight_decay": 0.5}]
+    assert DeepSpeedCPUAdam(groups, lr=1.0).param_groups[0]["lr"] == 0.25
+    assert DeepSpeedCPULion([parameter]).__class__.__name__ == "Lion"
+    assert FusedLamb([parameter], max_coeff=5.0).param_groups[0]["max_coeff"] == 5.0
+    with pytest.raises(OptimizerError, match="amsgrad"):
+        FusedAdam([parameter], amsgrad=True)
+    with pytest.raises(OptimizerError, match="gradient_clipping"):
+        FusedLamb([parameter], max_grad_norm=1.0)
+
+
+# ---- small functions -----------------------------------------------------------------------------
+
+
+def test_clones_own_their_memory_and_no_more() -> None:
+    big = torch.arange(100.0)
+    copied = clone_tensors_for_torch_save({"a": [big[2:4]], "b": (big[:1], "text")})
+    assert copied["a"][0].untyped_storage().nbytes() == 8
+    assert torch.equal(copied["a"][0], big[2:4])
+    assert copied["b"][1] == "text"
+
+
+def test_only_some_tensors_move() -> None:
+    moved = move_to_device(
+        [torch.ones(2), torch.ones(3)], "meta", criterion_func=lambda tensor: tensor.numel() > 2
+    )
+    assert [tensor.device.type for tensor in moved] == ["cpu", "meta"]
+
+
+def test_recomputation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotBuiltYetError, match="partition_activations"):
+        configure(None, partition_activations=True)
+    configure(None, partition_activations=False)
+    assert is_configured()
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3)
+    calls = []
+    monkeypatch.setattr(layer, "forward", lambda x: calls.append(1) or x @ layer.weight)
+    checkpoint(layer, x).sum().backward()
+    assert len(calls) == 2
+    assert layer.weight.grad is not None

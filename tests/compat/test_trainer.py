@@ -1,0 +1,102 @@
+"""The Hugging Face Trainer trains here as it is: the losses, norms and weights of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clients import load
+from ranks import RankPool
+
+pytestmark = pytest.mark.runs("transformers", "accelerate")
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+def _run(folder: Path, kind: str, config: str | None, more: dict[str, Any]) -> dict[str, Any]:
+    t = load("trainer_runs")
+    chosen = None if config is None else getattr(t, config)
+    return t.run(folder, kind, chosen, **more)
+
+
+def _first_losses(folder: Path, kind: str) -> list[tuple[float, float]]:
+    losses: list[tuple[float, float]] = load("trainer_runs").first_losses(folder, kind)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def run(clients: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`run(kind, config, **arguments)`: one run, which tests may look at together."""
+
+    @cache
+    def once(kind: str, config: str | None, *more: tuple[str, Any]) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("trainer")
+        return clients.run(_run, folder, kind, config, dict(more), timeout=180)
+
+    return lambda kind, config, **more: once(kind, config, *sorted(more.items()))
+
+
+def close(found: list[float], expected: list[float], tolerance: float) -> bool:
+    return len(found) == len(expected) and all(
+        abs(one - other) <= tolerance for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
+def test_it_trains_as_without_deepspeed(run: Run, kind: str, config: str) -> None:
+    plain = run(kind, None)
+    for found, expected in zip(run(kind, config), plain, strict=True):
+        assert found["engine"] == "DeepSpeedEngine"
+        assert len(expected["losses"]) == 4
+        assert max(expected["norms"]) > 0.5  # so that clipping acts
+        assert close(found["losses"], expected["losses"], 1e-5)
+        assert close(found["norms"], expected["norms"], 1e-4)
+        # Under DeepSpeed the Trainer looks after the step: at the rate of the next one.
+        assert found["rates"][:-1] == expected["rates"][1:]
+        assert abs(found["evaluation"] - expected["evaluation"]) < 1e-5
+        assert torch.equal(found["words"], expected["words"])
+        for one, other in zip(found["weights"], expected["weights"], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(run: Run, config: str) -> None:
+    for found in run("llama", config):
+        assert found["resumed"] == found["losses"][2:]
+
+
+@pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
+def test_what_is_saved_is_what_was_trained(run: Run, config: str) -> None:
+    for found in run("llama", config):
+        assert {"latest", "global_step2", "model.safetensors"} <= set(found["files"])
+        for one, other in zip(found["saved"], found["weights"], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_from_pretrained_gives_the_same_bits_sharded(run: Run) -> None:
+    for found, expected in zip(run("llama", "STAGE_3"), run("llama", None), strict=True):
+        assert found["ds"] == [True]
+        assert expected["ds"] == [False]
+        assert all(map(torch.equal, found["start"], expected["start"]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_first_loss_is_bit_equal_where_the_model_is_born_sharded(
+    clients: RankPool, tmp_path: Path, kind: str
+) -> None:
+    for losses in clients.run(_first_losses, tmp_path, kind):
+        for sharded, whole in losses:
+            assert sharded == whole
+
+
+def test_bf16_trains_with_fp32_masters(run: Run) -> None:
+    plain = run("llama", None)
+    for found, expected in zip(run("llama", "STAGE_3", bf16=True), plain, strict=True):
+        assert close(found["losses"], expected["losses"], 2e-2)
+        assert found["losses"] != expected["losses"]
+        assert found["resumed"] == found["losses"][2:]
