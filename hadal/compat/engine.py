@@ -42,7 +42,7 @@ class DeepSpeedEngine(Engine):
         self._told_config: Any = None
         self._outer: DeepSpeedOptimizer | None = None
         if self.zero_optimization_stage() == 3:
-            mark_stage_3(parts.runtime.bucket_of)
+            mark_stage_3(parts.runtime)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module, then to what is known and not built."""
@@ -88,7 +88,7 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """Take the hooks off, as `hadal.Engine.destroy`; called again it does nothing."""
         super().destroy()
-        unmark_stage_3(self._parts.runtime.bucket_of)
+        unmark_stage_3(self._parts.runtime)
 
     # ---- what the configuration says -------------------------------------------------------------
 

@@ -6,9 +6,10 @@ to stage 3 (or were born sharded), and `hasattr` is False else, as programs expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from hadal.compat.values import ZeroParamStatus
 from hadal.zero.access import keeper_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.init import born_among
+from hadal.zero.runtime import ZeroRuntime
 
 _STATUS = {
     Weights.FULL: ZeroParamStatus.AVAILABLE,
@@ -28,24 +30,37 @@ _numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _next = count()
 # Persistent ones, and all of them where there is one rank, look like any other's; an engine knows.
 _of_stage_3: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_runtimes: WeakSet[ZeroRuntime] = WeakSet()
 
 
 def watch_parameters() -> None:
     """Let every parameter answer for them."""
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, property(_reader(name, read)))
+    # What autograd saved of a parameter comes back in backward as a tensor of no class of its own.
+    Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
 
 
-def mark_stage_3(parameters: Iterable[nn.Parameter]) -> None:
-    """Say that an engine trains these at stage 3."""
-    for parameter in parameters:
+def mark_stage_3(runtime: ZeroRuntime) -> None:
+    """Say that an engine trains the parameters of `runtime` at stage 3."""
+    _runtimes.add(runtime)
+    for parameter in runtime.bucket_of:
         _of_stage_3[parameter] = True
 
 
-def unmark_stage_3(parameters: Iterable[nn.Parameter]) -> None:
+def unmark_stage_3(runtime: ZeroRuntime) -> None:
     """Undo `mark_stage_3`."""
-    for parameter in parameters:
+    _runtimes.discard(runtime)
+    for parameter in runtime.bucket_of:
         _of_stage_3.pop(parameter, None)
+
+
+def _status_of_saved(tensor: Tensor) -> ZeroParamStatus:
+    place = tensor.untyped_storage().data_ptr()
+    for bucket in (bucket for runtime in _runtimes for bucket in runtime.buckets):
+        if place and place == bucket.full.untyped_storage().data_ptr():
+            return _STATUS[bucket.state]
+    raise AttributeError("this tensor has no ds_status: it is no part of sharded weights")
 
 
 def _reader(name: str, read: Callable[[nn.Parameter, Bucket], Any]) -> Callable[[Any], Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from engine.toys import batch_of, config_of, loss_of, model_of, train
 from ranks import RankPools
-from torch import nn
+from torch import Tensor, nn
 
 from hadal.compat.checkpointing import checkpoint, configure, is_configured
 from hadal.compat.engine import DeepSpeedEngine, initialize
@@ -120,6 +120,48 @@ def _statuses() -> list[Any]:
     engine.destroy()
     seen.append(hasattr(weight, "ds_id"))
     return seen
+
+
+class _Looks(torch.autograd.Function):
+    """Multiplies by a weight, and looks at it again in backward, as custom losses do."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        _Looks.seen.append(weight.ds_status)
+        return gradient @ weight, gradient.t() @ x
+
+
+class _Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9, bias=False), nn.Linear(9, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Looks.apply(_Looks.apply(x, self.first.weight), self.last.weight)  # type: ignore
+
+
+def _seen_in_backward() -> list[Any]:
+    _Looks.seen.clear()
+    config = config_of(3)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 20
+    engine, *_ = initialize(model=_Custom(), config=config)
+    engine.backward(engine(batch_of(0)[0]).sum())
+    assert not hasattr(torch.ones(2), "ds_status")
+    return _Looks.seen
+
+
+def test_what_autograd_saved_of_a_parameter_answers_too(ranks: RankPools) -> None:
+    # The last one is small and stays whole, the first is gathered again.
+    for seen in ranks(2).run(_seen_in_backward):
+        assert seen == [ZeroParamStatus.AVAILABLE] * 2
 
 
 def test_parameters_of_stage_3_answer_for_themselves(ranks: RankPools) -> None:
