@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 
@@ -16,5 +17,8 @@ def load(name: str) -> Any:
 
     # Read by transformers when it is imported.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    # What libraries tell each other of their next releases is not ours to mend.
+    for told in (DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", told)
     hadal.install_as_deepspeed()
     return importlib.import_module(name)

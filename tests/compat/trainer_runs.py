@@ -118,7 +118,12 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 def arguments(folder: Path, config: dict[str, Any] | None, **more: Any) -> TrainingArguments:
     """The arguments of one run, as a program makes them: before its model."""
-    options: dict[str, Any] = {
+    return TrainingArguments(**options(folder, config, **more))
+
+
+def options(folder: Path, config: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """What all runs have in common."""
+    common: dict[str, Any] = {
         "output_dir": str(folder),
         "deepspeed": copy.deepcopy(config),
         "use_cpu": True,
@@ -135,7 +140,7 @@ def arguments(folder: Path, config: dict[str, Any] | None, **more: Any) -> Train
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return TrainingArguments(**{**options, **more})
+    return {**common, **more}
 
 
 def forget() -> None:
@@ -156,7 +161,8 @@ def save_base(folder: Path, kind: str) -> Path:
     return base
 
 
-def _logged(trainer: Trainer, key: str, after: int = 0) -> list[float]:
+def logged(trainer: Trainer, key: str, after: int = 0) -> list[float]:
+    """What the Trainer logged under a key, after a step."""
     history = trainer.state.log_history
     return [entry[key] for entry in history if key in entry and entry["step"] > after]
 
@@ -181,9 +187,9 @@ def run(folder: Path, kind: str, config: dict[str, Any] | None, **more: Any) -> 
     trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
     trainer.train()
     told |= {
-        "losses": _logged(trainer, "loss"),
-        "norms": _logged(trainer, "grad_norm"),
-        "rates": _logged(trainer, "learning_rate"),
+        "losses": logged(trainer, "loss"),
+        "norms": logged(trainer, "grad_norm"),
+        "rates": logged(trainer, "learning_rate"),
         "evaluation": trainer.evaluate()["eval_loss"],
         "engine": type(trainer.model_wrapped).__name__,
     }
@@ -208,7 +214,7 @@ def run(folder: Path, kind: str, config: dict[str, Any] | None, **more: Any) -> 
         model=AutoModelForCausalLM.from_pretrained(base), args=again, train_dataset=data
     )
     resumed.train(resume_from_checkpoint=str(folder / "run/checkpoint-2"))
-    told["resumed"] = _logged(resumed, "loss", after=2)
+    told["resumed"] = logged(resumed, "loss", after=2)
     resumed.accelerator.free_memory()
     forget()
     saved = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)

@@ -1,0 +1,32 @@
+"""peft's adapters and trl's SFTTrainer train here with the losses of plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import load
+from ranks import RankPool
+
+
+def _both(folder: Path, kind: str, config: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    run = getattr(load("adapter_runs"), kind)
+    return run(folder / "plain", None), run(folder / "found", getattr(load("trainer_runs"), config))
+
+
+@pytest.mark.runs("transformers", "accelerate", "peft")
+@pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
+def test_adapters_train_alone(clients: RankPool, tmp_path: Path, config: str) -> None:
+    for plain, found in clients.run(_both, tmp_path, "lora", config, timeout=180):
+        assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+        assert found["evaluation"] == pytest.approx(plain["evaluation"], abs=1e-5)
+        assert found["reloaded"] == pytest.approx(found["evaluation"], abs=1e-5)
+
+
+@pytest.mark.runs("transformers", "accelerate", "trl", "datasets")
+@pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])
+def test_supervised_fine_tuning(clients: RankPool, tmp_path: Path, config: str) -> None:
+    for plain, found in clients.run(_both, tmp_path, "sft", config, timeout=300):
+        assert len(plain["losses"]) == 4
+        assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
