@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ _UNBUILT = frozenset(
         "set_data_post_process_func",
     }
 )
+_engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
 class DeepSpeedEngine(Engine):
@@ -41,6 +43,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(parts)
         self._told_config: Any = None
         self._outer: DeepSpeedOptimizer | None = None
+        _engines.add(self)
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
 
@@ -88,6 +91,7 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """Take the hooks off, as `hadal.Engine.destroy`; called again it does nothing."""
         super().destroy()
+        _engines.discard(self)
         unmark_stage_3(self._parts.runtime)
 
     # ---- what the configuration says -------------------------------------------------------------
@@ -227,8 +231,14 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
-    """Make an engine: see `hadal.initialize`, whose arguments these are."""
+    """Make an engine: see `hadal.initialize`, whose arguments these are.
+
+    An engine that trains the same parameters is destroyed before, as programs make a second one of
+    their model and go on with that.
+    """
     watch_parameters()
+    if isinstance(model, nn.Module):
+        _destroy_engines_of(model)
     engine, _, loader, schedule = _initialize(
         args,
         model,
@@ -249,3 +259,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     engine._told_config = choose_config(args, config, config_params)
     logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)
     return engine, engine.optimizer, loader, schedule
+
+
+def _destroy_engines_of(model: nn.Module) -> None:
+    parameters = set(model.parameters())
+    for engine in list(_engines):
+        if not parameters.isdisjoint(engine._parts.runtime.bucket_of):
+            logger.info("an engine of this model is destroyed, as it is given to a new one")
+            engine.destroy()

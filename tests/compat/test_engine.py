@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from engine.toys import batch_of, config_of, loss_of, model_of, train
+from engine.toys import assert_equal, batch_of, config_of, loss_of, model_of, train
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from hadal.compat.optimizers import (
 )
 from hadal.compat.tools import clone_tensors_for_torch_save, move_to_device
 from hadal.compat.values import ZeroParamStatus
-from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.zero import GatheredParameters
 
 
@@ -72,6 +72,20 @@ def test_what_is_not_built_says_so_and_what_is_unknown_is_missing() -> None:
     with pytest.raises(AttributeError):
         engine.no_such_thing  # noqa: B018
     assert not hasattr(engine, "hf_device_map")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_may_be_given_to_a_second_engine(stage: int) -> None:
+    model, other = model_of(), engine_of(stage)
+    first = initialize(model=model, config=config_of(stage))[0]
+    train(first, range(1))
+    weights = {name: value.clone() for name, value in first.state_dict().items()}
+    second = initialize(model=model, config=config_of(stage))[0]
+    assert_equal(second.state_dict(), weights)
+    train(second, range(1))
+    train(other, range(1))
+    with pytest.raises(UsageError, match="destroyed"):
+        first(batch_of(0)[0])
 
 
 def test_a_program_may_take_the_schedule_away() -> None:
