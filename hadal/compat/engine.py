@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -145,6 +146,23 @@ class DeepSpeedEngine(Engine):
 
     # ---- checkpoints and weights -----------------------------------------------------------------
 
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as `hadal.Engine.save_checkpoint`.
+
+        Frozen parameters are saved too, for now, where they were to be left out; that is told.
+        """
+        if exclude_frozen_parameters:
+            logger.warning("frozen parameters are saved too: leaving them out is not built yet")
+        name = None if tag is None else str(tag)
+        return super().save_checkpoint(save_dir, name, client_state, save_latest)
+
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -160,9 +178,10 @@ class DeepSpeedEngine(Engine):
         Raises:
             NotBuiltYetError: only a part of the checkpoint is asked for.
         """
+        has_schedule = self.lr_scheduler is not None
         parts = {
             "load_optimizer_states": not load_optimizer_states,
-            "load_lr_scheduler_states": not load_lr_scheduler_states,
+            "load_lr_scheduler_states": not load_lr_scheduler_states and has_schedule,
             "load_module_only": load_module_only,
             "custom_load_fn": custom_load_fn is not None,
         }

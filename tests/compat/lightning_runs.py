@@ -1,0 +1,116 @@
+"""Lightning's DeepSpeedStrategy on CPUs, for the ranks of a pool."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hadal.comm import get_rank
+
+
+class OnCpu(DeepSpeedStrategy):
+    """Without the look for CUDA, and in the ranks that run already."""
+
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _get_process_group_backend(self) -> str:
+        return "gloo"
+
+
+class Started(LightningEnvironment):
+    """Ranks that somebody else has started."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+
+class Task(pl.LightningModule):
+    """A few layers, born where the strategy says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.layers: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        assert self.layers is not None
+        return nn.functional.mse_loss(self.layers(batch[0]).squeeze(-1), batch[1])
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self._loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("value", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def _data() -> DataLoader[Any]:
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, 0] * x[:, 1]), batch_size=4)
+
+
+def _trainer(stage: int | None, epochs: int) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        plugins=[Started()],
+        strategy=DDPStrategy() if stage is None else OnCpu(stage=stage),
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+
+
+def run(folder: Path, stage: int | None) -> dict[str, Any]:
+    """Fit for an epoch, save, go on for another one, and validate what came of it."""
+    # Advice: more workers, one process to validate with, how to make one file of a checkpoint.
+    warnings.simplefilter("ignore", UserWarning)
+    task = Task()
+    trainer = _trainer(stage, epochs=1)
+    trainer.fit(task, _data(), _data())
+    told = {"losses": task.losses, "value": trainer.callback_metrics["value"].item()}
+    if stage is None:
+        return told
+    trainer.save_checkpoint(folder / "saved")
+    whole, resumed = Task(), Task()
+    longer = _trainer(stage, epochs=2)
+    longer.fit(whole, _data(), _data())
+    again = _trainer(stage, epochs=2)
+    again.fit(resumed, _data(), _data(), ckpt_path=str(folder / "saved"))
+    (found,) = again.validate(resumed, _data(), verbose=False)
+    return told | {
+        "rank": get_rank(),
+        "second": whole.losses[len(task.losses) :],
+        "resumed": resumed.losses,
+        "second value": longer.callback_metrics["value"].item(),
+        "validated": found["value"],
+    }

@@ -1,0 +1,28 @@
+"""Lightning's DeepSpeedStrategy trains here with the losses of its own data parallel strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import load
+from ranks import RankPool
+
+pytestmark = pytest.mark.runs("lightning")
+
+
+def _run(folder: Path, stage: int | None) -> dict[str, Any]:
+    told: dict[str, Any] = load("lightning_runs").run(folder, stage)
+    return told
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_fits_saves_goes_on_and_validates(clients: RankPool, tmp_path: Path, stage: int) -> None:
+    plain = clients.run(_run, tmp_path, None, timeout=180)
+    for found, expected in zip(clients.run(_run, tmp_path, stage), plain, strict=True):
+        assert len(expected["losses"]) == 4
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert found["value"] == pytest.approx(expected["value"], abs=1e-5)
+        assert found["resumed"] == found["second"]
+        assert found["validated"] == found["second value"]
