@@ -95,6 +95,10 @@ _OTHERS: dict[str, str] = {
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
     "deepspeed.dist": "deepspeed.comm",
+    "deepspeed.OnDevice": f"{_ZERO}:OnDevice",
+    "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
+        f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor"
+    ),
     "deepspeed.zero.MiCS_Init": f"{_ZERO}:MiCS_Init",
     "deepspeed.runtime.dataloader.DeepSpeedDataLoader": "hadal.engine.loader:ShardedLoader",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES": f"{_VALUES}:VALID_LR_SCHEDULES",

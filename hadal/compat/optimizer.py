@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from hadal.compat.engine import DeepSpeedEngine
+
+
+class ParameterOffload:
+    """What programs take hooks off by while they generate with gathered weights, and on again.
+
+    Hadal's own stay: they do nothing where weights are whole. So there are none to take off.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Hang hooks on a module again; none were taken off."""
 
 
 class DeepSpeedOptimizer:
@@ -36,6 +52,13 @@ class DeepSpeedOptimizer:
     def state(self) -> MutableMapping[Any, Any]:
         """What the inner optimizer remembers."""
         return self.optimizer.state
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """At stage 3: see `ParameterOffload`."""
+        if not self._engine.zero_optimization_partition_weights():
+            raise AttributeError("there is a parameter_offload at stage 3 only")
+        return ParameterOffload(self._engine.module)
 
     @property
     def overflow(self) -> bool:

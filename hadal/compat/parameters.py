@@ -6,7 +6,7 @@ to stage 3 (or were born sharded), and `hasattr` is False else, as programs expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.compat.values import ZeroParamStatus
 from hadal.zero.access import keeper_of
 from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.external import external_parameters
 from hadal.zero.init import born_among
 from hadal.zero.runtime import ZeroRuntime
 
@@ -37,6 +38,7 @@ def watch_parameters() -> None:
     """Let every parameter answer for them."""
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, property(_reader(name, read)))
+    nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
     # What autograd saved of a parameter comes back in backward as a tensor of no class of its own.
     Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
 
@@ -53,6 +55,11 @@ def unmark_stage_3(runtime: ZeroRuntime) -> None:
     _runtimes.discard(runtime)
     for parameter in runtime.bucket_of:
         _of_stage_3.pop(parameter, None)
+
+
+def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of other modules that are registered for this one, with a name for each."""
+    return ((str(number), each) for number, each in enumerate(external_parameters(module)))
 
 
 def _status_of_saved(tensor: Tensor) -> ZeroParamStatus:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
 from hadal.compat.parameters import watch_parameters
 from hadal.zero import (
     GatheredParameters,
@@ -15,8 +21,62 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
+    "OnDevice",
     "register_external_parameter",
     "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
 ]
 
 watch_parameters()
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device
+) -> Callable[..., Tensor]:
+    """Let a function that makes tensors make floating-point ones in a dtype, on a device.
+
+    Programs replace this name while `Init` is entered. Here it calls nobody: `Init` leaves torch's
+    functions as they are, so that positions of a rotary embedding, say, keep their dtype.
+    """
+
+    def made(*args: object, **kwargs: object) -> Tensor:
+        if kwargs.get("device") is None:
+            kwargs["device"] = target_device
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+
+    return made
+
+
+class OnDevice:
+    """A context in which modules are made on a device, in a dtype: on `meta`, say, for a big model.
+
+    Args:
+        dtype: the dtype of their parameters, where nothing else is asked for.
+        device: the device.
+        enabled: False makes it a no-op.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self._enabled = enabled
+        self._dtype = dtype
+        self._before: list[torch.dtype] = []
+        self._device = torch.device(device)
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before.append(torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._enabled:
+            self._device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before.pop())

@@ -22,6 +22,7 @@ from hadal.compat.optimizers import (
 )
 from hadal.compat.tools import clone_tensors_for_torch_save, move_to_device
 from hadal.compat.values import ZeroParamStatus
+from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.zero import GatheredParameters
 
@@ -186,6 +187,40 @@ def test_parameters_of_stage_3_answer_for_themselves(ranks: RankPools) -> None:
         assert found == [away, 54, torch.Size([9, 6]), here, True, 6, False]
 
 
+def _generate_as_trl() -> tuple[bool, list[Any]]:
+    engine = engine_of(3)
+    train(engine, range(2))
+    inputs = batch_of(5, rank=0)[0]
+    expected = engine.module(inputs).detach()
+    assert engine.optimizer is not None
+    offload = engine.optimizer.parameter_offload
+    with GatheredParameters(list(engine.module.parameters())):
+        model = offload.module
+        for _, parameter in [*model.named_parameters(), *model.ds_external_parameters()]:
+            parameter.ds_active_sub_modules.clear()
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        with torch.no_grad():
+            found = [engine.module(inputs) for _ in range(3)]
+        offload._register_deepspeed_module(model)
+    return all(torch.equal(one, expected) for one in found), train(engine, range(2, 4))
+
+
+def _trained_without() -> list[Any]:
+    engine = engine_of(3)
+    train(engine, range(2))
+    return train(engine, range(2, 4))
+
+
+def test_hooks_may_be_taken_off_to_generate(ranks: RankPools) -> None:
+    plain = ranks(2).run(_trained_without)
+    for (are_equal, losses), expected in zip(ranks(2).run(_generate_as_trl), plain, strict=True):
+        assert are_equal
+        assert losses == expected
+    assert not hasattr(engine_of(2).optimizer, "parameter_offload")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_other_parameters_have_no_such_attributes(stage: int) -> None:
     engine = engine_of(stage)
@@ -246,6 +281,21 @@ def test_only_some_tensors_move() -> None:
         [torch.ones(2), torch.ones(3)], "meta", criterion_func=lambda tensor: tensor.numel() > 2
     )
     assert [tensor.device.type for tensor in moved] == ["cpu", "meta"]
+
+
+def test_modules_are_made_on_a_device() -> None:
+    with OnDevice(torch.bfloat16):
+        layer = nn.Linear(2, 3)
+    assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16)
+    with OnDevice(torch.bfloat16, enabled=False):
+        layer = nn.Linear(2, 3)
+    assert (layer.weight.device.type, layer.weight.dtype) == ("cpu", torch.float32)
+
+
+def test_a_wrapped_constructor_makes_a_dtype() -> None:
+    made = zero_wrapper_for_fp_tensor_constructor(torch.arange, torch.float16, torch.device("meta"))
+    assert (made(3.0).dtype, made(3.0).device.type) == (torch.float16, "meta")
+    assert (made(3, device="cpu").dtype, made(3, device="cpu").device.type) == (torch.int64, "cpu")
 
 
 def test_recomputation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
