@@ -95,6 +95,25 @@ class DeepSpeedEngine(Engine):
         _engines.discard(self)
         unmark_stage_3(self._parts.runtime)
 
+    # ---- training --------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """As `hadal.Engine.backward`; returns the loss as it was divided by the micro-steps."""
+        given = super().backward(loss, retain_graph, scale_wrt_gas)
+        return given / self.gradient_accumulation_steps() if scale_wrt_gas else given
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `hadal.Engine.step`.
+
+        Raises:
+            NotBuiltYetError: `lr_kwargs`: arguments for the schedule's step.
+        """
+        if lr_kwargs:
+            raise unbuilt("engine.step(lr_kwargs=...)")
+        super().step()
+
     # ---- what the configuration says -------------------------------------------------------------
 
     def zero_optimization_stage(self) -> int:

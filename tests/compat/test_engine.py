@@ -89,6 +89,19 @@ def test_a_model_may_be_given_to_a_second_engine(stage: int) -> None:
         first(batch_of(0)[0])
 
 
+def test_backward_returns_the_loss_as_it_was_divided() -> None:
+    engine = engine_of(1, gradient_accumulation_steps=4)
+    loss = loss_of(engine(batch_of(0)[0]), batch_of(0)[1])
+    assert engine.backward(loss).item() == loss.item() / 4
+    engine.step()
+    loss = loss_of(engine(batch_of(0)[0]), batch_of(0)[1])
+    assert engine.backward(loss, scale_wrt_gas=False).item() == loss.item()
+    engine.step()
+    assert engine.global_steps == 0
+    with pytest.raises(NotBuiltYetError, match="lr_kwargs"):
+        engine.step(lr_kwargs={"epoch": 3})
+
+
 def test_a_program_may_take_the_schedule_away() -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
     engine = engine_of(1, scheduler=schedule)
