@@ -43,21 +43,30 @@ def lora(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     return told
 
 
+def _tokenizer() -> Any:
+    """One that knows the words w3 to w39."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 40)}
+    split = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    split.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=split,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        padding_side="left",
+    )
+
+
 def sft(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     """Train on rows of text."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     t.forget()
     t.save_base(folder, "llama")
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 40)}
-    split = Tokenizer(models.WordLevel(words, unk_token="<s>"))
-    split.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=split, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
     rows = [" ".join(f"w{int(n)}" for n in row) for row in t.Sequences(32, 1).rows]
     args = SFTConfig(
         **t.options(folder / "run", config, save_strategy="no"),
@@ -70,10 +79,44 @@ def sft(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
         model=_fresh(folder),
         args=args,
         train_dataset=Dataset.from_dict({"text": rows}),
-        processing_class=tokenizer,
+        processing_class=_tokenizer(),
     )
+    return _trained(trainer)
+
+
+def _reward(completions: list[str], **others: Any) -> list[float]:
+    return [len(text.split()) % 3 + 0.1 * len(set(text.split())) for text in completions]
+
+
+def grpo(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
+    """Train on what the model itself generates, beside a reference model (a second engine)."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    t.forget()
+    t.save_base(folder, "llama")
+    args = GRPOConfig(
+        **t.options(folder / "run", config, save_strategy="no", max_steps=2),
+        bf16=False,
+        gradient_checkpointing=False,
+        num_generations=2,
+        max_completion_length=6,
+        beta=0.1,
+    )
+    prompts = [f"w{n} w{n + 1} w{n + 2}" for n in (3, 6, 9, 12)]
+    trainer = GRPOTrainer(
+        model=_fresh(folder),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
+        processing_class=_tokenizer(),
+        reward_funcs=_reward,
+    )
+    return _trained(trainer)
+
+
+def _trained(trainer: Any) -> dict[str, Any]:
     trainer.train()
-    told = {"losses": t.logged(trainer, "loss")}
+    told = {name: t.logged(trainer, name) for name in ("loss", "grad_norm")}
     trainer.accelerator.free_memory()
     t.forget()
     return told
