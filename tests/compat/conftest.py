@@ -28,5 +28,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("runs"):
             missing = [name for name in mark.args if importlib.util.find_spec(name) is None]
             if missing:
-                reason = f"{' and '.join(missing)} not installed (pip install '.[compat]')"
+                reason = f"not installed: {', '.join(missing)}"
                 item.add_marker(pytest.mark.skip(reason=reason))
