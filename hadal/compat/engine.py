@@ -26,10 +26,10 @@ from hadal.engine.parts import Parts
 # Methods that programs call and that have nothing behind them yet.
 _UNBUILT = frozenset(
     {
-        "eigenvalue_enabled",
         "get_compile_time",
         "offload_states",
         "reload_states",
+        "save_16bit_model",
         "set_custom_curriculum_learning_schedule",
         "set_data_post_process_func",
     }
@@ -214,6 +214,12 @@ class DeepSpeedEngine(Engine):
         return self._parts.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The same as `_consolidated_16bit_state_dict`."""
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The whole model on the host of rank 0, None on the others. All ranks must call it."""

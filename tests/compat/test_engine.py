@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +26,8 @@ from hadal.compat.values import ZeroParamStatus
 from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.zero import GatheredParameters
+
+ROOT = Path(__file__).parents[2]
 
 
 def engine_of(stage: int, **changes: Any) -> DeepSpeedEngine:
@@ -64,6 +67,15 @@ def test_getters_tell_what_the_configuration_says() -> None:
     assert engine.scheduler_name() is None
     assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
     assert engine.data_parallel_group.size() == 1
+
+
+def test_the_engine_has_every_member_that_programs_use() -> None:
+    names = (ROOT / "tests/data/deepspeed_names.txt").read_text().split()
+    engine, before = engine_of(2), "deepspeed.DeepSpeedEngine."
+    members = [name.removeprefix(before) for name in names if name.startswith(before)]
+    assert len(members) > 40
+    set_by_programs = {"_is_accelerate_prepared"}
+    assert {name for name in members if not hasattr(engine, name)} == set_by_programs
 
 
 def test_what_is_not_built_says_so_and_what_is_unknown_is_missing() -> None:
