@@ -100,3 +100,20 @@ def test_bf16_trains_with_fp32_masters(run: Run) -> None:
         assert close(found["losses"], expected["losses"], 2e-2)
         assert found["losses"] != expected["losses"]
         assert found["resumed"] == found["losses"][2:]
+
+
+def _best(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    t = load("trainer_runs")
+    return t.best(folder / "plain", None), t.best(folder / "found", t.STAGE_3)
+
+
+def test_the_best_model_comes_back_and_is_evaluated_alone(
+    clients: RankPool, tmp_path: Path
+) -> None:
+    for plain, found in clients.run(_best, tmp_path, timeout=180):
+        looks = found["evaluations"]
+        assert max(looks) > looks[-1]  # else there is nothing to go back to
+        assert found["after"] == max(looks)
+        assert found["alone"] == pytest.approx(found["after"], abs=1e-5)
+        assert found["after"] == pytest.approx(plain["after"], abs=1e-4)
+        assert found["predicted"] == plain["predicted"]

@@ -258,3 +258,38 @@ def _loss(model: Any) -> float:
     rows = Sequences(4, 1).rows
     with torch.no_grad(), hadal.zero.GatheredParameters(list(model.parameters())):
         return float(model(input_ids=rows, labels=rows).loss)
+
+
+def best(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
+    """Train with a look at other data, and go back to the best model; then only evaluate it."""
+    forget()
+    base = save_base(folder, "llama")
+    data, held_out = Sequences(64, 1), Sequences(8, 2)
+    args = arguments(
+        folder / "run",
+        config,
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=6,
+        load_best_model_at_end=True,
+        greater_is_better=True,  # of the loss, so that the first look is the best one
+    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
+    trainer.train()
+    told = {
+        "evaluations": logged(trainer, "eval_loss"),
+        "after": trainer.evaluate()["eval_loss"],
+    }
+    trainer.save_model(str(folder / "best"))
+    barrier()
+    trainer.accelerator.free_memory()
+    forget()
+    args = arguments(folder / "only", config)
+    saved = AutoModelForCausalLM.from_pretrained(folder / "best")
+    only = Trainer(model=saved, args=args, eval_dataset=held_out)
+    told["alone"] = only.evaluate()["eval_loss"]
+    told["predicted"] = only.predict(held_out).predictions.shape
+    only.accelerator.free_memory()
+    forget()
+    return told
