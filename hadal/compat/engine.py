@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +28,6 @@ _UNBUILT = frozenset(
         "get_compile_time",
         "offload_states",
         "reload_states",
-        "save_16bit_model",
         "set_custom_curriculum_learning_schedule",
         "set_data_post_process_func",
     }
@@ -162,75 +160,6 @@ class DeepSpeedEngine(Engine):
     def moves_loss_scale(self) -> bool:
         """Whether overflows move the loss scale."""
         return self._parts.scale_rule.dynamic
-
-    # ---- checkpoints and weights -----------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save as `hadal.Engine.save_checkpoint`.
-
-        Frozen parameters are saved too, for now, where they were to be left out; that is told.
-        """
-        if exclude_frozen_parameters:
-            logger.warning("frozen parameters are saved too: leaving them out is not built yet")
-        name = None if tag is None else str(tag)
-        return super().save_checkpoint(save_dir, name, client_state, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load as `hadal.Engine.load_checkpoint`; whole checkpoints only.
-
-        Raises:
-            NotBuiltYetError: only a part of the checkpoint is asked for.
-        """
-        has_schedule = self.lr_scheduler is not None
-        parts = {
-            "load_optimizer_states": not load_optimizer_states,
-            "load_lr_scheduler_states": not load_lr_scheduler_states and has_schedule,
-            "load_module_only": load_module_only,
-            "custom_load_fn": custom_load_fn is not None,
-        }
-        asked = [name for name, is_asked in parts.items() if is_asked]
-        if asked:
-            raise unbuilt(f"load_checkpoint({', '.join(asked)})")
-        return super().load_checkpoint(load_dir, None if tag is None else str(tag))
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
-        return self._parts.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The same as `_consolidated_16bit_state_dict`."""
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def _consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The whole model on the host of rank 0, None on the others. All ranks must call it."""
-        state = self.state_dict()
-        if self.global_rank:
-            return None
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    state.pop(name, None)
-        return {name: value.cpu() for name, value in state.items()}
 
     # ---- who takes part --------------------------------------------------------------------------
 

@@ -79,6 +79,10 @@ _ALIKE: dict[str, dict[str, str]] = {
         _LOG: "log_dist logger",
     },
     "deepspeed.utils.logging": {_LOG: "log_dist logger"},
+    "deepspeed.utils.zero_to_fp32": {
+        "hadal.utils": "convert_zero_checkpoint_to_fp32_state_dict"
+        " get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint"
+    },
     "deepspeed.utils.tensor_fragment": {
         "hadal.utils": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
         " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
