@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,7 +126,8 @@ def _evict(folder: Path) -> None:
 
 def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     """Save and load in turns; seconds of each, and the bytes of one checkpoint."""
-    found: dict[str, Any] = {"save": [], "whole": [], "load": [], "before": _peak()}
+    found: dict[str, Any] = {"before": _peak()}
+    found |= {name: [] for name in ("save", "whole", "load", "again")}
     for number in range(repeat):
         tag = f"tag{number}"
         seconds = _timed(lambda tag=tag: saver.save(folder, tag))
@@ -137,7 +139,9 @@ def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     found["peak_saving"] = _peak()
     _evict(folder)
     for number in range(repeat):
-        found["load"].append(_timed(lambda tag=f"tag{number}": saver.load(folder, tag)))
+        load = partial(saver.load, folder, f"tag{number}")
+        found["load"].append(_timed(load))
+        found["again"].append(_timed(load))
     files = [path for path in (folder / "tag0").rglob("*") if path.is_file()]
     found["nbytes"] = sum(path.stat().st_size for path in files)
     dist.barrier()

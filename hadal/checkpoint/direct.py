@@ -1,8 +1,9 @@
-"""Bytes on their way to a file and back: past the system's cache where that can be, in blocks.
+"""Bytes on their way to a file and back, in blocks.
 
-A checkpoint is larger than what a cache is for: to find room in it takes longer than the disk does,
-and what was there is lost to the program. So whole blocks are moved directly (O_DIRECT, to and from
-memory that begins on a page), and only what is left at the end by way of the cache.
+What is written goes past the system's cache where that can be: to find room in it takes longer than
+the disk does, and what was there is lost to the program. So whole blocks are written directly
+(O_DIRECT, from memory that begins on a page), and only what is left at the end by way of the cache.
+What is read comes through the cache: it is read twice, once for its checksum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 _BLOCK_NBYTES = 1 << 24
-_PAGE_NBYTES = 4096
 
 
 class Output:
@@ -111,18 +111,17 @@ def blocks_of(descriptor: int, start: int, stop: int) -> Iterator[memoryview]:
     if stop - start < _BLOCK_NBYTES:
         yield memoryview(_read_exactly(descriptor, start, stop))
         return
-    reader = _Reader(descriptor)
-    place = start // _PAGE_NBYTES * _PAGE_NBYTES
+    place = start
     with _two_blocks() as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
-        pending = pool.submit(reader.fill, blocks[0], place)
+        pending = pool.submit(_fill, descriptor, blocks[0], place)
         while place < stop:
             count = pending.result()
             if place + count < min(stop, place + _BLOCK_NBYTES):
                 raise OSError(errno.EIO, "the file ends too early")
             following = place + _BLOCK_NBYTES
             if following < stop:
-                pending = pool.submit(reader.fill, blocks[1], following)
-            yield blocks[0][max(start - place, 0) : min(stop - place, _BLOCK_NBYTES)]
+                pending = pool.submit(_fill, descriptor, blocks[1], following)
+            yield blocks[0][: min(stop - place, _BLOCK_NBYTES)]
             blocks.reverse()
             place = following
 
@@ -138,28 +137,15 @@ def _read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
     return found
 
 
-class _Reader:
-    """Fills blocks from a file, directly as long as that can be."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._is_direct = _set_direct(descriptor, True)
-
-    def fill(self, block: memoryview, place: int) -> int:
-        """Read from `place` on until the block is full, or the file ends; how many bytes."""
-        filled = 0
-        while filled < len(block):
-            try:
-                count = os.preadv(self._descriptor, [block[filled:]], place + filled)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
-                    raise
-                self._is_direct = _set_direct(self._descriptor, False)
-                continue
-            if not count:
-                break
-            filled += count
-        return filled
+def _fill(descriptor: int, block: memoryview, place: int) -> int:
+    """Read from `place` on until the block is full, or the file ends; how many bytes."""
+    filled = 0
+    while filled < len(block):
+        count = os.preadv(descriptor, [block[filled:]], place + filled)
+        if not count:
+            break
+        filled += count
+    return filled
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:
