@@ -106,8 +106,9 @@ def describe_parting(
     paths: Sequence[Sequence[int]], owners: Sequence[str], names: Sequence[str]
 ) -> str:
     """Where paths part: what each owner used there, by the buckets' names."""
-    common = 0
-    while len({path[common : common + 1] for path in map(tuple, paths)}) == 1:
+    common, longest = 0, max(map(len, paths))
+    # Paths that do not part at all end together.
+    while common < longest and len({tuple(path[common : common + 1]) for path in paths}) == 1:
         common += 1
     after = f"after {names[paths[0][common - 1]]}" if common else "at the beginning"
     told = [

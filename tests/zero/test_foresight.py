@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.zero.foresight import Foresight
-from hadal.zero.trace import Kind, Trace, Use
+from hadal.zero.trace import Kind, Trace, Use, describe_parting
 
 # A path for each letter, forward and back.
 FORWARDS = {x: Trace(tuple(Use(b, b + 1) for b in range(n))) for n, x in enumerate("ABCD", 1)}
@@ -110,3 +110,8 @@ def test_memory_is_bounded() -> None:
         trace = Trace(tuple(Use(b, b + 1) for b in range(number % 97)))
         foresight.came(Kind.FORWARD, trace, has_held=None)
     assert len(foresight._memories[Kind.FORWARD]) <= 50
+
+
+def test_paths_that_do_not_part_are_told_to_end_together() -> None:
+    told = describe_parting([(0, 1), (0, 1)], ["one", "other"], ["first", "second"])
+    assert told == "after second, one came to the end; other came to the end"
