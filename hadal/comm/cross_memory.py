@@ -339,7 +339,6 @@ class Office:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.bell, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
-        os.register_at_fork(after_in_child=self._leave)
 
     def add(self, address: bytes, pid: int, connection: socket.socket) -> None:
         """Serve a connection that was tried out."""
@@ -353,8 +352,8 @@ class Office:
             )
             self._thread.start()
 
-    def _leave(self) -> None:
-        """In a forked child: a connection ends with the process that made it, not with this one."""
+    def close(self) -> None:
+        """Give all connections up."""
         self.listener.close()
         for neighbour in self.neighbours.values():
             neighbour.close()

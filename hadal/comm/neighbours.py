@@ -16,11 +16,12 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from hadal.comm.cross_memory import MEETING_S, Neighbour, Office, read, system
+from hadal.errors import CommunicationError
 
 # Linux: whoever may read this process's memory, where the Yama module guards it (prctl.h).
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
@@ -46,11 +47,21 @@ class Circle:
     """A number that only this group has."""
     neighbours: Mapping[int, Neighbour] = field(default_factory=dict)
     """By their rank in the group; who is not here is reached by the backend's sends."""
+    is_whole: bool = False
+    """Whether every rank of the group has all others here: the same on all of them."""
 
 
 @cache
 def _office() -> Office:
-    return Office()
+    office = Office()
+    os.register_at_fork(after_in_child=partial(_leave, office))
+    return office
+
+
+def _leave(office: Office) -> None:
+    """In a forked child: connections end with the process that made them; it makes its own."""
+    office.close()
+    _office.cache_clear()
 
 
 def _host() -> str:
@@ -75,7 +86,7 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
     """Find the neighbours among the ranks of a group. All of them must call it, with the same.
 
     Raises:
-        RuntimeError: a process of this host has told its identity and does not come.
+        CommunicationError: a process of this host has told its identity and does not come.
     """
     mine = identities[rank]
     others = {
@@ -84,7 +95,15 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
         if number != rank and mine.host and other.host == mine.host and other.pid != mine.pid
     }
     if others:
-        _connect({n: o for n, o in others.items() if o.address not in _office().neighbours}, rank)
+        unknown = {n: o for n, o in others.items() if o.address not in _office().neighbours}
+        try:
+            _connect(unknown, rank)
+        except OSError as error:
+            pids = [other.pid for other in unknown.values()]
+            raise CommunicationError(
+                f"rank {rank} could not connect with the processes {pids} of this host: {error}."
+                " Did one of them die? HADAL_CROSS_MEMORY=0 on all ranks does without."
+            ) from error
     known = {n: _office().neighbours.get(other.address) for n, other in others.items()}
     return Circle(
         identities[0].group, {n: found for n, found in known.items() if found is not None}
@@ -106,10 +125,12 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
     while by_address:
         connection, _ = _office().listener.accept()
         connection.settimeout(MEETING_S)
-        number_or_none = by_address.pop(connection.recv(64), None)
-        if number_or_none is None or _pid_of(connection) != others[number_or_none].pid:
-            raise RuntimeError("a process that is none of the ranks connected to this one")
-        connections[number_or_none] = connection
+        told = by_address.get(connection.recv(64))
+        if told is None or _pid_of(connection) != others[told].pid:
+            connection.close()  # a stranger: whoever is on this host may knock
+            continue
+        by_address = {address: number for address, number in by_address.items() if number != told}
+        connections[told] = connection
     for number in _trusted({n: (others[n].pid, c) for n, c in connections.items()}):
         other = others[number]
         _office().add(other.address, other.pid, connections.pop(number))

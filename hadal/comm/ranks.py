@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,7 +82,7 @@ class Ranks:
     @property
     def are_neighbours(self) -> bool:
         """Whether all of them are on this host, and reach each other without the backend."""
-        return len(self.circle.neighbours) == self.size - 1
+        return self.circle.is_whole
 
     def group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """The group whose backend carries `tensor` from where it is."""
@@ -146,10 +146,17 @@ def _find_circle(group: dist.ProcessGroup) -> Circle:
     size = dist.get_world_size(group)
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return Circle()
-    told: list[Identity] = [identity(reads=may_read_memory())] * size
-    # Before there is a `Ranks` that a collective could be given.
-    dist.all_gather_object(told, told[0], group=group)  # noqa: TID251
-    return meet(told, dist.get_rank(group))
+    told: list[Identity] = _told_by_all(identity(reads=may_read_memory()), group)
+    circle = meet(told, dist.get_rank(group))
+    known = _told_by_all(len(circle.neighbours), group)
+    return replace(circle, is_whole=min(known) == size - 1)
+
+
+def _told_by_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank tells, before there is a `Ranks` that a collective could be given."""
+    told = [value] * dist.get_world_size(group)
+    dist.all_gather_object(told, value, group=group)  # noqa: TID251
+    return told
 
 
 def is_initialized() -> bool:

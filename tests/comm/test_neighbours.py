@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from typing import Any
@@ -154,6 +155,49 @@ def test_a_tensor_of_another_length_is_told_at_both_ends(ranks: RankPools) -> No
     raised = [str(error) for error in ranks(2).raises(of_another_length)]
     assert "20004 bytes were sent where 20000 are expected" in raised[0]
     assert "could not take it" in raised[1]
+
+
+def child_begins_anew() -> list[bool]:
+    """What a forked process has of its parent's connections, and whether the parent keeps them."""
+    ranks = Ranks.world()
+    before = neighbours._office()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        after = neighbours._office()
+        begins = after is not before and not after.neighbours and after.address != before.address
+        os.write(writing, b"anew" if begins else b"as it was")
+        os._exit(0)
+    os.waitpid(child, 0)
+    told = os.read(reading, 100)
+    os.close(reading)
+    os.close(writing)
+    return [told == b"anew", neighbours._office() is before, *exchange(), ranks.are_neighbours]
+
+
+def test_a_forked_child_begins_anew_and_its_parent_goes_on(ranks: RankPools) -> None:
+    for found in ranks(2).run(child_begins_anew):
+        assert all(found)
+
+
+def knock() -> list[bool]:
+    """A stranger connects to a rank's socket while the ranks meet."""
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    met = neighbours.Office()
+    addresses: list[bytes] = [b""] * 2
+    dist.all_gather_object(addresses, met.address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        if dist.get_rank() == 1:
+            stranger.connect(addresses[0])
+            stranger.send(b"let me in")
+        dist.barrier()
+        with patch.object(neighbours, "_office", lambda: met):
+            return [len(Ranks.of(group).circle.neighbours) == 1]
+
+
+def test_a_stranger_is_not_let_in(ranks: RankPools) -> None:
+    assert ranks(2).run(knock) == [[True], [True]]
 
 
 def wait_for_the_dead(fork: bool) -> tuple[str, float]:
