@@ -7,7 +7,7 @@ share by each rank. Nothing is copied here: tensors are views of what is being t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +41,24 @@ StateRow = tuple[str, dict[str, Any]]
 class Holders:
     """The ranks of one part whose files lie in one folder, as one of them sees it."""
 
-    number: int
-    """Which of them I am."""
-    count: int
+    ranks: tuple[int, ...]
+    """Their numbers in the world."""
+    me: int
+    """Mine."""
+
+    @property
+    def number(self) -> int:
+        """Which of them I am."""
+        return self.ranks.index(self.me)
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    def among(self, some: Collection[int]) -> Holders:
+        """Those of them that are among `some`, by their numbers in the world."""
+        return Holders(tuple(rank for rank in self.ranks if rank in some), self.me)
 
     def cut(self, numel: int) -> tuple[int, int]:
         """My share of elements that all of them have."""
@@ -94,8 +109,10 @@ def collect(live: Live, own_values: set[str], holders: Holders, *, without_froze
     """What this rank writes; no other rank need call it.
 
     Raises:
-        CheckpointError: the optimizer remembers something that a checkpoint cannot hold.
+        CheckpointError: the optimizer remembers something that a checkpoint cannot hold, or a
+            folder would hold less than one copy of the model states.
     """
+    _expect_whole_copies(live, holders)
     share = Share({}, Rows(), Rows())
     collecting = _Collecting(live.ranks.rank, holders, share)
     for number, bucket in enumerate(live.runtime.buckets):
@@ -112,6 +129,20 @@ def collect(live: Live, own_values: set[str], holders: Holders, *, without_froze
         numbers = {bucket: number for number, bucket in enumerate(live.runtime.buckets)}
         collecting.add_state(live, numbers)
     return share
+
+
+def _expect_whole_copies(live: Live, holders: Holders) -> None:
+    """Where there are several copies of the states, each folder must hold a whole one."""
+    for bucket in live.runtime.buckets[:1]:
+        sharing = bucket.sharing
+        shards = {bucket.ranks.numbers.index(rank) % sharing.shards.size for rank in holders.ranks}
+        if sharing.replicas is not None and len(shards) < sharing.shards.size:
+            raise CheckpointError(
+                f"rank {holders.me} saves into a folder that holds {len(shards)} of the"
+                f" {sharing.shards.size} shards of a copy (zero_optimization.mics_shard_size):"
+                " blocks of ranks that lie on several nodes need one folder for all; leave"
+                " checkpoint.use_node_local_storage out"
+            )
 
 
 class _Collecting:
@@ -132,12 +163,19 @@ class _Collecting:
     def _add_run(self, bucket: Bucket, number: int, kind: str, start: int, values: Tensor) -> None:
         """1-D values that begin at element `start` of a bucket: mine, or my share of them."""
         rows, first, last = self._share.mine, start, start + values.numel()
+        replicas = bucket.sharing.replicas
+        low, high = first, last
         if not _is_cut(bucket):
             rows = self._share.replicated
             low, high = self._holders.cut(bucket.layout.numel)
-            first, last = max(first, low), min(last, high)
-            if first >= last and values.numel():
-                return
+        elif replicas is not None:
+            # Each folder has whole copies of the states: those that hold my shard too share it out.
+            rows = self._share.replicated
+            low, high = self._holders.among(replicas.numbers).cut(values.numel())
+            low, high = start + low, start + high
+        first, last = max(first, low), min(last, high)
+        if first >= last and values.numel():
+            return
         row = Stretch(self._rank, kind, number, first, last - first, values.dtype)
         rows.stretches.append(row)
         self._share.tensors[row.tensor] = values.detach()[first - start : last - start]

@@ -221,8 +221,7 @@ def begin(order: Order, live: Live) -> Job:
     if live.rules.is_node_local:
         mates = _mates(order.save_dir, mark, world, what)
     # Of this part's ranks, those that write into the same folder.
-    fellows = [number for number in ranks.numbers if number in mates]
-    holders = Holders(fellows.index(world.rank), len(fellows))
+    holders = Holders(tuple(rank for rank in ranks.numbers if rank in mates), world.rank)
     with together(world, what):
         folders.check_tag(order.tag)
         own, client = _own(live), _client(order.client_state)

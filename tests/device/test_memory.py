@@ -23,7 +23,7 @@ def faults(times):
 cpu = torch.device("cpu")
 if sys.argv[1] == "kept":
     keep_freed_memory(cpu)
-faults(3)
+faults(12)
 print(faults(5))
 held = memory_use(cpu).host
 give_back_freed_memory()
@@ -44,7 +44,7 @@ def run(how: str) -> tuple[int, int]:
 def test_what_is_freed_is_used_again_and_given_back_when_asked() -> None:
     cleared, returned = run("kept")
     assert cleared < NBYTES / 10
-    assert returned > 0.9 * NBYTES
+    assert returned > 0.9 * NBYTES  # and what lies between other pieces
     cleared, _ = run("by default")
     assert cleared > 4.5 * NBYTES
 

@@ -443,7 +443,7 @@ def events(stage: int, micro_steps: int, **zero: Any) -> list[list[str]]:
     )
     told: list[str] = []
     start = Gradients.start_reduce
-    Gradients.start_reduce = lambda self: (told.append("reduce"), start(self))[1]
+    Gradients.start_reduce = lambda self, **rest: (told.append("reduce"), start(self, **rest))[1]
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: told.append("gradient"))
     by_step = []
