@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,18 +63,26 @@ def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bo
         return
     exact = torch.promote_types(torch.float32, out.dtype)
     block = min(_BLOCK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
-    total = torch.empty(block, dtype=exact, device=out.device)
+    is_apart = all(piece.data_ptr() != out.data_ptr() for piece in pieces)
+    adds_in_place = not accumulate and is_apart and out.dtype == exact
+    # A power of two rounds nothing, so that scaling and adding may be one.
+    scales_at_last = accumulate and out.dtype == exact and math.frexp(after)[0] == 0.5
+    total = torch.empty(0 if adds_in_place else block, dtype=exact, device=out.device)
     for start in range(0, out.numel(), max(block, 1)):
         target = out[start : start + block]
-        part = total[: target.numel()]
+        part = target if adds_in_place else total[: target.numel()]
         part.copy_(pieces[0][start : start + block])
         for piece in pieces[1:]:
             part.add_(piece[start : start + block])
+        if scales_at_last:
+            target.add_(part, alpha=after)
+            continue
         if after != 1.0:
             part.mul_(after)
         if accumulate:
             part.add_(target)
-        target.copy_(part)
+        if not adds_in_place:
+            target.copy_(part)
 
 
 def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
