@@ -15,7 +15,7 @@ from typing import Any
 from peers.launch import Run
 from peers.settings import Contestant, Workload, is_default
 
-STEP_GOALS = {0: 0.7, 1: 0.7, 2: 0.9, 3: 0.9}
+STEP_GOALS = {"deepspeed": 0.6, "fsdp2": 0.7, "ddp": 1.0, "zero_redundancy": 1.0}
 INIT_GOAL_S = 2.0
 IMPORT_GOAL_S = 0.2
 
@@ -175,23 +175,29 @@ def _least_peak(results: Results, stage: int) -> float | None:
         results.peak(contestant)
         for contestant in results.runs
         if contestant.stage == stage
-        and contestant.library in ("deepspeed", "fsdp2")
+        and contestant.library != "hadal"
         and results.finished(contestant)
     ]
     return min(peaks) if peaks else None
 
 
 def _stage_verdicts(results: Results, stage: int) -> list[Verdict]:
-    ours, deepspeed = Contestant("hadal", stage, "bf16"), Contestant("deepspeed", stage, "bf16")
+    ours = Contestant("hadal", stage, "bf16")
     ran = bool(results.finished(ours))
+    peers = [one for one in results.runs if one.stage == stage and one.library in STEP_GOALS]
+    steps = [
+        Verdict(
+            f"stage {stage} step over {peer.library}'s",
+            step_ratio(results, ours, peer),
+            STEP_GOALS[peer.library],
+        )
+        for peer in peers
+        if peer.traffic == "bf16"
+    ]
     return [
+        *steps,
         Verdict(
-            f"stage {stage} step over DeepSpeed's",
-            step_ratio(results, ours, deepspeed),
-            STEP_GOALS[stage],
-        ),
-        Verdict(
-            f"stage {stage} peak MiB, at most the least of DeepSpeed's and FSDP2's",
+            f"stage {stage} peak MiB, at most the least of the peers'",
             results.peak(ours) if ran else None,
             _least_peak(results, stage),
         ),
