@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 from collections.abc import Mapping
@@ -91,6 +92,17 @@ def init_distributed(
             " runs, that MASTER_ADDR and MASTER_PORT are the same on all ranks and that no firewall"
             " stands between them."
         ) from error
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """End the process group with the program.
+
+    A process that ends right after a collective may otherwise be aborted: gloo's threads are still
+    at work. Other backends may wait for ranks that are gone.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> None:
