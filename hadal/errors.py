@@ -71,3 +71,7 @@ class MismatchError(CommunicationError):
 
 class CheckpointError(HadalError, OSError):
     """A checkpoint cannot be written or read."""
+
+
+class OffloadError(HadalError, OSError):
+    """What rests off the device cannot be put there or fetched: a disk's fault, or no room."""

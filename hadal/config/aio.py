@@ -3,18 +3,46 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from hadal.config.section import Section, key
+from hadal.config.section import Mark, Section, key
 from hadal.config.values import Boolean, Integer
+
+_NO_GDS = Mark(
+    status="not built yet",
+    why="GPUDirect Storage needs a GPU, a driver and a disk that know it, and files are read into"
+    " host memory here",
+)
 
 
 class Aio(Section):
-    """Disk requests of state that rests on nvme. Asks for nothing where none does."""
+    """Disk requests of state that rests on nvme. Asks for nothing where none does.
+
+    `hadal bench io PATH` finds the values for a disk.
+    """
 
     renamed: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
 
-    block_size: Integer = key(1_048_576, "Bytes of one request.", gt=0)
-    queue_depth: Integer = key(8, "Requests under way at a time in one thread.", gt=0)
-    intra_op_parallelism: Integer = key(1, "Threads that share one read or write.", gt=0)
-    single_submit: Boolean = key(False, "Submit requests one by one, not in batches.")
-    overlap_events: Boolean = key(True, "Submit new requests before earlier ones are done.")
-    use_gds: Boolean = key(False, "Let the GPU read the disk by itself (GPUDirect Storage).")
+    block_size: Integer = key(
+        1_048_576,
+        "Bytes of one block, rounded up to whole pages (4096): what is read or written is cut at"
+        " the multiples of it.",
+        gt=0,
+    )
+    queue_depth: Integer = key(
+        8, "Blocks under way at a time in one queue, each queue with threads of its own.", gt=0
+    )
+    intra_op_parallelism: Integer = key(
+        1, "Queues that share one read or write, a stretch of its blocks each.", gt=0
+    )
+    single_submit: Boolean = key(
+        False,
+        "Each block is a system call of its own. Else neighbours go together, a quarter of"
+        " queue_depth in one call.",
+    )
+    overlap_events: Boolean = key(
+        True,
+        "Begin another block as soon as one is done. Else a queue waits until all that it has under"
+        " way is done, and then begins queue_depth more.",
+    )
+    use_gds: Boolean = key(
+        False, "Let the GPU read the disk by itself (GPUDirect Storage).", mark=_NO_GDS
+    )

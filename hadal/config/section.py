@@ -28,13 +28,15 @@ class Mark:
     """What a key's declaration says beyond its type and range.
 
     `off` are the values beside the default that ask for nothing. `only` are the sole values that
-    the status speaks of. `stages` are the ZeRO stages at which the key does anything.
+    the status speaks of. `stages` are the ZeRO stages at which the key does anything. `why` says
+    what stands in the way of a key that is not built.
     """
 
     status: Status = "acts"
     off: tuple[Any, ...] = ()
     only: tuple[Any, ...] = ()
     stages: tuple[int, ...] = (0, 1, 2, 3)
+    why: str = ""
     tunable: bool = False
     auto_is_a_word: bool = False
     null_is_default: bool = False

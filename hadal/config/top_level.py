@@ -36,7 +36,7 @@ from hadal.config.plain import plain
 from hadal.config.progressive_layer_drop import ProgressiveLayerDrop
 from hadal.config.quantize_training import QuantizeTraining
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import NO_EFFECT, UNBUILT, UNBUILT_WHERE_USED, key, section
+from hadal.config.section import NO_EFFECT, UNBUILT, key, section
 from hadal.config.sparse_attention import SparseAttention
 from hadal.config.tensor_parallel import TensorParallel
 from hadal.config.tensorboard import TensorBoard
@@ -142,7 +142,7 @@ class Config(General):
     torch_autocast: TorchAutocast | None = key(None, "Forward under autocast.")
     data_types: DataTypes = section(DataTypes, "Other dtypes.")
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "Sharding.")
-    aio: Aio = section(Aio, "Disk requests.", mark=UNBUILT_WHERE_USED)
+    aio: Aio = section(Aio, "Disk requests.")
     tensor_parallel: TensorParallel = section(TensorParallel, "Cut layers.")
     hybrid_engine: HybridEngine = section(HybridEngine, "Training and generating.")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Spread experts.")

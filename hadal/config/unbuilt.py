@@ -49,7 +49,8 @@ def _refusal(value: Any, default: Any, mark: Mark) -> str:
         return "the section is not built yet; leave it out"
     if mark.only:
         return f"{shown(value)} is not built yet; choose another"
-    return f"{shown(value)} is not built yet; leave it out or give {shown(default)}"
+    why = f": {mark.why}" if mark.why else ""
+    return f"{shown(value)} is not built yet{why}; leave it out or give {shown(default)}"
 
 
 def _descend(walk: _Walk, section: Section, path: str) -> None:

@@ -22,6 +22,7 @@ from hadal.device.memory import (
     give_back_freed_memory,
     keep_freed_memory,
     memory_use,
+    page_locked,
     reset_peak_memory,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "has_fused_kernels",
     "keep_freed_memory",
     "memory_use",
+    "page_locked",
     "random_state",
     "rank_device",
     "reset_peak_memory",

@@ -45,6 +45,11 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def page_locked(nbytes: int) -> torch.Tensor:
+    """Bytes of host memory that an accelerator copies by itself; plain ones where there is none."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """Let this process keep host memory that it frees, where that is what it computes in.
 

@@ -1,0 +1,130 @@
+"""Host memory that a disk reads into and writes from: whole pages, page-locked where asked."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+from torch import Tensor
+
+from hadal.device import page_locked
+from hadal.errors import OffloadError, UsageError
+from hadal.offload.extents import ALIGNMENT
+
+
+def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
+    """A vector of bytes that begins on a page.
+
+    Args:
+        nbytes: how many.
+        pinned: lock it into memory, where an accelerator is there to gain from it.
+    """
+    wanted = nbytes + ALIGNMENT
+    whole = page_locked(wanted) if pinned else torch.empty(wanted, dtype=torch.uint8)
+    start = -whole.data_ptr() % ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+def memory_of(buffer: Tensor) -> memoryview:
+    """The bytes of a vector, which whoever looks at them must keep alive.
+
+    Not by way of numpy: storage that numpy has seen can never be resized.
+    """
+    nbytes = buffer.numel()
+    if not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(buffer.data_ptr())).cast("B")
+
+
+def check_buffer(buffer: Tensor) -> None:
+    """See that a disk can read into and write from a tensor.
+
+    Raises:
+        UsageError: it is no vector of bytes in host memory that begins on a page.
+    """
+    if (
+        buffer.dtype != torch.uint8
+        or buffer.dim() != 1
+        or not buffer.is_contiguous()
+        or buffer.device.type != "cpu"
+    ):
+        raise UsageError(
+            "a buffer for the disk must be a contiguous 1-D tensor of uint8 in host memory, found"
+            f" {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}; take"
+            " `tensor.view(torch.uint8)` of one that `hadal.offload.aligned` has made"
+        )
+    if buffer.data_ptr() % ALIGNMENT:
+        raise UsageError(
+            f"a buffer for the disk must begin at a multiple of {ALIGNMENT} bytes, found one"
+            f" {buffer.data_ptr() % ALIGNMENT} bytes after; take a part of"
+            f" `hadal.offload.aligned(nbytes)` that begins at such a multiple"
+        )
+
+
+class BufferPool:
+    """At most `count` buffers of one length, made when first needed and kept until the end."""
+
+    def __init__(self, count: int, nbytes: int, *, pinned: bool = False) -> None:
+        self.count = count
+        self.nbytes = nbytes
+        self._pinned = pinned
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def take(self, timeout_s: float = 0.0) -> Tensor:
+        """A buffer that nobody else has; its contents are whatever they were.
+
+        Args:
+            timeout_s: how long to wait for another thread to give one back.
+
+        Raises:
+            OffloadError: all are taken.
+            UsageError: the pool is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(self._has_one, timeout_s)
+            if self._is_closed:
+                raise UsageError("a buffer was taken from a pool that is closed")
+            if not self._has_one():
+                raise OffloadError(
+                    f"all {self.count} buffers of {self.nbytes} bytes are in use; give one back"
+                    " first, or raise the number of buffers (`buffer_count` in the configuration)"
+                )
+            buffer = self._free.pop() if self._free else self._made()
+            self._taken[buffer.data_ptr()] = buffer
+            return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let others have a buffer that was taken here.
+
+        Raises:
+            UsageError: it was not taken here, or is back already.
+        """
+        with self._changed:
+            found = self._taken.pop(buffer.data_ptr(), None)
+            if self._is_closed:
+                return
+            if found is None:
+                raise UsageError(
+                    "a buffer was given back to a pool that has not lent it, or has it already"
+                )
+            self._free.append(found)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let go of all memory; what is still taken goes when its holders let go of it."""
+        with self._changed:
+            self._is_closed = True
+            self._free.clear()
+            self._taken.clear()
+            self._changed.notify_all()
+
+    def _has_one(self) -> bool:
+        return self._is_closed or bool(self._free) or len(self._taken) < self.count
+
+    def _made(self) -> Tensor:
+        # A view of its own place in memory even where it is empty: buffers are told apart by it.
+        return aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]

@@ -1,0 +1,190 @@
+"""Reads and writes under way, and the system calls that they are made of."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hadal.errors import HadalError, OffloadError, UsageError
+from hadal.offload.buffers import memory_of
+from hadal.offload.direct import pages
+from hadal.offload.extents import ALIGNMENT, Extent
+from hadal.offload.file import Act, DiskFile
+from hadal.offload.sums import Sums
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A stretch of a store's file that holds one thing, from a page's border on."""
+
+    name: str
+    nbytes: int
+    extent: Extent
+    """Where it lies in the file, in whole pages."""
+    sums: Sums | None = None
+
+
+class Open:
+    """The requests of a store that are under way, or have failed and were not waited for."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Request, None] = {}
+        self._lock = threading.Lock()
+
+    def add(self, request: Request) -> None:
+        """Take in one that begins."""
+        with self._lock:
+            self._requests[request] = None
+
+    def drop(self, request: Request) -> None:
+        """Forget one: it is done and went well, or its error is told."""
+        with self._lock:
+            self._requests.pop(request, None)
+
+    def all(self) -> list[Request]:
+        """All of them, in the order in which they began."""
+        with self._lock:
+            return list(self._requests)
+
+
+class Request:
+    """One read or write that goes on by itself until it is waited for."""
+
+    def __init__(self, act: Act, region: Region, extent: Extent, open_ones: Open) -> None:
+        self.act = act
+        self.region = region
+        self.extent = extent
+        """Which bytes of the region."""
+        self.error: HadalError | None = None
+        """Why it failed, from the moment when it did."""
+        self._left = 0
+        self._open = open_ones
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._process = os.getpid()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it is under way any more; it may have failed."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            OffloadError: it failed. What was read is of no use; what was written is half there.
+        """
+        if not self.is_done and os.getpid() != self._process:
+            raise UsageError(
+                "a request to a disk was waited for in a forked process, which has none of the"
+                " threads that carry it out; wait in the process that began it"
+            )
+        self.settle()
+        self._open.drop(self)
+        if self.error is not None:
+            raise self.error
+
+    def settle(self) -> None:
+        """Wait until it is done, however it ends."""
+        self._done.wait()
+
+    def begin(self, calls: int) -> None:
+        """Expect so many calls to end."""
+        self._left = calls
+        if calls:
+            self._open.add(self)
+        else:
+            self._done.set()
+
+    def end_one(self, error: HadalError | None) -> None:
+        """One call has ended; the first error of all is kept."""
+        with self._lock:
+            self._left -= 1
+            self.error = self.error or error
+            if self._left:
+                return
+            if self.error is None:
+                self._open.drop(self)
+            self._done.set()
+
+
+class Call:
+    """Neighbouring blocks of a request, which travel in one system call."""
+
+    __slots__ = ("_blocks", "_buffer", "_contents", "_file", "_request")
+
+    def __init__(
+        self, request: Request, blocks: list[Extent], buffer: Tensor, file: DiskFile
+    ) -> None:
+        self._request = request
+        self._blocks = blocks
+        self._file = file
+        self._buffer = buffer  # so that the memory is not freed meanwhile
+        first, start, stop = request.extent.start, blocks[0].start, blocks[-1].stop
+        self._contents = memory_of(buffer)[start - first : stop - first]
+
+    @property
+    def count(self) -> int:
+        """How many blocks it moves."""
+        return len(self._blocks)
+
+    def run(self) -> None:
+        """Move the blocks, unless the request has failed already."""
+        error: HadalError | None = None
+        if self._request.error is None:
+            try:
+                if self._request.act == "read":
+                    self._read()
+                else:
+                    self._write()
+            except HadalError as caught:
+                error = caught
+            except Exception as caught:  # whoever waits must be told, whatever it is
+                error = OffloadError(f"{self._file.path}: {self._what()} failed: {caught!r}")
+        self._request.end_one(error)
+
+    def _read(self) -> None:
+        parts, last = self._parts()
+        self._file.read(parts, self._place(), self._what())
+        if last:
+            self._contents[-len(last) :] = last
+        sums = self._request.region.sums
+        damaged = sums and sums.damaged(self._extent(), self._contents)
+        if damaged:
+            raise OffloadError(
+                f"{self._file.path}: {self._what()} is damaged: its bytes {damaged.start} to"
+                f" {damaged.stop} are not what was written there (the checksums differ); look at"
+                " the disk's health, and go on from the last checkpoint"
+            )
+
+    def _write(self) -> None:
+        parts, last = self._parts()
+        if last:
+            last[:] = self._contents[-len(last) :]
+        self._file.write(parts, self._place(), self._what())
+        if self._request.region.sums is not None:
+            start = self._extent().start
+            for block in self._blocks:
+                contents = self._contents[block.start - start : block.stop - start]
+                self._request.region.sums.keep(block, contents)
+
+    def _parts(self) -> tuple[list[memoryview], memoryview]:
+        """What moves, in whole pages; of a last page that is not in the buffer, the used part."""
+        short = len(self._contents) % ALIGNMENT
+        if not short:
+            return [self._contents], memoryview(b"")
+        page = pages(ALIGNMENT)
+        whole = self._contents[: len(self._contents) - short]
+        return [part for part in (whole, page) if part], page[:short]
+
+    def _extent(self) -> Extent:
+        return Extent(self._blocks[0].start, self._blocks[-1].stop)
+
+    def _place(self) -> int:
+        return self._request.region.extent.start + self._blocks[0].start
+
+    def _what(self) -> str:
+        return f"'{self._request.region.name}'"

@@ -1,0 +1,62 @@
+"""Buffers that a disk can read into, and a bounded number of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from hadal.errors import OffloadError, UsageError
+from hadal.offload import ALIGNMENT, BufferPool, aligned
+from hadal.offload.buffers import memory_of
+
+
+@given(some.integers(0, 20_000), some.booleans())
+def test_buffers_begin_on_a_page(nbytes: int, pinned: bool) -> None:
+    buffer = aligned(nbytes, pinned=pinned)
+    assert buffer.shape == (nbytes,)
+    assert buffer.dtype == torch.uint8
+    assert buffer.data_ptr() % ALIGNMENT == 0 or not nbytes
+    assert buffer.is_pinned() == (pinned and nbytes > 0 and torch.accelerator.is_available())
+
+
+def test_their_bytes_are_seen_and_they_can_still_be_resized() -> None:
+    buffer = aligned(10)
+    memory_of(buffer)[:] = bytes(range(10))
+    assert buffer.tolist() == list(range(10))
+    buffer.untyped_storage().resize_(1 << 16)  # what numpy has seen refuses
+
+
+def test_a_pool_lends_so_many_and_no_more() -> None:
+    pool = BufferPool(2, 100)
+    first, second = pool.take(), pool.take()
+    assert first.numel() == second.numel() == 100
+    with pytest.raises(OffloadError, match=r"all 2 buffers of 100 bytes are in use.*buffer_count"):
+        pool.take()
+    with pytest.raises(OffloadError):
+        pool.take(timeout_s=0.01)
+    pool.give_back(first)
+    with pytest.raises(UsageError, match="has it already"):
+        pool.give_back(first)
+    assert pool.take().data_ptr() == first.data_ptr()
+
+
+def test_a_pool_waits_for_another_thread() -> None:
+    pool = BufferPool(1, 100)
+    buffer = pool.take()
+    threading.Timer(0.05, pool.give_back, [buffer]).start()
+    assert pool.take(timeout_s=30).data_ptr() == buffer.data_ptr()
+
+
+def test_a_closed_pool_lends_nothing_and_takes_what_comes() -> None:
+    pool = BufferPool(2, 100)
+    buffer = pool.take()
+    waiting = threading.Timer(0.05, pool.close)
+    waiting.start()
+    pool.take()
+    with pytest.raises(UsageError, match="closed"):
+        pool.take(timeout_s=30)
+    pool.give_back(buffer)

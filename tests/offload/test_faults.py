@@ -1,0 +1,274 @@
+"""Faults of a disk, brought about by real means: each ends in one error that names the file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hadal.errors import OffloadError
+from hadal.offload import DiskStore, IoSettings, Region, aligned
+
+from .test_store import PAGE, files_under, filled
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import os, resource, sys
+from hadal.errors import OffloadError, UsageError
+from hadal.offload import DiskStore, IoSettings, aligned
+PAGE = 4096
+"""
+
+
+def started(code: str, *prefix: str) -> subprocess.Popen[str]:
+    """Another process, which may end as it likes."""
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output_of(code: str, *prefix: str) -> str:
+    process = started(code, *prefix)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out + err
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path, IoSettings(block_nbytes=4 * PAGE))
+
+
+def written(store: DiskStore, nbytes: int = 32 * PAGE) -> Region:
+    region = store.allocate("blocks.0 masters", nbytes)
+    store.start_write(region, 0, filled(nbytes)).wait()
+    return region
+
+
+@pytest.mark.parametrize("act", ["start_read", "start_write"])
+def test_a_shortened_file(act: str, store: DiskStore) -> None:
+    region = written(store)
+    os.truncate(store.path, 5 * PAGE)
+    request = getattr(store, act)(region, 0, aligned(32 * PAGE))
+    for _ in range(2):  # whoever asks again is told again
+        with pytest.raises(OffloadError) as caught:
+            request.wait()
+    told = str(caught.value)
+    assert str(store.path) in told and "blocks.0 masters" in told
+    assert "shortened to 20480 bytes, 131072 were reserved" in told
+    assert "last checkpoint" in told
+    store.close()
+
+
+def test_a_deleted_file(store: DiskStore, tmp_path: Path) -> None:
+    region = written(store)
+    store.path.unlink()
+    for start in (store.start_read, store.start_write):
+        with pytest.raises(OffloadError, match=r"states: 'blocks.0 masters'.*file was deleted"):
+            start(region, 0, aligned(32 * PAGE)).wait()
+    store.close()
+    assert files_under(tmp_path) == []
+
+
+def test_a_damaged_page(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, IoSettings(block_nbytes=4 * PAGE), checksums=True)
+    region = store.allocate("blocks.0 masters", 30 * PAGE + 100)
+    store.start_write(region, 0, filled(30 * PAGE + 100)).wait()
+    buffer = aligned(30 * PAGE + 100)
+    store.start_read(region, 0, buffer).wait()
+    for place, block in ((9 * PAGE + 17, "32768 to 49152"), (30 * PAGE + 99, "114688 to 122980")):
+        with open(store.path, "r+b") as file:
+            file.seek(region.extent.start + place)
+            before = file.read(1)
+            file.seek(region.extent.start + place)
+            file.write(bytes([before[0] ^ 1]))
+        with pytest.raises(OffloadError) as caught:
+            store.start_read(region, 0, buffer).wait()
+        told = str(caught.value)
+        assert str(store.path) in told and f"its bytes {block} are not what was written" in told
+        store.start_write(region, 0, filled(30 * PAGE + 100)).wait()
+        store.start_read(region, 0, buffer).wait()
+    store.close()
+
+
+def test_an_error_that_nobody_waited_for_is_told_at_the_end(
+    store: DiskStore, tmp_path: Path
+) -> None:
+    region = written(store)
+    os.truncate(store.path, 0)
+    store.start_write(region, 0, aligned(PAGE))
+    with pytest.raises(OffloadError, match="shortened to 0 bytes"):
+        store.close()
+    assert files_under(tmp_path) == []
+
+
+def test_no_room_is_told_before_anything_is_written(store: DiskStore, tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(OffloadError) as caught:
+        store.allocate("blocks.0 masters", 1 << 60)
+    told = str(caught.value)
+    assert f"{1 << 60} bytes are needed" in told and "are free" in told
+    assert str(tmp_path) in told and "nvme_path" in told
+    assert abs(int(told.split(" are free")[0].split()[-1]) - free) < 1 << 32
+    assert store.path.stat().st_size == 0
+    written(store)
+    store.close()
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"file/in cannot hold .*Not a directory.*nvme_path"):
+        DiskStore(tmp_path / "file" / "in")
+
+
+def test_limits_of_the_system_are_told(tmp_path: Path) -> None:
+    out = output_of(
+        f"""
+        store = DiskStore({str(tmp_path)!r}, IoSettings(block_nbytes=PAGE))
+        region = store.allocate("small", 64 * PAGE)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10 * PAGE, most))
+        buffer = aligned(64 * PAGE)
+        store.start_read(region, 0, buffer).wait()
+        for attempt in (
+            lambda: store.allocate("large", PAGE),
+            lambda: store.start_write(region, 0, buffer).wait(),
+        ):
+            try:
+                attempt()
+            except OffloadError as error:
+                print(error)
+        store.start_write(region, 0, buffer[: 10 * PAGE]).wait()
+        assert store.nbytes == os.stat(store.path).st_size == 64 * PAGE
+        store.start_write(region, 0, buffer)  # and nobody waits
+        """
+    )
+    reserving, writing, logged, *_ = out.splitlines()
+    assert "no room for large" in reserving and "ulimit -f" in reserving
+    assert "states: 'small'" in writing and "cannot be written: File too large" in writing
+    assert "nobody has waited for this" in logged and "File too large" in logged
+    assert files_under(tmp_path) == []
+
+
+def mounting(*options: str) -> list[str]:
+    """How to start a process that may mount things for itself; empty where it may not."""
+    for flags in (["-m"], ["-U", "-r", "-m"]):
+        prefix = ["unshare", *flags]
+        trial = [*prefix, "mount", *options, "none", "/mnt"]
+        if shutil.which("unshare") and not subprocess.run(trial, capture_output=True).returncode:
+            return prefix
+    return []
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    options = ["-t", "tmpfs", "-o", "size=1m"]
+    if not (prefix := mounting(*options)):
+        pytest.skip("nothing can be mounted here")
+    out = output_of(
+        f"""
+        import subprocess
+        subprocess.run(["mount", *{options}, "none", {str(tmp_path)!r}], check=True)
+        store = DiskStore({str(tmp_path)!r})
+        region = store.allocate("first", 200 * PAGE)
+        try:
+            store.allocate("second", 200 * PAGE)
+        except OffloadError as error:
+            print(error)
+        store.start_write(region, 0, aligned(200 * PAGE)).wait()
+        print(os.listdir({str(tmp_path)!r}))
+        """,
+        *prefix,
+    )
+    assert "no room for second" in out
+    assert "819200 bytes are needed" in out
+
+
+def test_a_file_system_without_direct_transfers(tmp_path: Path) -> None:
+    options = ["-t", "ramfs"]
+    if not (prefix := mounting(*options)):
+        pytest.skip("nothing can be mounted here")
+    out = output_of(
+        f"""
+        import subprocess
+        subprocess.run(["mount", *{options}, "none", {str(tmp_path)!r}], check=True)
+        for _ in range(2):
+            store = DiskStore({str(tmp_path)!r}, IoSettings(block_nbytes=PAGE))
+            region = store.allocate("it", 10 * PAGE + 5)
+            buffer, again = aligned(10 * PAGE + 5).fill_(7), aligned(10 * PAGE + 5)
+            store.start_write(region, 0, buffer).wait()
+            store.start_read(region, 0, again).wait()
+            assert again.equal(buffer)
+            store.close()
+        """,
+        *prefix,
+    )
+    assert out.count("O_DIRECT") == 2  # once for each store
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    process = started(
+        f"""
+        store = DiskStore({str(tmp_path)!r})
+        store.start_write(store.allocate("it", 64 * PAGE), 0, aligned(64 * PAGE)).wait()
+        print(store.path, flush=True)
+        sys.stdin.read()
+        """
+    )
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    assert path.stat().st_size == 64 * PAGE
+    stranger = tmp_path / "hadal-elsewhere-1-00000000"
+    stranger.mkdir()
+    DiskStore(tmp_path).close()
+    assert path.exists()  # it lives
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert path.exists()
+    (path.parent / "lock").rename(path.parent / "lock.old")
+    with pytest.raises(OSError):
+        path.parent.rmdir()
+    DiskStore(tmp_path).close()
+    assert path.exists()  # no lock, no proof
+    (path.parent / "lock.old").rename(path.parent / "lock")
+    store = DiskStore(tmp_path)
+    assert not path.parent.exists()
+    assert files_under(tmp_path) == [
+        stranger,
+        *sorted([store.path.parent, *store.path.parent.iterdir()]),
+    ]
+    store.close()
+    assert files_under(tmp_path) == [stranger]
+
+
+def test_a_forked_process_leaves_the_store_alone(tmp_path: Path) -> None:
+    out = output_of(
+        f"""
+        store = DiskStore({str(tmp_path)!r})
+        region = store.allocate("it", PAGE)
+        child = os.fork()
+        if not child:
+            try:
+                store.start_read(region, 0, aligned(PAGE))
+            except UsageError as error:
+                print(error, flush=True)
+            store.close()
+            sys.exit()
+        assert os.waitpid(child, 0)[1] == 0
+        store.start_write(region, 0, aligned(PAGE)).wait()
+        print("it is there:", store.path.exists(), flush=True)
+        """
+    )
+    assert "only the process that has opened a store may use it" in out
+    assert "it is there: True" in out
+    assert files_under(tmp_path) == []

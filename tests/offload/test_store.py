@@ -1,0 +1,162 @@
+"""The disk tier on real files: what is read is what was written, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from hadal.errors import UsageError
+from hadal.offload import DiskStore, IoSettings, aligned
+
+PAGE = 4096
+
+
+def filled(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    buffer = aligned(nbytes)
+    return buffer.copy_(values)
+
+
+def files_under(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    nbytes=some.lists(some.integers(0, 9 * PAGE), min_size=1, max_size=4),
+    keys=some.builds(
+        IoSettings,
+        block_nbytes=some.integers(1, 3 * PAGE),
+        queue_depth=some.integers(1, 9),
+        threads=some.integers(1, 3),
+        submits_singly=some.booleans(),
+        overlaps=some.booleans(),
+    ),
+    checksums=some.booleans(),
+    pages=some.integers(1, 9),
+)
+def test_what_is_read_is_what_was_written(
+    nbytes: list[int], keys: IoSettings, checksums: bool, pages: int, tmp_path: Path
+) -> None:
+    """Regions of any length, in portions of so many pages, all of them under way at once."""
+    store = DiskStore(tmp_path, keys, checksums=checksums)
+    regions = [store.allocate(f"region {number}", n) for number, n in enumerate(nbytes)]
+    written = [filled(n, seed) for seed, n in enumerate(nbytes)]
+    read = [aligned(n) for n in nbytes]
+    for start, buffers in ((store.start_write, written), (store.start_read, read)):
+        requests = [
+            start(region, offset, buffer[offset : offset + pages * PAGE])
+            for region, buffer in zip(regions, buffers, strict=True)
+            for offset in range(0, max(region.nbytes, 1), pages * PAGE)
+        ]
+        for request in requests:
+            request.wait()
+            assert request.is_done
+    assert all(map(torch.equal, written, read))
+    store.close()
+    assert files_under(tmp_path) == []
+
+
+def test_the_short_end_of_a_region_touches_nothing_else(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    region = store.allocate("it", PAGE + 10)
+    store.start_write(region, 0, filled(PAGE + 10)).wait()
+    whole = filled(3 * PAGE, 1)
+    before = whole.clone()
+    store.start_read(region, PAGE, whole[PAGE : PAGE + 10]).wait()
+    assert whole[PAGE : PAGE + 10].equal(filled(PAGE + 10)[PAGE:])
+    assert whole[:PAGE].equal(before[:PAGE])
+    assert whole[PAGE + 10 :].equal(before[PAGE + 10 :])
+    store.close()
+
+
+def test_regions_take_their_room_at_once_and_give_it_back(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    first, second = store.allocate("first", 3 * PAGE), store.allocate("second", 5)
+    assert store.path.stat().st_size == store.nbytes == 4 * PAGE
+    assert store.path.stat().st_blocks * 512 >= 4 * PAGE
+    store.free(first)
+    assert store.allocate("third", 2 * PAGE).extent.start == 0
+    assert store.nbytes == 4 * PAGE
+    store.free(second)
+    assert store.path.stat().st_size == store.nbytes == 2 * PAGE
+    with pytest.raises(UsageError, match=r"'second' is no region of .*it was freed"):
+        store.free(second)
+    with pytest.raises(UsageError, match="it was freed"):
+        store.start_read(second, 0, aligned(5))
+    store.close()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    region = store.allocate("it", 3 * PAGE + 10)
+    for offset, nbytes in ((1, PAGE), (0, 10), (0, 4 * PAGE), (3 * PAGE, 9), (-PAGE, PAGE)):
+        with pytest.raises(UsageError, match=r"of 'it' \(12298 bytes\) cannot be moved"):
+            store.start_write(region, offset, aligned(nbytes))
+    for wrong in (
+        aligned(2 * PAGE)[1 : PAGE + 1],
+        torch.empty(PAGE, dtype=torch.int8),
+        aligned(4 * PAGE)[::2],
+        aligned(PAGE).view(2, -1),
+    ):
+        with pytest.raises(UsageError, match="a buffer for the disk must"):
+            store.start_read(region, 0, wrong)
+    store.close()
+    store.close()
+    with pytest.raises(UsageError, match="after it was closed"):
+        store.start_read(region, 0, aligned(PAGE))
+    with pytest.raises(UsageError, match="after it was closed"):
+        store.allocate("more", 1)
+
+
+def test_checksums_want_whole_blocks(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, IoSettings(block_nbytes=4 * PAGE), checksums=True)
+    region = store.allocate("it", 16 * PAGE)
+    with pytest.raises(UsageError, match="read and were not written"):
+        store.start_read(region, 0, aligned(PAGE))
+    store.start_write(region, 0, filled(10 * PAGE)).wait()
+    store.start_read(region, 4 * PAGE, aligned(6 * PAGE)).wait()  # block by block
+    with pytest.raises(UsageError, match="cut through 0 to 16384"):
+        store.start_read(region, PAGE, aligned(PAGE))
+    with pytest.raises(UsageError, match="cut through 32768 to 40960"):
+        store.start_write(region, 9 * PAGE, aligned(3 * PAGE))
+    store.start_write(region, 8 * PAGE, filled(4 * PAGE, 2)).wait()
+    again = aligned(12 * PAGE)
+    store.start_read(region, 0, again).wait()
+    assert again[8 * PAGE :].equal(filled(4 * PAGE, 2))
+    store.close()
+
+
+def test_a_region_with_a_request_under_way_is_not_freed(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, IoSettings(block_nbytes=PAGE, queue_depth=1))
+    region = store.allocate("it", 4000 * PAGE)
+    request = store.start_write(region, 0, filled(4000 * PAGE))
+    if not request.is_done:
+        with pytest.raises(UsageError, match="with a request under way"):
+            store.free(region)
+    request.wait()
+    store.free(region)
+    store.close()
+
+
+def test_nothing_is_left_of_stores(tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    before = held()
+    for number in range(8):
+        store = DiskStore(tmp_path)
+        store.start_write(store.allocate("it", 4 * PAGE), 0, filled(4 * PAGE))
+        if number % 2:
+            store.close()
+        del store
+        gc.collect()
+    assert held() == before
+    assert files_under(tmp_path) == []
