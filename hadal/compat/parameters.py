@@ -96,7 +96,7 @@ def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
     start, stop = (
         min(max(edge, low), high) - low for edge in (slot.offset, slot.offset + slot.numel)
     )
-    with torch.no_grad():
+    with torch.no_grad(), bucket.present(writes=False):
         return bucket.shard[start:stop].clone()
 
 

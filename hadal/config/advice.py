@@ -27,6 +27,17 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
         report.note(key, f"has no effect where {shared} ranks share a sequence: {other} has")
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note(other, "has no effect where no ranks share a sequence")
+    _tell_offload(config, report)
+
+
+def _tell_offload(config: Config, report: Report) -> None:
+    zero = config.zero_optimization
+    if zero.offload_param is not None and zero.offload_param.is_on and zero.stage != 3:
+        report.note(
+            "zero_optimization.offload_param",
+            f"has no effect at stage {zero.stage}, where every rank keeps whole weights; it acts at"
+            " stage 3",
+        )
 
 
 def _written(prepared: Mapping[str, Any], name: str) -> set[str]:

@@ -2,45 +2,101 @@
 
 from typing import ClassVar, Literal, TypeAlias
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import UNBUILT, UNBUILT_WHERE_USED, Section, key
 from hadal.config.values import Boolean, Integer, Number, Text
 
 Tier: TypeAlias = Literal["none", "cpu", "nvme"]
-_PATH = "Folder on the disk; needed where the device is nvme."
-_PIN = "Use page-locked host memory: faster copies, scarcer memory."
+_PATH = (
+    "Folder on the disk; needed where the device is nvme. Each process has a folder of its own in "
+    "it, which goes when the engine does. Ranks may name different ones."
+)
+_PIN = "Use page-locked host memory where there is an accelerator: faster copies, scarcer memory."
 
 
 class OffloadParam(Section):
-    """Where stage 3's weights rest between uses."""
+    """Where stage 3's weights rest between uses.
+
+    At lower stages every rank uses whole weights, and the section has no effect. Where a CPU
+    computes, "cpu" is where they rest anyway.
+    """
 
     switch: ClassVar[str | None] = "device"
 
-    device: Tier = key("none", "Where the weights rest.", mark=UNBUILT)
+    device: Tier = key(
+        "none",
+        "Where the weights rest: none is the memory that computes, cpu the host's, nvme the disk. "
+        "Parameters that stay whole on every rank (stage3_param_persistence_threshold) stay there.",
+    )
     nvme_path: Text | None = key(None, _PATH)
     pin_memory: Boolean = key(True, _PIN)
-    buffer_count: Integer = key(5, "Buffers that carry weights to and from the disk.", ge=0)
-    buffer_size: Integer = key(100_000_000, "Elements of one such buffer.", ge=0)
+    buffer_count: Integer = key(
+        5,
+        "Buffers that weights are read into ahead of their use, from the second step on; 0 reads "
+        "each when it is used.",
+        ge=0,
+    )
+    buffer_size: Integer = key(
+        100_000_000,
+        "Elements of one such buffer. Weights share a bucket up to it; a rank's part of a single "
+        "larger parameter is refused.",
+        ge=0,
+    )
     max_in_cpu: Integer = key(
-        1_000_000_000, "Elements kept in host memory where the device is nvme.", ge=0
+        1_000_000_000,
+        "Where the device is nvme: elements of each rank that stay in host memory all the same, "
+        "those of the first buckets.",
+        ge=0,
     )
 
 
 class OffloadOptimizer(Section):
-    """Where the optimizer's state rests, and so where the update runs."""
+    """Where masters and the optimizer's state rest, and so where the update runs.
+
+    Off the device the host makes the update, and gradients are summed up in its memory. On the disk
+    state takes twice its size: an update that fails, because the disk does, changes nothing.
+    """
 
     switch: ClassVar[str | None] = "device"
 
-    device: Tier = key("none", "Where the state rests; nvme needs stage 3.", mark=UNBUILT)
+    device: Tier = key(
+        "none",
+        "Where the state rests: none is the memory that computes, cpu the host's, nvme the disk "
+        "(stages 1 to 3; DeepSpeed: 3). nvme needs an optimizer that looks at single elements: "
+        "Adam, AdamW, Lion, Adagrad, SGD.",
+    )
     nvme_path: Text | None = key(None, _PATH)
     buffer_count: Integer = key(
-        4, "Buffers that carry state to and from the disk; Adam needs 4.", ge=0
+        4,
+        "The host memory of an update on the disk: so many times `sub_group_size` elements in "
+        "fp32 (of which 2^24 count at most), for all that is read, worked on and written.",
+        ge=0,
     )
     pin_memory: Boolean = key(True, _PIN)
-    pipeline_read: Boolean = key(False, "Read the next sub-group during the update.")
-    pipeline_write: Boolean = key(False, "Write the last sub-group during the update.")
-    fast_init: Boolean = key(False, "Create the state on the disk without a trial update.")
-    ratio: Number = key(
-        1.0, "Share of the sub-groups that the CPU updates; below 1 needs stage 3.", ge=0, le=1
+    pipeline_read: Boolean = key(
+        True,
+        "Read the next part of the state during the update of this one. DeepSpeed's default is "
+        "false; the numbers are the same.",
     )
-    super_offload: Boolean = key(False, "Update in a process of its own, for superchips.")
-    cpuadam_cores_perc: Number = key(0.8, "Share of the cores for that process.", ge=0, le=1)
+    pipeline_write: Boolean = key(
+        True,
+        "Write the last part during the update of this one. DeepSpeed's default is false; the "
+        "numbers are the same.",
+    )
+    fast_init: Boolean = key(
+        False,
+        "Begin the optimizer's state as zeros that are in no file yet. false writes them in the "
+        "first update, before it, so that a disk which fails does so there.",
+    )
+    ratio: Number = key(
+        1.0,
+        "Share of the elements that the host updates, by whole buckets; the device updates the "
+        "rest at the same time, and keeps its state. Below 1 needs stage 3.",
+        ge=0,
+        le=1,
+    )
+    super_offload: Boolean = key(
+        False, "Update in a process of its own, for superchips.", mark=UNBUILT
+    )
+    cpuadam_cores_perc: Number = key(
+        0.8, "Share of the cores for that process.", ge=0, le=1, mark=UNBUILT_WHERE_USED
+    )

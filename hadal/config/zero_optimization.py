@@ -125,9 +125,10 @@ class ZeroOptimization(Section):
     )
     sub_group_size: Integer = key(
         1_000_000_000,
-        "Elements that the optimizer updates at a time. Updates are always made in small blocks.",
+        "Elements that the optimizer updates at a time, where state rests on the disk: with "
+        "`offload_optimizer.buffer_count` it bounds the host memory of an update. In memory "
+        "updates are always made in small blocks.",
         ge=0,
-        mark=NO_EFFECT,
     )
     stage3_prefetch_bucket_size: Integer = key(
         50_000_000,
@@ -259,8 +260,6 @@ class ZeroOptimization(Section):
         False, "Keep Muon's momentum off the disk.", mark=UNBUILT_AT_STAGE_3
     )
     offload_param: OffloadParam | None = key(None, "Where weights rest.", mark=Mark(stages=(3,)))
-    offload_optimizer: OffloadOptimizer | None = key(
-        None, "Where the optimizer's state rests.", mark=Mark(stages=(1, 2, 3))
-    )
+    offload_optimizer: OffloadOptimizer | None = key(None, "Where the optimizer's state rests.")
     zenflow: ZenFlow | None = key(None, "Selective updates.", mark=UNBUILT)
     leaf_module: LeafModule = section(LeafModule, "Modules gathered whole.")

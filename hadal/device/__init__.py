@@ -20,6 +20,8 @@ from hadal.device.kernels import (
 from hadal.device.memory import (
     MemoryUse,
     give_back_freed_memory,
+    host_empty,
+    is_host_memory,
     keep_freed_memory,
     memory_use,
     page_locked,
@@ -38,6 +40,8 @@ __all__ = [
     "fused_sgd_",
     "give_back_freed_memory",
     "has_fused_kernels",
+    "host_empty",
+    "is_host_memory",
     "keep_freed_memory",
     "memory_use",
     "page_locked",

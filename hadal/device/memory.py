@@ -50,6 +50,17 @@ def page_locked(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
 
 
+def is_host_memory(device: torch.device) -> bool:
+    """Whether tensors of `device` lie in the memory of the host."""
+    return device.type == "cpu"
+
+
+def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+    """A 1-D tensor in host memory, uninitialised; page-locked, if asked, for an accelerator."""
+    locks = pinned and torch.accelerator.is_available()
+    return torch.empty(numel, dtype=dtype, pin_memory=locks)
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """Let this process keep host memory that it frees, where that is what it computes in.
 

@@ -14,6 +14,7 @@ from hadal.comm.collectives import broadcast_
 from hadal.config import Config
 from hadal.engine.policies import leaves_of, limits_of, partition_of, refresh_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
+from hadal.engine.tiers import Homes
 from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
@@ -38,8 +39,12 @@ class Adopter:
         """The ranks among which every bucket is shared."""
         self._ranks = sharing.ranks
         self._device = device
-        self._partition = partition_of(config, sharing.ranks.size)
-        self._limits = limits_of(config)
+        self.homes = Homes(config, device)
+        """Where the buckets rest."""
+        self._partition = partition_of(
+            config, sharing.ranks.size, keeps_weights_off=self.homes.keeps_weights_off
+        )
+        self._limits = limits_of(config, sharing.shards.size)
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -72,6 +77,7 @@ class Adopter:
                     self.sharing,
                     self._device,
                     refresh_of(config),
+                    self.homes.home_of(plan, self.sharing.shards.size),
                     gathers_by_sum=config.zero_optimization.stage3_use_all_reduce_for_fetch_params,
                 )
             bucket.reshard()

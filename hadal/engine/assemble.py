@@ -42,6 +42,7 @@ from hadal.engine.precision import (
     tell_bf16_weights,
 )
 from hadal.engine.report import tell_state
+from hadal.engine.tiers import disk_steps_of
 from hadal.engine.topology import Topology, TopologyWish, make_topology, topology_wish_of
 from hadal.engine.wishes import (
     Groups,
@@ -186,7 +187,7 @@ def _assemble(
     with told_to_all(world, "initialize"):
         check_birth(model.named_parameters(), topology.sharing)
     batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
-    check_same(model, groups, {**config.as_dict(), **_described(admitted, wishes)}, ranks)
+    check_same(model, groups, {**_common(config), **_described(admitted, wishes)}, ranks)
     adopter = Adopter(model, config, topology.sharing, device)
     runtime = _build_runtime(admitted, adopter, ranks)
     apply.watch_apply()
@@ -198,7 +199,7 @@ def _assemble(
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
-        stepper = build_stepper(optimizer, runtime.gradients, groups)
+        stepper = build_stepper(optimizer, runtime.gradients, groups, disk_steps_of(config))
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
         LaterGroups(model, runtime, hooks, optimizer, stepper, adopter)
         return Training(optimizer, schedule, stepper)
@@ -231,9 +232,20 @@ def _assemble(
             world=world,
             saving=saving_of(config),
             holds_collector=config.disable_python_gc,
+            homes=adopter.homes,
             config=config,
         )
     )
+
+
+def _common(config: Config) -> dict[str, Any]:
+    """What of a configuration must be the same on all ranks; each may have a disk of its own."""
+    values = config.as_dict()
+    zero = values["zero_optimization"]
+    for name in ("offload_param", "offload_optimizer"):
+        if zero.get(name):
+            zero[name] = {**zero[name], "nvme_path": None}
+    return values
 
 
 def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
@@ -254,7 +266,8 @@ def _build_runtime(admitted: _Admitted, adopter: Adopter, ranks: Ranks) -> ZeroR
     group_of = {p: number for number, members in enumerate(admitted.groups) for p in members}
     buckets = adopter.buckets(group_of, admitted.precisions)
     reduction = reduction_of(config, config.sequence_parallel_size)
-    limits, divergence = limits_of(config), divergence_of(config)
+    limits = limits_of(config, adopter.sharing.shards.size)
+    divergence = divergence_of(config)
     sanity = Sanity(ranks) if config.zero_optimization.enable_sanity_checks else None
     runtime = ZeroRuntime(adopter.uses(), buckets, ranks, limits, reduction, divergence, sanity)
     adopter.spread_the_rest()

@@ -28,12 +28,12 @@ from hadal.engine.compile import compile_module
 from hadal.engine.giving import GivesWeights
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
-from hadal.engine.parts import Counters, Cycle, Parts
+from hadal.engine.parts import Counters, Cycle, Parts, Training
 from hadal.engine.reading import Collate
 from hadal.engine.report import Progress
 from hadal.engine.topology import Topology
 from hadal.engine.update import measure, moved_scale
-from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
+from hadal.errors import HadalError, LossError, NotBuiltYetError, OffloadError, UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
 from hadal.zero import access, place
@@ -460,13 +460,14 @@ class Engine(GivesWeights):
             )
         backwards, self._cycle.backwards = self._cycle.backwards, 0
         managed = self._batches.managed
-        if not managed or self.is_gradient_accumulation_boundary():
-            self._cycle.stepping = True
-            try:
+        try:
+            if not managed or self.is_gradient_accumulation_boundary():
+                self._cycle.stepping = True
                 self._update(self._batches.consumed(backwards))
-            finally:
-                self._cycle.stepping = False
-        self._counters.micro_steps += 1 if managed else backwards
+        finally:
+            # An update that failed was one all the same: the next accumulation begins anew.
+            self._cycle.stepping = False
+            self._counters.micro_steps += 1 if managed else backwards
 
     @torch.no_grad()
     def _update(self, samples: int) -> None:
@@ -481,8 +482,7 @@ class Engine(GivesWeights):
             if found.overflow:
                 counters.skipped_steps += 1
             else:
-                with parts.runtime.holding_frozen():
-                    training.stepper.step(found.clip / self._scale.scale)
+                self._step_weights(training, found.clip / self._scale.scale)
                 if training.schedule is not None:
                     training.schedule.step()
             parts.runtime.clear_gradients()
@@ -490,6 +490,16 @@ class Engine(GivesWeights):
         counters.global_samples += samples
         self._scale = moved_scale(self._scale, found, counters.global_steps - 1, parts)
         parts.reporter.end_update(counters.global_steps, samples, self._progress)
+
+    def _step_weights(self, training: Training, multiplier: float) -> None:
+        runtime = self._parts.runtime
+        try:
+            with runtime.holding_frozen():
+                training.stepper.step(multiplier)
+        except OffloadError:
+            # The next update must not begin with what this one could not use.
+            runtime.clear_gradients()
+            raise
 
     def _progress(self) -> Progress:
         skipped, norm = self._counters.skipped_steps, self._cycle.last.norm
@@ -675,6 +685,11 @@ class Engine(GivesWeights):
         return str(folder), loaded.client_state
 
     def _live(self) -> Live:
+        if any(bucket.rests_on_disk for bucket in self._parts.runtime.buckets):
+            raise NotBuiltYetError(
+                "saving and loading a checkpoint of state that rests on the disk"
+                ' (zero_optimization.offload_*.device "nvme") is not built yet; give "cpu"'
+            )
         scalars = {"counters": asdict(self._counters), "scale": list(self._scale)}
         return self._parts.live(self._training, self._loader, scalars)
 
@@ -689,6 +704,7 @@ class Engine(GivesWeights):
         self._parts.hooks.remove()
         access.forget(runtime.bucket_of)
         runtime.release()
+        self._parts.homes.close()
         if self._collector is not None:
             self._collector()
         gc.collect()

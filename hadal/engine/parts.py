@@ -18,6 +18,7 @@ from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
 from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.report import Reporter
+from hadal.engine.tiers import Homes
 from hadal.engine.topology import Topology
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.step import Stepper
@@ -59,6 +60,7 @@ class Parts:
     world: Ranks
     saving: Rules
     holds_collector: bool
+    homes: Homes
     config: Config
 
     @property

@@ -25,13 +25,15 @@ def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype |
     return dtype_named(chosen)
 
 
-def partition_of(config: Config, world_size: int) -> Partition:
+def partition_of(config: Config, world_size: int, *, keeps_weights_off: bool) -> Partition:
     """What is cut over the ranks.
 
-    What is cut over one rank is whole: alone, every stage is stage 0, without its copies.
+    What is cut over one rank is whole: alone, every stage is stage 0, without its copies. But
+    weights that rest elsewhere come and go all the same.
     """
     zero = config.zero_optimization
     is_alone = world_size == 1 or (zero.stage == 3 and zero.mics_shard_size == 1)
+    is_alone = is_alone and not keeps_weights_off
     return Partition() if is_alone else STAGES[zero.stage]
 
 
@@ -106,13 +108,20 @@ def saving_of(config: Config) -> Rules:
     )
 
 
-def limits_of(config: Config) -> Limits:
-    """How buckets are cut, what stays gathered, and what may be under way."""
+def limits_of(config: Config, shards: int = 1) -> Limits:
+    """How buckets are cut, what stays gathered, and what may be under way.
+
+    `shards`: the ranks over which a bucket is cut.
+    """
     zero = config.zero_optimization
     largest = zero.reduce_bucket_size
     if zero.stage == 3:
         # There a bucket is gathered whole, for each use.
         largest = min(largest, zero.allgather_bucket_size or largest)
+        offload = zero.offload_param
+        if offload is not None and offload.device == "nvme":
+            # A buffer for the disk holds a rank's part of a bucket.
+            largest = max(1, min(largest, offload.buffer_size * shards))
     return Limits(
         bucket_numel=largest,
         persistence_numel=zero.stage3_param_persistence_threshold,

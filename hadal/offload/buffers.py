@@ -85,10 +85,10 @@ class BufferPool:
             UsageError: the pool is closed.
         """
         with self._changed:
-            self._changed.wait_for(self._has_one, timeout_s)
+            self._changed.wait_for(self.has_free, timeout_s)
             if self._is_closed:
                 raise UsageError("a buffer was taken from a pool that is closed")
-            if not self._has_one():
+            if not self.has_free():
                 raise OffloadError(
                     f"all {self.count} buffers of {self.nbytes} bytes are in use; give one back"
                     " first, or raise the number of buffers (`buffer_count` in the configuration)"
@@ -122,7 +122,8 @@ class BufferPool:
             self._taken.clear()
             self._changed.notify_all()
 
-    def _has_one(self) -> bool:
+    def has_free(self) -> bool:
+        """Whether a buffer can be taken without waiting."""
         return self._is_closed or bool(self._free) or len(self._taken) < self.count
 
     def _made(self) -> Tensor:

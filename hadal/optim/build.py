@@ -18,7 +18,8 @@ from hadal.optim.lamb import Lamb, LambStepper
 from hadal.optim.lion import Lion
 from hadal.optim.muon import Muon, MuonStepper
 from hadal.optim.mup import MUP_KINDS, build_mup
-from hadal.optim.step import FlatStepper, Stepper, refuse_other_state_dtype
+from hadal.optim.on_disk import DiskSteps
+from hadal.optim.step import FlatStepper, Stepper, refuse_disk, refuse_other_state_dtype
 from hadal.optim.whole import WholeStepper
 from hadal.zero.gradients import Gradients
 
@@ -138,11 +139,13 @@ def build_stepper(
     optimizer: Optimizer,
     gradients: Sequence[Gradients],
     parameters: Sequence[Sequence[nn.Parameter]],
+    steps: DiskSteps | None = None,
 ) -> Stepper:
     """Put the buckets under a user's optimizer.
 
     The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
-    holds, per param group, the model's own parameters in their order.
+    holds, per param group, the model's own parameters in their order; `steps` says how updates go
+    through what rests on the disk.
 
     State that the optimizer holds already goes along with its parameters.
 
@@ -156,8 +159,9 @@ def build_stepper(
             " differentiated through the update of an engine; leave it out"
         )
     if is_elementwise(optimizer):
-        return FlatStepper(optimizer, gradients)
+        return FlatStepper(optimizer, gradients, steps or DiskSteps())
     refuse_other_state_dtype(optimizer, gradients)
+    refuse_disk(optimizer, gradients)
     if type(optimizer) is Lamb:
         return LambStepper(optimizer, gradients)
     if type(optimizer) is Muon:

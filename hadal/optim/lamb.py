@@ -13,17 +13,18 @@ squares of its own fragments, and one small sum over the ranks serves all parame
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
+from hadal.optim.desk import block_numel
 from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
-from hadal.optim.step import as_one_step, block_numel, wait_all
+from hadal.optim.step import StepperInMemory, as_one_step, refresh
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
 
@@ -144,7 +145,7 @@ class _Part(NamedTuple):
     fragment: Fragment
 
 
-class LambStepper:
+class LambStepper(StepperInMemory):
     """Steps Lamb on flat cuts of the master, in blocks.
 
     The update is computed twice, for its norm and for the step itself: to keep it in between would
@@ -198,18 +199,14 @@ class LambStepper:
         with as_one_step(self._optimizer):
             groups = [self._optimizer.param_groups[number] for number in self._groups]
             ratios = _trust_ratios(self._learn_all(multiplier), groups)
-            refreshing: list[Pending | None] = []
-            for one in self._gradients:
-                for piece, parts in self._pieces[one]:
-                    self._step_piece(piece, parts, ratios)
-                    one.bucket.write_back(piece.start, piece.stop)
-                refreshing.append(one.bucket.start_refresh())
-            wait_all(refreshing)
+            for piece, parts in chain.from_iterable(self._pieces.values()):
+                self._step_piece(piece, parts, ratios)
+            refresh(self._gradients)
 
     def _learn_all(self, multiplier: float) -> Tensor:
         """Put the gradients into the moments; (parameters, 2) sums of squares over all ranks."""
         bucket = self._gradients[0].bucket
-        sums = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=bucket.device)
+        sums = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=bucket.steps_on)
         for one in self._gradients:
             for piece, parts in self._pieces[one]:
                 self._learn_piece(

@@ -46,8 +46,8 @@ class Lion(ElementwiseOptimizer):
         ) -> None:
             if divisor is not None:
                 gradient.div_(divisor)
-            if not spare:
-                spare.append(torch.empty_like(values))
+            if not spare or spare[0].numel() < values.numel():
+                spare[:] = [torch.empty_like(values)]
             direction = spare[0][: values.numel()] if values.dim() == 1 else spare[0]
             torch.lerp(owned[0], gradient, 1 - beta1, out=direction)
             owned[0].lerp_(gradient, 1 - beta2)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
+from hadal.optim.desk import block_numel
 from hadal.optim.fused import begin_adam
 from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.pieces import Held, held_pieces, lay_pieces
-from hadal.optim.step import as_one_step, block_numel, refresh
+from hadal.optim.step import StepperInMemory, as_one_step, refresh
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero.gradients import Gradients
 
@@ -227,7 +228,7 @@ def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
     return parameter.dim() >= 2 and not any(word in name for word in _NO_HIDDEN_MATRIX)
 
 
-class MuonStepper:
+class MuonStepper(StepperInMemory):
     """Steps Muon's matrices whole, each on one rank, and the rest as flat cuts on every rank."""
 
     def __init__(
@@ -290,4 +291,4 @@ class MuonStepper:
                     mean = one.mean[piece.start : piece.stop]
                     optimizer.step_flat(piece.values, mean, multiplier, group)
             self._wholes.to_shards()
-            refresh(one.bucket for one in self._gradients)
+            refresh(self._gradients)

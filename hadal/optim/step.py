@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import reduce
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hadal.comm.pending import Pending
-from hadal.device import has_fused_kernels
-from hadal.errors import OptimizerError
+from hadal.device import has_fused_kernels, is_host_memory
+from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.optim.desk import Desks, blocks
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
+from hadal.optim.on_disk import DiskSteps, StateOnDisk, bring_weights_to_disk, step_on_disk
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
-# Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
-# in float32 stays in the cache between these, on an accelerator enough to keep it busy.
-_CPU_BLOCK_NUMEL = 1 << 19
-_ACCELERATOR_BLOCK_NUMEL = 1 << 25
-
-
-def block_numel(device: torch.device) -> int:
-    """How many elements are worked on at a time."""
-    return _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
+_DISK_STEPS = DiskSteps()
 
 
 class Stepper(Protocol):
@@ -47,31 +42,84 @@ class Stepper(Protocol):
     def held(self) -> Iterator[Held]:
         """All that the optimizer has in its param groups on this rank."""
 
+    def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
+        """Have a bucket's masters and state in memory; what is written into them is kept."""
+
+
+class StepperInMemory:
+    """What steppers share whose masters and state are in memory."""
+
+    def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
+        """Have a bucket's weights in memory too; what is written into them is kept."""
+        return bucket.present(writes=writes)
+
 
 class FlatStepper:
     """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
 
-    def __init__(self, optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, gradients: Sequence[Gradients], steps: DiskSteps = _DISK_STEPS
+    ) -> None:
         self._optimizer = optimizer
-        self._gradients = list(gradients)
+        self._steps = steps
+        self._gradients: list[Gradients] = []
+        self._pieces: dict[Gradients, list[Piece]] = {}
+        self._on_disk: dict[Gradients, StateOnDisk] = {}
+        self._state_guard: RemovableHandle | None = None
         for group in optimizer.param_groups:
             group["params"] = []
-        self._pieces = {one: lay_pieces(optimizer, one) for one in gradients}
+        self._take_up(gradients)
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Take up the buckets of the newest param group."""
         self._optimizer.param_groups[-1]["params"] = []
-        self._gradients += gradients
-        self._pieces |= {one: lay_pieces(self._optimizer, one) for one in gradients}
+        self._take_up(gradients)
+
+    def _take_up(self, gradients: Sequence[Gradients]) -> None:
+        for one in gradients:
+            bucket, disk = one.bucket, one.bucket.home.disk_of_state
+            with bucket.present():
+                self._pieces[one] = lay_pieces(self._optimizer, one)
+                if disk is not None:
+                    self._on_disk[one] = StateOnDisk(
+                        self._optimizer, bucket, self._pieces[one], disk
+                    )
+        if self._on_disk and self._state_guard is None:
+            self._state_guard = self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        # Updates on a device go on while those on the host are made.
+        self._gradients = sorted(
+            [*self._gradients, *gradients], key=lambda one: is_host_memory(one.bucket.steps_on)
+        )
 
     def step(self, multiplier: float) -> None:
-        """Make one update with the mean gradients times `multiplier`."""
+        """Make one update with the mean gradients times `multiplier`.
+
+        Raises:
+            OffloadError: the disk failed, on some rank. Where masters rest on the disk nothing has
+                changed then.
+        """
         begin = _beginner_of(self._optimizer, self._gradients)
         if begin is None:
             refuse_other_state_dtype(self._optimizer, self._gradients)
+            refuse_disk(self._optimizer, self._gradients)
             self._step_at_once(multiplier)
+            return
+        desks = Desks(multiplier)
+        refreshing: list[Pending | None] = []
+        if self._on_disk:
+            step_on_disk(self._on_disk, begin, desks, self._steps)
+            refreshing += [one.bucket.start_refresh() for one in self._on_disk]
+        in_memory = [one for one in self._gradients if one not in self._on_disk]
+        if any(one.bucket.weights_on_disk for one in in_memory):
+            bring_weights_to_disk(in_memory, lambda one: self._step_bucket(one, begin, desks))
+            refreshing += [one.bucket.start_refresh() for one in in_memory]
         else:
-            self._step_in_blocks(begin, multiplier)
+            for one in in_memory:
+                self._step_bucket(one, begin, desks)
+                refreshing.append(one.bucket.start_refresh())
+        # A scheduler that was made by torch asks whether the optimizer has stepped.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        wait_all(refreshing)
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
@@ -82,40 +130,27 @@ class FlatStepper:
         for one, pieces in self._pieces.items():
             yield from held_pieces(one.bucket, pieces)
 
-    def _step_in_blocks(self, begin: Beginner, multiplier: float) -> None:
+    @contextmanager
+    def present(self, bucket: Bucket, *, writes: bool = True) -> Iterator[None]:
+        """Have a bucket's masters and state in memory; what is written into them is kept."""
+        on_disk = next((d for d in self._on_disk.values() if d.bucket is bucket), None)
+        with bucket.present(writes=writes) if on_disk is None else on_disk.present(writes=writes):
+            yield
+
+    def _step_bucket(self, one: Gradients, begin: Beginner, desks: Desks) -> None:
         """Cast, scale, step and write back a cache-sized block at a time."""
-        refreshing: list[Pending | None] = []
-        desk = _Desk(self._gradients[0].bucket.device, multiplier)
-        for one in self._gradients:
-            for piece in self._pieces[one]:
-                self._step_piece(one, piece, begin, desk)
-            refreshing.append(one.bucket.start_refresh())
-        # A scheduler that was made by torch asks whether the optimizer has stepped.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        wait_all(refreshing)
-
-    def _step_piece(self, one: Gradients, piece: Piece, begin: Beginner, desk: _Desk) -> None:
-        values, bucket = piece.values.detach(), one.bucket
-
-        def zeros() -> Tensor:
-            return torch.zeros_like(values, dtype=bucket.precision.state_dtype)
-
-        group = self._optimizer.param_groups[piece.group]
-        update = begin(group, self._optimizer.state[piece.values], zeros)
-        runs = (one.mean[piece.start : piece.stop], values, *update.state)
-        exact = reduce(torch.promote_types, [run.dtype for run in runs])
-        if update.in_float32:
-            exact = torch.promote_types(exact, torch.float32)
-        start = piece.start
-        for given, *owned in zip(*(run.split(desk.numel) for run in runs), strict=True):
-            gradient, divisor = desk.lay_gradient(given, exact)
-            work = [desk.lay(place, block, exact) for place, block in enumerate(owned)]
-            update.apply(work[0], gradient, work[1:], divisor)
-            for block, laid in zip(owned, work, strict=True):
-                if laid is not block:
-                    block.copy_(laid)
-            bucket.write_back(start, start + given.numel())
-            start += given.numel()
+        bucket = one.bucket
+        desk = desks.on(bucket.steps_on)
+        for piece in self._pieces[one]:
+            values = piece.values.detach()
+            zeros = partial(torch.zeros_like, values, dtype=bucket.precision.state_dtype)
+            group = self._optimizer.param_groups[piece.group]
+            update = begin(group, self._optimizer.state[piece.values], zeros)
+            for start, stop in blocks(piece.start, piece.stop, desk.numel):
+                cut = slice(start - piece.start, stop - piece.start)
+                owned = [run[cut] for run in (values, *update.state)]
+                desk.apply(update, one.mean[start:stop], owned)
+                bucket.write_back(start, stop)
 
     def _step_at_once(self, multiplier: float) -> None:
         """Whatever does not step in blocks: its own `step`, once, on all pieces."""
@@ -127,40 +162,26 @@ class FlatStepper:
         self._optimizer.step()
         for piece in chain.from_iterable(self._pieces.values()):
             piece.values.grad = None
-        refresh(one.bucket for one in self._gradients)
+        refresh(self._gradients)
 
 
-class _Desk:
-    """Where the blocks of one update are worked on: a buffer for each that must be cast."""
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise NotBuiltYetError(
+        f"{type(optimizer).__name__}.state_dict() of state that rests on the disk is not built yet;"
+        " save it by engine.save_checkpoint, or look at one parameter's by"
+        " hadal.utils.safe_get_full_optimizer_state"
+    )
 
-    def __init__(self, device: torch.device, multiplier: float) -> None:
-        self.numel = block_numel(device)
-        self._device = device
-        self._multiplier = multiplier
-        # 0 stands for a gradient that is infinite: x / inf is what x * 0 is.
-        inverse = 1 / multiplier if multiplier else float("inf")
-        self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def lay(self, place: int, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """The block in `dtype`: itself, or a copy that lasts until the next of this place."""
-        if block.dtype == dtype:
-            return block
-        buffer = self._buffers.get((place, dtype))
-        if buffer is None or buffer.numel() < block.numel():
-            buffer = torch.empty(block.numel(), dtype=dtype, device=self._device)
-            self._buffers[place, dtype] = buffer
-        return buffer[: block.numel()].copy_(block)
-
-    def lay_gradient(self, block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """A gradient in `dtype`, and what it is still to be divided by."""
-        laid = self.lay(-1, block, dtype)
-        if self._multiplier == 1.0:
-            return laid, None
-        if dtype == torch.float64:
-            # A divisor of float32 would be too coarse.
-            return laid.mul_(self._multiplier), None
-        return laid, self._divisor
+def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
+    """Raise `OptimizerError` where state should rest on the disk, but must be whole in memory."""
+    if any(one.bucket.home.disk_of_state is not None for one in gradients):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} works on all its state at once, and"
+            ' zero_optimization.offload_optimizer.device "nvme" keeps it on the disk; choose Adam,'
+            " AdamW, Lion, Adagrad or SGD (without step hooks, and without foreach or capturable),"
+            ' or device "cpu"'
+        )
 
 
 def refuse_other_state_dtype(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
@@ -184,7 +205,7 @@ def _beginner_of(optimizer: Optimizer, gradients: Sequence[Gradients]) -> Beginn
         return optimizer.begin
     begin = BEGINNERS.get(type(optimizer))
     fits = all(_is_fused(group) for group in optimizer.param_groups)
-    has_kernels = all(has_fused_kernels(one.bucket.device) for one in gradients)
+    has_kernels = all(has_fused_kernels(one.bucket.steps_on) for one in gradients)
     return begin if fits and has_kernels else None
 
 
@@ -195,13 +216,15 @@ def _is_fused(group: dict[str, Any]) -> bool:
     return bool(group.get("fused")) or (group.get("fused") is None and not group.get("foreach"))
 
 
-def refresh(buckets: Iterable[Bucket]) -> None:
+def refresh(gradients: Iterable[Gradients]) -> None:
     """Put masters that were stepped anywhere into the weights, and gather these where asked."""
-    refreshing: list[Pending | None] = []
-    for bucket in buckets:
-        bucket.write_back(0, bucket.span[1] - bucket.span[0])
-        refreshing.append(bucket.start_refresh())
-    wait_all(refreshing)
+    stepped = list(gradients)
+    bring_weights_to_disk(stepped, _write_all_back)
+    wait_all([one.bucket.start_refresh() for one in stepped])
+
+
+def _write_all_back(one: Gradients) -> None:
+    one.bucket.write_back(0, one.bucket.span[1] - one.bucket.span[0])
 
 
 def wait_all(pendings: Iterable[Pending | None]) -> None:

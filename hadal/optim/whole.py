@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
 from hadal.optim.pieces import Held
-from hadal.optim.step import refresh
+from hadal.optim.step import StepperInMemory, refresh
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out
@@ -127,7 +127,7 @@ class WholeParameters:
             bucket = one.bucket
             if not bucket.partition.optimizer:
                 continue  # the values are the master itself
-            if bucket.partition.weights or bucket.precision.keeps_master:
+            if bucket.partition.weights or bucket.has_own_master:
                 remembered.append((bucket, transfer))
             else:
                 _copy_values(transfer, dict(enumerate(bucket.views_of(bucket.full))))
@@ -245,7 +245,7 @@ def _unpacked(parts: Sequence[Fragment], packed: Tensor) -> Sequence[Tensor]:
     return pieces
 
 
-class WholeStepper:
+class WholeStepper(StepperInMemory):
     """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
 
     The optimizer's own `step` is called once for each update, on the parameters that this rank
@@ -284,7 +284,7 @@ class WholeStepper:
         self._wholes.to_owners(multiplier)
         self._optimizer.step()
         self._wholes.to_shards()
-        refresh(one.bucket for one in self._gradients)
+        refresh(self._gradients)
 
 
 def hand_over(

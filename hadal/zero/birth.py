@@ -7,15 +7,18 @@ A model may be built long before the configuration is complete: only what matter
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hadal.config import load_config
 from hadal.config.reading import read
+from hadal.errors import UsageError
+from hadal.offload import IoSettings, settings_of
+from hadal.zero.policy import Tier
 
-_SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization")
+_SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization", "aio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,40 @@ class Birth:
     """What they are shown in once they are born; None: as they were given."""
     gathers_in_apply: bool = True
     """Whether functions given to `Module.apply` find their values."""
+    tier: Tier | None = None
+    """Where the configuration lets weights rest; None: it does not say."""
+    nvme_path: str | None = None
+    pins: bool = False
+    """Whether host memory for them is page-locked."""
+    io: IoSettings = field(default_factory=IoSettings)
+
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
+def tier_of(birth: Birth, remote_device: str | None) -> Tier:
+    """Where shards rest, as `zero.Init(remote_device=...)` and the configuration say together.
+
+    Raises:
+        UsageError: there is no such place, a path is missing, or the two contradict each other.
+    """
+    where = f"zero.Init(remote_device={remote_device!r})"
+    if remote_device is not None and remote_device not in _TIERS:
+        raise UsageError(f"{where}: expected None, 'none', 'cpu' or 'nvme'")
+    chosen = birth.tier or Tier.DEVICE
+    if remote_device is not None:
+        if birth.tier is Tier.DISK and remote_device != "nvme":
+            raise UsageError(
+                f"{where}: the configuration's zero_optimization.offload_param.device is"
+                ' "nvme"; give remote_device "nvme", or leave it out'
+            )
+        chosen = _TIERS[remote_device]
+    if chosen is Tier.DISK and not birth.nvme_path:
+        raise UsageError(
+            f"{where}: the disk needs a folder; give config_dict_or_path with"
+            " zero_optimization.offload_param.nvme_path"
+        )
+    return chosen
 
 
 def birth_of(source: Any) -> Birth:
@@ -44,7 +81,23 @@ def birth_of(source: Any) -> Birth:
         dtype = torch.float16
     elif config.bf16.enabled:
         dtype = torch.bfloat16
-    return Birth(dtype, config.zero_optimization.override_module_apply)
+    zero = config.zero_optimization
+    offload = zero.offload_param
+    # Without a stage, the configuration of a model that is cut here means stage 3.
+    is_said = offload is not None and (zero.stage == 3 or "stage" not in _zero_section(raw))
+    return Birth(
+        dtype,
+        zero.override_module_apply,
+        _TIERS[offload.device] if offload is not None and is_said else None,
+        None if offload is None else offload.nvme_path,
+        offload is not None and offload.pin_memory,
+        settings_of(config.aio),
+    )
+
+
+def _zero_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = raw.get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
 
 
 def _without_autos(value: Any) -> Any:

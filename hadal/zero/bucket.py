@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 
 import torch
@@ -20,15 +21,18 @@ from hadal.comm.collectives import (
 )
 from hadal.comm.pending import Pending
 from hadal.errors import ModelError, ShardedAccessError
+from hadal.offload.runs import DiskRun
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
 from hadal.zero.policy import Partition, Precision, Refresh
+from hadal.zero.resting import Home, Resting
 from hadal.zero.sharing import Sharing
 
 # Elements compared at a time on a CPU: what is cast for it stays in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
 
 _REFRESH = Refresh()
+_ON_DEVICE = Home()
 
 
 class Weights(Enum):
@@ -48,9 +52,12 @@ class Bucket:
     Owns `full` (1-D, compute dtype; its storage is empty while SHARDED), `shard` (my cut of it: a
     view of `full` unless weights are partitioned) and, for what is trained, `master` (the values
     that the optimizer updates, for elements `span` of the bucket; the weights themselves where
-    they already have the master's dtype). Where a node keeps a second copy of weights, my cut of
-    that one too, left behind when `full` is freed: from then on, until weights change, `full` is
-    gathered from the node alone.
+    they already have the master's dtype, and lie where updates are made). Where a node keeps a
+    second copy of weights, my cut of that one too, left behind when `full` is freed: from then on,
+    until weights change, `full` is gathered from the node alone.
+
+    `home` says where shard and master rest. What rests on the disk is a tensor only inside
+    `present`; gathers read it by themselves.
     """
 
     def __init__(
@@ -60,10 +67,12 @@ class Bucket:
         sharing: Sharing,
         device: torch.device,
         refresh: Refresh = _REFRESH,
+        home: Home = _ON_DEVICE,
         *,
         gathers_by_sum: bool = False,
     ) -> None:
         self.name = plan.name
+        self.home = home
         self._gathers_by_sum = gathers_by_sum
         self.partition: Partition = plan.partition
         self.precision = precision
@@ -106,6 +115,7 @@ class Bucket:
             self.sharing,
             self.device,
             self._refresh,
+            self.home,
             gathers_by_sum=self._gathers_by_sum,
         )
 
@@ -129,15 +139,15 @@ class Bucket:
         broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
         start, stop = self.span
         self.full: Tensor = given.to(self.precision.compute)
-        self.shard: Tensor = self.full[start:stop]
-        if self.partition.weights:
-            self.shard = self.shard.clone()
-        if not self.trainable:
-            self.master: Tensor | None = None
-        elif self.precision.keeps_master:
-            self.master = given[start:stop].to(self.precision.master, copy=True)
-        else:
-            self.master = self.shard
+        self._shard = self.home.rest_weights(
+            f"the weights of {self.name}", self.full[start:stop], is_cut=self.partition.weights
+        )
+        self._master: Resting | None = None
+        if self.trainable:
+            self._master = self._shard
+            if self.has_own_master:
+                values = given[start:stop].to(self.precision.master, copy=True)
+                self._master = self.home.rest_master(f"the masters of {self.name}", values)
         self._views = self.views_of(self.full)
         # One element each, so that a write to one freed parameter cannot reach another.
         nans = torch.full((len(self.parameters),), torch.nan, dtype=self.full.dtype).to(self.device)
@@ -147,6 +157,91 @@ class Bucket:
         self._nans = nans
         self._versions = [0] * len(self.parameters)
         self._point_at(self._views)
+
+    # ---- where it rests --------------------------------------------------------------------------
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether there is a master beside the weights."""
+        apart = self.home.parts_master(self.device, is_cut=self.partition.weights)
+        return self.trainable and (self.precision.keeps_master or apart)
+
+    @property
+    def shard(self) -> Tensor:
+        """My cut of the weights: 1-D, compute dtype, for the elements of `span`."""
+        return self._shard.values
+
+    @property
+    def master(self) -> Tensor | None:
+        """The values that the optimizer updates, for the elements of `span`."""
+        return None if self._master is None else self._master.values
+
+    @property
+    def resting_master(self) -> Resting | None:
+        """The master where it rests."""
+        return self._master
+
+    @property
+    def weights_on_disk(self) -> bool:
+        """Whether my cut of the weights rests in a file."""
+        return self._shard.is_on_disk
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """Whether anything of this bucket rests in a file."""
+        on_disk = self._master is not None and self._master.is_on_disk
+        return on_disk or self._shard.is_on_disk
+
+    @property
+    def runs_of_weights(self) -> list[DiskRun]:
+        """My cut of the weights on the disk, if it rests there."""
+        return [] if self._shard.run is None else [self._shard.run]
+
+    @property
+    def steps_on(self) -> torch.device:
+        """Where updates of this bucket are made."""
+        return self.home.steps_on(self.device)
+
+    @contextmanager
+    def present(self, *, writes: bool = True) -> Iterator[None]:
+        """Have shard and master in memory, with the user's edits; what is written is kept."""
+        with ExitStack() as stack:
+            stack.enter_context(self._shard.present(writes=writes))
+            was_away = self._master is not None and self._master.is_away
+            if self._master is not None and self._master is not self._shard:
+                stack.enter_context(self._master.present(writes=writes))
+            if was_away:
+                self.absorb_edits()
+            yield
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Around an update, which gives every element of the shard a new value.
+
+        What rests on the disk counts only when the update is committed.
+        """
+        with self._shard.present(reads=False, commits=False):
+            yield
+
+    def restore_weights(self) -> None:
+        """Round weights in memory from the master on the disk, after an update that failed.
+
+        What the user has written into them since the last update is lost.
+        """
+        if self._master is not None and not self._shard.is_away:
+            with self._master.present(writes=False) as master:
+                self.put_weights(0, master)
+
+    def read_ahead(self) -> None:
+        """Begin to read what the next gather needs of the disk, if there is room to."""
+        if self.state is Weights.SHARDED and not self._is_near:
+            self._shard.start_reading()
+
+    def leave_disk(self) -> None:
+        """Give room on the disk back: the bucket is not used any more."""
+        self._shard.free()
+        if self._master is not None and self._master is not self._shard:
+            self._master.free()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view of `flat` (1-D, laid out like this bucket) for each parameter, in its shape."""
@@ -195,16 +290,30 @@ class Bucket:
         self.start_unshard()
         self.wait_unshard()
 
-    def reshard(self) -> None:
-        """Drop the full buffer: FULL to SHARDED. Edits by the user are kept first."""
+    def reshard(self, *, in_use: bool = False) -> None:
+        """Drop the full buffer: FULL to SHARDED. Edits by the user are kept first.
+
+        `in_use`: inside forward or backward. Where comparing values would take a wait for the
+        device or a read of the disk, there only writes that torch has counted are looked for.
+        """
         if not self.partition.weights or self.state is not Weights.FULL:
             return
-        self.absorb_edits()
+        if not in_use or self._compares_for_nothing or self._was_written:
+            self.absorb_edits()
         if self._is_near:
             self._leave_secondary(self.full)
         self._point_at(self._placeholders)
         self.full.untyped_storage().resize_(0)
         self.state = Weights.SHARDED
+
+    @property
+    def _compares_for_nothing(self) -> bool:
+        return self.device.type == "cpu" and not self._shard.is_away
+
+    @property
+    def _was_written(self) -> bool:
+        pairs = zip(self.parameters, self._versions, strict=True)
+        return any(parameter._version != version for parameter, version in pairs)
 
     def serve(self) -> None:
         """Give my shard to ranks that gather this bucket while I do not use it."""
@@ -228,7 +337,7 @@ class Bucket:
         if node is not None and self._is_near:
             slice_of(full, node.rank, node).copy_(self._near_shard())
             return gather(full, node, self._gather_label)
-        full[self.span[0] : self.span[1]].copy_(self.shard)
+        self._shard.copy_to(full[self.span[0] : self.span[1]])
         # What is gathered now leaves the node's copy behind.
         self._is_near = node is not None
         if sharing.hops is not None:
@@ -277,8 +386,12 @@ class Bucket:
 
     def write_back(self, start: int, stop: int) -> None:
         """Put elements [start, stop) of the stepped master into the weights, cast."""
-        if self.master is not None and self.precision.keeps_master:
-            self.shard[start:stop].copy_(self.master[start:stop])
+        if self.has_own_master and self.master is not None:
+            self.put_weights(start, self.master[start:stop])
+
+    def put_weights(self, start: int, values: Tensor) -> None:
+        """Put new master values, of the elements from `start` of my span on, into the weights."""
+        self.shard[start : start + values.numel()].copy_(values)
 
     def start_refresh(self) -> Pending | None:
         """Gather the weights where they are whole, but were stepped or loaded in shards."""
@@ -294,7 +407,8 @@ class Bucket:
         """Put weights that the user changed since the last look into shard and master.
 
         The values themselves are compared, because a write through `parameter.data` leaves no other
-        trace.
+        trace. Where weights are whole and masters are on the disk, the next update looks, as it
+        reads these anyway.
 
         Raises:
             ModelError: a parameter no longer looks into this bucket.
@@ -303,21 +417,30 @@ class Bucket:
             return
         self.check_links()
         mine = self.full[self.span[0] : self.span[1]]
-        if self.partition.weights and _same_bits(mine, self.shard):
-            return
-        if self.master is not None and self.precision.keeps_master:
-            self._absorb_into(self.master, mine)
         if self.partition.weights:
-            self.shard.copy_(mine)
+            if self._shard.holds(mine):
+                return
+        elif self._master is not None and self._master.is_away:
+            return
+        if self._master is not None and self.has_own_master:
+            with self._master.present() as master:
+                self._absorb_into(master, mine)
+        if self.partition.weights:
+            self._shard.replace(mine)
+
+    def absorb_edits_into(self, values: Tensor, start: int) -> None:
+        """Put the user's edits of whole weights into a stretch of the master that begins there."""
+        if self.state is Weights.FULL and not self.partition.weights:
+            first = self.span[0] + start
+            self._absorb_into(values, self.full[first : first + values.numel()])
 
     @staticmethod
     def _absorb_into(master: Tensor, weights: Tensor) -> None:
-        block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else weights.numel()
-        buffer = torch.empty(
-            min(block, weights.numel()), dtype=weights.dtype, device=weights.device
-        )
+        block = _CPU_BLOCK_NUMEL if master.device.type == "cpu" else weights.numel()
+        buffer = torch.empty(min(block, weights.numel()), dtype=weights.dtype, device=master.device)
         for start in range(0, weights.numel(), max(block, 1)):
-            present, values = weights[start : start + block], master[start : start + block]
+            present = weights[start : start + block].to(master.device)
+            values = master[start : start + block]
             cast = buffer[: present.numel()].copy_(values)
             if not _same_bits(cast, present):
                 # Elements that the user left alone keep the master's full precision.

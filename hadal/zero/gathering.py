@@ -115,6 +115,7 @@ class Gathering:
         self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, buckets, strict=True)}
         numels = [bucket.layout.numel for bucket in buckets]
         kept = kept_until_backward(numels, self._limits)
+        self._reads_ahead = max((bucket.home.reads_ahead for bucket in buckets), default=0)
         self._kept = {bucket for bucket, keep in zip(buckets, kept, strict=True) if keep}
         self._paths.restart([bucket.name for bucket in buckets], numels)
 
@@ -187,6 +188,8 @@ class Gathering:
             for other in plan.gathers[walk.issued : plan.started[walk.position]]:
                 self._start(other)
                 walk.issued += 1
+            for other in plan.gathers[walk.issued : walk.issued + self._reads_ahead]:
+                self._buckets[other].read_ahead()
             walk.position += 1
             if self._buckets[number].state is not Weights.SHARDED:
                 return
@@ -263,7 +266,7 @@ class Gathering:
 
     def _free(self, bucket: Bucket) -> None:
         with self._own_moves():
-            bucket.reshard()
+            bucket.reshard(in_use=self.phase is not Phase.IDLE)
 
     def free_all(self) -> None:
         """What is gathered will be stale."""

@@ -53,6 +53,9 @@ class Gradients:
     Where there are several copies of the model states, a reduction has two hops: within the copy,
     to its shards, and then between the ranks that hold the same one. The second waits for the last
     reduction of an update; before it, the mean is that of this copy's ranks.
+
+    Where updates are made on the host and the device has memory of its own, each mean leaves it
+    when it has arrived, and is summed up there.
     """
 
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
@@ -67,6 +70,8 @@ class Gradients:
         self._dtype = precision.compute if self.partitioned else precision.accumulate
         self._views: list[Tensor] = []
         self._filled = bytearray(len(bucket.parameters))
+        self._lands_off = bucket.home.lands_off(bucket.device)
+        self._landed: Tensor | None = None
         self._mean: Tensor | None = None
         self._mean_holds = False
         self._kept: Tensor | None = None
@@ -212,7 +217,7 @@ class Gradients:
         self._pending = self._start(self.full, self._label)
         self._is_of_copy = self.bucket.sharing.replicas is not None
         self.state = Arrival.REDUCING
-        if last and self._is_of_copy:
+        if last and self._is_of_copy and not self._lands_off:
             self._pending = followed_by(self._pending, self._start_second_hop)
 
     def start_second_hop(self) -> None:
@@ -239,10 +244,11 @@ class Gradients:
         if not self.partitioned:
             self._mean = slice_of(full, bucket.sharing.shards.rank, bucket.sharing.shards)
             return self._start_cut(full, self._mean, False, label)
-        if self._mean is None:
+        if self._mean is None or self._lands_off:
             numel, dtype = bucket.layout.shard_numel, bucket.precision.accumulate
             self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
-        return self._start_cut(full, self._mean, self._mean_holds, label)
+        accumulates = self._mean_holds and not self._lands_off
+        return self._start_cut(full, self._mean, accumulates, label)
 
     def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors, label: str) -> Pending:
         """Every one of `ranks` needs the whole result."""
@@ -283,6 +289,8 @@ class Gradients:
             return
         self._pending.wait()
         self._pending = None
+        if self._lands_off and not self._has_landed:
+            self._land()
         self._mean_holds = True
         self.state = Arrival.MEAN
         if self._kept is not None:
@@ -290,6 +298,22 @@ class Gradients:
             self._kept = None
         self._filled[:] = bytes(len(self._filled))
         self._free_full()
+
+    @property
+    def _has_landed(self) -> bool:
+        return self._landed is not None and self._mean is self._landed
+
+    def _land(self) -> None:
+        """Bring the mean that has arrived to the host, to what has landed there before."""
+        arrived = self.mean
+        if self._landed is None:
+            memory = self.bucket.home.gradient_memory(arrived.numel(), arrived.dtype)
+            self._landed = memory.copy_(arrived)
+        elif self.partitioned and self._mean_holds:
+            self._landed.add_(arrived.to(self._landed.device))
+        else:
+            self._landed.copy_(arrived)
+        self._mean = self._landed
 
     def _free_full(self) -> None:
         if self.partitioned:
@@ -307,6 +331,8 @@ class Gradients:
         else:
             self.full.zero_()
             self._mean = self.full[start:stop]
+        if self._lands_off:
+            self._land()
         self.state = Arrival.MEAN
 
     def remove_views(self) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -27,12 +28,14 @@ from hadal.comm import Ranks, init_distributed
 from hadal.comm.collectives import broadcast_, start_all_gather
 from hadal.device import current_device
 from hadal.errors import NotBuiltYetError, UsageError
+from hadal.offload import DiskStore
 from hadal.zero import access, apply
-from hadal.zero.birth import Birth, birth_of
+from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member, is_foreign
 from hadal.zero.hooks import ReadWatcher
-from hadal.zero.policy import Partition, Precision
+from hadal.zero.policy import Partition, Precision, Residence, Tier
+from hadal.zero.resting import Home
 from hadal.zero.sharing import Sharing
 
 _CUT_WEIGHTS = Partition(weights=True)
@@ -57,7 +60,9 @@ class _Nursery:
         self._given: dict[Bucket, Tensor] = {}
         self._moves = False
 
-    def bear(self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing) -> list[Bucket]:
+    def bear(
+        self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, home: Home
+    ) -> list[Bucket]:
         """Cut the values of new parameters over the ranks."""
         by_dtype: dict[torch.dtype, list[Member]] = {}
         for parameter in dict.fromkeys(parameters):
@@ -66,15 +71,20 @@ class _Nursery:
                 member = Member(f"{name}[{len(by_dtype)}]", parameter, -1)
                 by_dtype.setdefault(parameter.dtype, []).append(member)
         return [
-            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), sharing)
+            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), sharing, home)
             for dtype, members in by_dtype.items()
         ]
 
     def _lay_down(
-        self, name: str, members: list[Member], precision: Precision, sharing: Sharing
+        self,
+        name: str,
+        members: list[Member],
+        precision: Precision,
+        sharing: Sharing,
+        home: Home,
     ) -> Bucket:
         plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
-        bucket = Bucket(plan, precision, sharing, current_device())
+        bucket = Bucket(plan, precision, sharing, current_device(), home=home)
         bucket.reshard()
         for parameter in bucket.parameters:
             self.bucket_of[parameter] = bucket
@@ -97,19 +107,22 @@ class _Nursery:
             with self._own_moves():
                 bucket.unshard()
                 precision = Precision(dtype, given, dtype, dtype)
-                self._lay_down(bucket.name, members, precision, bucket.sharing)
+                self._lay_down(bucket.name, members, precision, bucket.sharing, bucket.home)
+                bucket.leave_disk()
 
     # ---- seeing what was given -------------------------------------------------------------------
 
     def _reveal(self, bucket: Bucket) -> None:
         """Make parameters look at their values as given."""
-        if bucket.master is None:
+        if not bucket.trainable:
             bucket.unshard()
         elif bucket not in self._given:
             given = torch.empty(
-                bucket.layout.numel, dtype=bucket.master.dtype, device=bucket.device
+                bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
             )
-            given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
+            with bucket.present(writes=False):
+                assert bucket.master is not None  # it is trained
+                given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
             start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}").wait()
             self._show(bucket, bucket.views_of(given))
             self._given[bucket] = given
@@ -124,13 +137,14 @@ class _Nursery:
         label = f"rank 0's first values of {bucket.name}"
         given = self._given.pop(bucket, None)
         if given is not None:
-            assert bucket.master is not None  # it was revealed
             for parameter, view in zip(bucket.parameters, bucket.views_of(given), strict=True):
                 if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
                     view.copy_(parameter.detach())
             broadcast_(given, 0, bucket.ranks, label)
-            bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
-            bucket.write_back(0, bucket.master.numel())
+            with bucket.present():
+                assert bucket.master is not None  # it was revealed
+                bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
+                bucket.write_back(0, bucket.master.numel())
             bucket.outdate()
             bucket.hide()
         elif bucket.state is Weights.FULL:
@@ -195,8 +209,9 @@ class _Nursery:
     def show_as_given(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let parameters say the dtype they were given in: `initialize` decides by it."""
         for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters if p in self.bucket_of):
-            if bucket.master is not None:
-                nan = torch.full((), torch.nan, dtype=bucket.master.dtype, device=bucket.device)
+            if bucket.trainable:
+                dtype = bucket.precision.master
+                nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
                 self._show(bucket, [nan.expand(slot.shape) for slot in bucket.layout.slots])
 
     @contextmanager
@@ -212,6 +227,7 @@ class _Nursery:
         for bucket in buckets:
             if all(self.bucket_of.get(parameter) is not bucket for parameter in bucket.parameters):
                 self._given.pop(bucket, None)
+                bucket.leave_disk()
 
 
 _nursery = _Nursery()
@@ -241,12 +257,15 @@ class Init:
         data_parallel_group: the ranks to cut over, where not all hold the same model; by default
             all ranks. `initialize(mpu=...)` must be given the same.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
-        remote_device: where the shards rest: None or "none" is the device that computes. "cpu"
-            means the same where that is the CPU, and is not built yet elsewhere; nor is "nvme".
-        pin_memory: means something for other tiers only.
-        config_dict_or_path: a configuration. Its precision gives `dtype`, and
+        remote_device: where the shards rest until `initialize` lays them out anew: "none" is the
+            device that computes, "cpu" the host's memory (the same where a CPU computes), "nvme"
+            the disk, in the configuration's `zero_optimization.offload_param.nvme_path`. By default
+            what `offload_param.device` says, or "none".
+        pin_memory: page-lock that host memory where there is an accelerator.
+        config_dict_or_path: a configuration. Its precision gives `dtype`,
             `zero_optimization.override_module_apply` says whether functions given to `apply` find
-            values; nothing else is read before `initialize`, which lays out blocks and copies.
+            values, and `offload_param` and `aio` where shards rest and how the disk is used;
+            nothing else is read before `initialize`, which lays out blocks and copies.
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.
         dtype: what floating-point parameters are shown in once the context ends; by default that of
@@ -297,7 +316,6 @@ class Init:
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
             param_swapper=param_swapper,
         )
-        _check_remote_device(remote_device)
         if mpu is not None and data_parallel_group is None:
             data_parallel_group = mpu.get_data_parallel_group()
         group = _one_of(
@@ -305,7 +323,8 @@ class Init:
             sequence_data_parallel_group=sequence_data_parallel_group,
         )
         birth = birth_of(_one_of(config_dict_or_path=config_dict_or_path, config=config))
-        self._birth = birth if dtype is None else Birth(dtype, birth.gathers_in_apply)
+        self._birth = birth if dtype is None else replace(birth, dtype=dtype)
+        self._home = _home_of(birth, tier_of(birth, remote_device), pins=pin_memory or birth.pins)
         self._born: list[Bucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
         init_distributed()
@@ -361,7 +380,7 @@ class Init:
 
     def _bear_all(self, module: nn.Module) -> None:
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
-        self._born += _nursery.bear(fresh, type(module).__name__, self._sharing)
+        self._born += _nursery.bear(fresh, type(module).__name__, self._sharing, self._home)
         if not self._birth.gathers_in_apply:
             apply.leave_alone(fresh)
 
@@ -437,18 +456,20 @@ def _refuse_unbuilt(**given: Any) -> None:
             raise NotBuiltYetError(f"zero.Init({name}={value!r}) is not built yet; leave it out")
 
 
-def _check_remote_device(remote_device: str | None) -> None:
-    kind = current_device().type
-    if remote_device in (None, "none") or remote_device == kind == "cpu":
-        return
-    if remote_device in ("cpu", "nvme"):
-        raise NotBuiltYetError(
-            f"zero.Init(remote_device={remote_device!r}) is not built yet: shards rest on the"
-            f" device that computes, {kind}; leave it out"
-        )
-    raise UsageError(
-        f"zero.Init(remote_device={remote_device!r}): expected None, 'none', 'cpu' or 'nvme'"
-    )
+# Born sharded long before there is an engine that could own them; removed at the program's end.
+_disks: dict[str, DiskStore] = {}
+
+
+def _home_of(birth: Birth, tier: Tier, *, pins: bool) -> Home:
+    """Where shards, and values as they were given, rest until `initialize`."""
+    residence = Residence(tier, tier, pins, pins)
+    if tier is not Tier.DISK:
+        return Home(residence)
+    assert birth.nvme_path is not None  # `tier_of` has looked
+    if birth.nvme_path not in _disks:
+        _disks[birth.nvme_path] = DiskStore(birth.nvme_path, birth.io)
+    disk = _disks[birth.nvme_path]
+    return Home(residence, weights_disk=disk, optimizer_disk=disk)
 
 
 def _one_of(**given: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,9 @@ class Stepper(Protocol):
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that the optimizer has for a parameter, if this rank owns them."""
+
+    def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
+        """Have a bucket's masters and state in memory; what is written into them is kept."""
 
 
 class Trainer(Protocol):
@@ -115,12 +119,20 @@ class Place:
         """Whether masters, and the gradients for them, are cut over the ranks."""
         return self.bucket.partition.optimizer or self.bucket.partition.weights
 
+    def present(self, *, writes: bool = True) -> AbstractContextManager[None]:
+        """Have shard, master and state of the bucket in memory; what is written is kept."""
+        stepper = None if self.trainer is None else self.trainer.stepper
+        if stepper is None or not self.bucket.trainable:
+            return self.bucket.present(writes=writes)
+        return stepper.present(self.bucket, writes=writes)
+
     # ---- values ----------------------------------------------------------------------------------
 
     def master(self) -> Tensor:
         """The exact values of the bucket's `span`, with the user's edits."""
         self.bucket.absorb_edits()
-        return self.bucket.shard if self.bucket.master is None else self.bucket.master
+        master = self.bucket.master
+        return self.bucket.shard if master is None else master
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """The (start, stop) of a rank's fragment, counted from the parameter's start."""
@@ -180,10 +192,16 @@ class Place:
 
     def spread(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
         """Rank 0's values of what all ranks gave, 1-D, in fp32 or wider."""
-        exact = torch.promote_types(self.master().dtype, torch.float32)
+        precision = self.bucket.precision
+        own = precision.master if self.bucket.trainable else precision.compute
+        exact = torch.promote_types(own, torch.float32)
         given = self.own(value, shape, name).to(exact, copy=True).reshape(-1).contiguous()
         broadcast_(given, 0, self.ranks, f"the new values of {self.slot.name}")
         return given
+
+    def on_device(self, values: Tensor) -> Tensor:
+        """Values for the caller, who computes there."""
+        return values.to(self.bucket.device)
 
     # ---- gradients -------------------------------------------------------------------------------
 
@@ -214,14 +232,14 @@ class Place:
     def part_of_optimizer(self) -> Part | None:
         """What of this parameter the optimizer steps here; None where it steps nothing of it."""
         trainer, bucket = self.trainer, self.bucket
-        if trainer is None or trainer.optimizer is None or bucket.master is None:
+        if trainer is None or trainer.optimizer is None or not bucket.trainable:
             return None
         state = trainer.optimizer.state
         stepper = trainer.stepper
         whole = None if stepper is None else stepper.values_of(bucket.parameters[self.index])
         if whole is not None:
             return Part(state.get(whole, {}), whole, 0, 0, self.slot.numel)
-        mine = self.cut(bucket.master)
+        mine = self.cut(self.master())
         if not mine.numel():
             return None
         for group in trainer.optimizer.param_groups:

@@ -57,6 +57,32 @@ class Precision:
         return self.master != self.compute
 
 
+class Tier(Enum):
+    """Where values rest between uses."""
+
+    DEVICE = auto()
+    """In the memory that computes."""
+    HOST = auto()
+    """In the memory of the host; the same where a CPU computes."""
+    DISK = auto()
+    """In files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where a rank's shards rest (ZeRO-Offload, Ren 2021; ZeRO-Infinity, Rajbhandari 2021)."""
+
+    weights: Tier = Tier.DEVICE
+    """Weights that are sharded between uses."""
+    optimizer: Tier = Tier.DEVICE
+    """Masters and what the optimizer remembers. Off the device, the host makes the update and
+    gradients are summed up there."""
+    pins_weights: bool = False
+    """Whether host memory for weights is page-locked."""
+    pins_optimizer: bool = False
+    """Whether host memory for gradients and optimizer state is."""
+
+
 class Route(Enum):
     """Which way gradients take where a rank needs only its shard of the result."""
 

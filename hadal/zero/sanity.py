@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,9 @@ def digest(values: Tensor) -> int:
     for number, block in enumerate(words.split(_BLOCK_NUMEL)):
         # Odd factors: none makes two different words alike. Sums wrap around.
         places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
-        total = hash((total, number, int((block * places).sum()), int(block.sum())))
+        sums = (total, number, int((block * places).sum()), int(block.sum()))
+        # Not `hash`: to it -1 and -2 are alike.
+        total = int.from_bytes(hashlib.blake2b(repr(sums).encode(), digest_size=8).digest(), "big")
     return total
 
 
@@ -136,11 +139,9 @@ class Sanity:
 
     def _faulty_weights(self) -> Iterator[str]:
         for bucket in self._buckets:
-            if not bucket.trainable or _is_finite(bucket.shard):
-                continue
-            for part in bucket.layout.fragments(*bucket.span):
-                if not _is_finite(bucket.shard[part.offset : part.offset + part.numel]):
-                    yield bucket.layout.slots[part.slot].name
+            if bucket.trainable:
+                with bucket.present(writes=False):
+                    yield from _faulty_names(bucket)
 
     def _tell_missing(self, arrivals: Sequence[Mapping[str, int]]) -> None:
         """Ranks may take different branches, so this is a warning, once for each parameter."""
@@ -209,3 +210,11 @@ def _few(names: Iterable[str]) -> str:
     known = list(names)
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     return ", ".join(known[:_SHOWN]) + more
+
+
+def _faulty_names(bucket: Bucket) -> Iterator[str]:
+    if _is_finite(bucket.shard):
+        return
+    for part in bucket.layout.fragments(*bucket.span):
+        if not _is_finite(bucket.shard[part.offset : part.offset + part.numel]):
+            yield bucket.layout.slots[part.slot].name

@@ -27,14 +27,18 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     place = place_of(param)
     if place is None:
         return None
-    return exact(place.joined(place.cut(place.master()))).view(param.shape)
+    with place.present(writes=False):
+        return place.on_device(exact(place.joined(place.cut(place.master())))).view(param.shape)
 
 
 @torch.no_grad()
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's fragment of the master, 1-D; empty where it holds none of the parameter."""
     place = place_of(param)
-    return None if place is None else exact(place.cut(place.master()).clone())
+    if place is None:
+        return None
+    with place.present(writes=False):
+        return place.on_device(exact(place.cut(place.master()).clone()))
 
 
 @torch.no_grad()
@@ -58,23 +62,25 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         UsageError: `value` has another length, or no engine holds the parameter.
     """
     place = held_place(param, "safe_set_local_fp32_param")
-    cut = place.cut(place.master())
-    mine = place.own(value, (cut.numel(),), "safe_set_local_fp32_param").to(cut.dtype)
-    _put_master(place, place.alike(place.joined(mine)))
+    with place.present():
+        cut = place.cut(place.master())
+        mine = place.own(value, (cut.numel(),), "safe_set_local_fp32_param").to(cut.dtype)
+        _put_master(place, place.alike(place.joined(mine)))
 
 
 def _put_master(place: Place, full: Tensor) -> None:
     """Put `full`, the same on all ranks, where it belongs on this one."""
-    bucket, master = place.bucket, place.master()
-    bucket.outdate()
-    cut = place.cut(master)
-    cut.copy_(place.fragment_of(full))
-    if bucket.master is not None and cut.numel():
-        start = (cut.data_ptr() - master.data_ptr()) // master.itemsize
-        bucket.write_back(start, start + cut.numel())
-    if bucket.state is Weights.FULL:
-        # By way of the master's dtype, as a step does it: rounding twice may differ from once.
-        bucket.full[place.slot.offset : place.slot.stop].copy_(full.to(master.dtype))
+    with place.present():
+        bucket, master = place.bucket, place.master()
+        bucket.outdate()
+        cut = place.cut(master)
+        cut.copy_(place.fragment_of(full))
+        if bucket.trainable and cut.numel():
+            start = (cut.data_ptr() - master.data_ptr()) // master.itemsize
+            bucket.write_back(start, start + cut.numel())
+        if bucket.state is Weights.FULL:
+            # By way of the master's dtype, as a step does it: rounding twice may differ from once.
+            bucket.full[place.slot.offset : place.slot.stop].copy_(full.to(master.dtype))
 
 
 # ---- the gradient --------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ def _gradient(place: Place) -> Tensor | None:
     total = torch.zeros(numel, dtype=torch.float32, device=device)
     reduced = gradients.reduced
     if reduced is not None:
-        total = exact(place.joined(place.cut(reduced)))
+        total = place.on_device(exact(place.joined(place.cut(reduced))))
         replicas = place.bucket.sharing.replicas
         if replicas is not None and gradients.is_of_copy:
             sum_(total, replicas, f"the mean of the gradient of {place.slot.name} over its copies")
@@ -192,6 +198,11 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     place = place_of(param)
     if place is None or place.trainer is None:
         return None
+    with place.present(writes=False):
+        return _full_state(place, optim_state_key)
+
+
+def _full_state(place: Place, optim_state_key: str) -> Any:
     part = place.part_of_optimizer()
     held = gather_objects(_announced(part, optim_state_key), place.shards)
     _expect_key(place, held, optim_state_key)
@@ -201,7 +212,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     cuts = [(rank, one) for rank, one in enumerate(held) if isinstance(one, _Elements)]
     if not cuts:
         return None
-    full = torch.empty(place.slot.numel, dtype=cuts[0][1].dtype, device=place.bucket.device)
+    full = torch.empty(place.slot.numel, dtype=cuts[0][1].dtype, device=place.bucket.steps_on)
     covered = 0
     for rank, one in sorted(cuts, key=lambda cut: cut[1].start):
         if one.start + one.numel <= covered:
@@ -211,7 +222,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
             piece.copy_(part.elements(optim_state_key))
         broadcast_(piece, rank, place.shards, f"the {optim_state_key} of {place.slot.name}")
         covered = one.start + one.numel
-    return exact(full).view(param.shape)
+    return place.on_device(exact(full)).view(place.slot.shape)
 
 
 @torch.no_grad()
@@ -224,6 +235,11 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     place = place_of(param)
     if place is None or place.trainer is None or place.trainer.optimizer is None:
         return None
+    with place.present(writes=False):
+        return _local_state(place, optim_state_key)
+
+
+def _local_state(place: Place, optim_state_key: str) -> Any:
     part = place.part_of_optimizer()
     if part is None:
         return torch.empty(0, device=place.bucket.device) if place.gradients() else None
@@ -231,7 +247,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         return None
     _expect_key(place, [_announced(part, optim_state_key)], optim_state_key)
     if part.is_elementwise(optim_state_key):
-        return exact(part.elements(optim_state_key).clone())
+        return place.on_device(exact(part.elements(optim_state_key).clone()))
     return _copied(part.state[optim_state_key])
 
 
@@ -245,13 +261,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """
     name = "safe_set_full_optimizer_state"
     place = held_place(param, name)
-    part = place.part_of_optimizer()
-    held = gather_objects(_announced(part, optim_state_key), place.ranks)
-    _expect_key(place, held, optim_state_key)
-    _expect_elements(place, held, optim_state_key)
-    full = place.spread(value, tuple(param.shape), name)
-    if part is not None:
-        part.elements(optim_state_key).copy_(full[part.start : part.start + part.numel])
+    with place.present():
+        part = place.part_of_optimizer()
+        held = gather_objects(_announced(part, optim_state_key), place.ranks)
+        _expect_key(place, held, optim_state_key)
+        _expect_elements(place, held, optim_state_key)
+        full = place.spread(value, tuple(param.shape), name)
+        if part is not None:
+            part.elements(optim_state_key).copy_(full[part.start : part.start + part.numel])
 
 
 @torch.no_grad()
@@ -268,14 +285,15 @@ def safe_set_local_optimizer_state(
     """
     name = "safe_set_local_optimizer_state"
     place = held_place(param, name)
-    part = place.part_of_optimizer()
-    held = gather_objects(_announced(part, optim_state_key), place.ranks)
-    _expect_key(place, held, optim_state_key)
-    _expect_elements(place, held, optim_state_key)
-    numel = 0 if part is None else part.numel
-    mine = place.alike(place.own(value, (numel,), name).clone())
-    if part is not None:
-        part.elements(optim_state_key).copy_(mine)
+    with place.present():
+        part = place.part_of_optimizer()
+        held = gather_objects(_announced(part, optim_state_key), place.ranks)
+        _expect_key(place, held, optim_state_key)
+        _expect_elements(place, held, optim_state_key)
+        numel = 0 if part is None else part.numel
+        mine = place.alike(place.own(value, (numel,), name).clone())
+        if part is not None:
+            part.elements(optim_state_key).copy_(mine)
 
 
 class _Elements(NamedTuple):

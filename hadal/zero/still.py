@@ -22,14 +22,18 @@ def held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
     A gradient of zero is none: momentum and weight decay would move a frozen parameter on. All
     ranks must name the same buckets. What the optimizer remembers does see a gradient of zero.
     """
-    held = [(bucket, list(_frozen_cuts(bucket))) for bucket in buckets]
-    kept = [[cut.clone() for cut in cuts] for _, cuts in held]
+    held = list(buckets)
+    kept = []
+    for bucket in held:
+        with bucket.present(writes=False):
+            kept.append([cut.clone() for cut in _frozen_cuts(bucket)])
     yield
     pendings = []
-    for (bucket, cuts), values in zip(held, kept, strict=True):
-        for cut, value in zip(cuts, values, strict=True):
-            cut.copy_(value)
-        bucket.write_back(0, bucket.span[1] - bucket.span[0])
+    for bucket, values in zip(held, kept, strict=True):
+        with bucket.present():
+            for cut, value in zip(_frozen_cuts(bucket), values, strict=True):
+                cut.copy_(value)
+            bucket.write_back(0, bucket.span[1] - bucket.span[0])
         pendings.append(bucket.start_refresh())
     for pending in pendings:
         if pending is not None:

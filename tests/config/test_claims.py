@@ -35,8 +35,8 @@ OF_A_FEATURE = {
     f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
     f"{_ZERO}zero_quantized_*": "compressed communication",
     f"{_ZERO}zeropp_loco_param*": "compressed communication",
-    f"{_ZERO}offload_*": "offload",
-    f"{_ZERO}cpu_offload*": "offload",
+    f"{_ZERO}offload_optimizer.super_offload": "offload",
+    f"{_ZERO}offload_optimizer.cpuadam_cores_perc": "offload",
     f"{_ZERO}zenflow*": "offload",
     f"{_ZERO}save_muon_momentum_buffer_in_memory": "offload",
 }

@@ -68,7 +68,6 @@ def test_keys_at_their_defaults_always_load():
     [
         {"zero_quantized_weights": True},
         {"pipeline_loading_checkpoint": True},
-        {"offload_param": {"device": "cpu"}},
     ],
 )
 def test_what_acts_at_stage_3_only_asks_for_nothing_below(keys):
@@ -112,7 +111,6 @@ def test_what_is_built_loads_in_silence(keys):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"sub_group_size": 1e6},
         {"round_robin_gradients": True},
         {"contiguous_gradients": False},
     ],

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from ranks import RankPools
 
 from hadal import comm
+from hadal.optim.desk import block_numel
 from hadal.optim.norm import clip_coefficient
-from hadal.optim.step import FlatStepper, block_numel
+from hadal.optim.step import FlatStepper
 from hadal.optim.whole import WholeStepper
 
 UPDATES = 4

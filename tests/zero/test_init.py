@@ -242,12 +242,16 @@ def use_options() -> None:
         assert is_cut(resting[0].weight)
     for option in (
         {"param_swapper": object()},
-        {"remote_device": "nvme"},
         {"zero_quantized_weights": True},
     ):
         with pytest.raises(NotBuiltYetError, match=next(iter(option))):
             hadal.zero.Init(**option)
         hadal.zero.Init(enabled=False, **option)
+    with pytest.raises(UsageError, match=r"offload_param\.nvme_path"):
+        hadal.zero.Init(remote_device="nvme")
+    nvme = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}}
+    with pytest.raises(UsageError, match='give remote_device "nvme", or leave it out'):
+        hadal.zero.Init(remote_device="cpu", config=nvme)
     with pytest.raises(UsageError, match="expected None, 'none', 'cpu' or 'nvme'"):
         hadal.zero.Init(remote_device="disk")
     with pytest.raises(UsageError, match="config_dict_or_path and config, which say the same"):

@@ -32,11 +32,23 @@ def _disk_without_path(config: Config) -> Iterator[Fault]:
     zero = config.zero_optimization
     sections = (
         ("offload_param", zero.offload_param, zero.stage == 3),
-        ("offload_optimizer", zero.offload_optimizer, zero.stage == 3),
+        ("offload_optimizer", zero.offload_optimizer, zero.stage > 0),
     )
     for name, offload, acts in sections:
         if acts and offload and offload.device == "nvme" and not offload.nvme_path:
             yield Fault(f"{_ZERO}.{name}.nvme_path", 'must be said for device "nvme"; add it')
+
+
+@reading(_STAGE, _DEVICE)
+def _disk_at_stage_0(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    offload = zero.offload_optimizer
+    if offload is not None and offload.device == "nvme" and zero.stage == 0:
+        yield Fault(
+            _DEVICE,
+            f'"nvme" needs {_STAGE} 1, 2 or 3: at 0 every rank would write all of the state; raise'
+            ' the stage, or give "cpu"',
+        )
 
 
 @reading(_STAGE, _SCATTER, _OP, "prescale_gradients", "gradient_predivide_factor")
@@ -156,6 +168,7 @@ def blocks_that_do_not_fit(config: Config, ranks: int) -> Iterator[Fault]:
 
 RULES = (
     _partial_offload,
+    _disk_at_stage_0,
     _disk_without_path,
     _scaling_before_scatter,
     _odd_bucket,

@@ -1,0 +1,156 @@
+"""Where a model's shards rest, bucket by bucket, and the disks for what rests there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hadal.config import Config
+from hadal.config.aio import Aio
+from hadal.device import is_host_memory
+from hadal.errors import ModelError
+from hadal.offload import BufferPool, DiskStore, settings_of
+from hadal.offload.walk import Pace
+from hadal.optim.on_disk import DiskSteps
+from hadal.zero.grouping import BucketPlan
+from hadal.zero.policy import Residence, Tier
+from hadal.zero.resting import Home
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+# Elements of one kind of state that are read at a time, at most: more makes no disk faster.
+_LARGEST_PART_NUMEL = 1 << 24
+_WEIGHT_NBYTES = 4
+
+
+def residence_of(config: Config) -> Residence:
+    """Where the configuration lets shards rest."""
+    zero = config.zero_optimization
+    weights, optimizer = zero.offload_param, zero.offload_optimizer
+    cuts_weights = zero.stage == 3 and weights is not None
+    return Residence(
+        weights=_TIERS[weights.device] if cuts_weights and weights else Tier.DEVICE,
+        optimizer=_TIERS[optimizer.device] if optimizer else Tier.DEVICE,
+        pins_weights=bool(weights and weights.pin_memory),
+        pins_optimizer=bool(optimizer and optimizer.pin_memory),
+    )
+
+
+def disk_steps_of(config: Config) -> DiskSteps:
+    """How updates go through what rests on the disk."""
+    zero = config.zero_optimization
+    section = zero.offload_optimizer
+    if section is None:
+        return DiskSteps()
+    return DiskSteps(
+        numel=min(zero.sub_group_size, _LARGEST_PART_NUMEL),
+        buffer_count=section.buffer_count,
+        pace=Pace(
+            reads_ahead=section.pipeline_read,
+            writes_behind=section.pipeline_write,
+        ),
+        pins=section.pin_memory,
+        clears_first=not section.fast_init,
+    )
+
+
+class Homes:
+    """Gives every bucket its home; owns the disks.
+
+    Weights rest in host memory up to `max_in_cpu` elements on this rank, and beyond them on the
+    disk. With a `ratio` below 1 every so many buckets are updated on the device.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._residence = residence_of(config)
+        self._stores: dict[Path, DiskStore] = {}
+        self._pool: BufferPool | None = None
+        self._in_memory = 0
+        self._on_host = 0
+        self._seen = 0
+
+    @property
+    def keeps_weights_off(self) -> bool:
+        """Whether weights leave the memory that computes, between uses."""
+        tier = self._residence.weights
+        return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(self._device))
+
+    def home_of(self, plan: BucketPlan, shards: int) -> Home:
+        """Where a bucket rests that is cut over so many ranks.
+
+        Raises:
+            ModelError: its shard is larger than a buffer for the disk.
+        """
+        weights = self._weights_tier(plan, shards)
+        optimizer = self._optimizer_tier(plan)
+        if weights is optimizer is Tier.DEVICE:
+            return Home()
+        zero = self._config.zero_optimization
+        on_disk = zero.offload_optimizer
+        return Home(
+            Residence(
+                weights,
+                optimizer,
+                self._residence.pins_weights,
+                self._residence.pins_optimizer,
+            ),
+            weights_disk=self._weights_store() if weights is Tier.DISK else None,
+            optimizer_disk=self._store(on_disk.nvme_path if on_disk else None)
+            if optimizer is Tier.DISK
+            else None,
+            weights_pool=self._pool if weights is Tier.DISK else None,
+        )
+
+    def _weights_tier(self, plan: BucketPlan, shards: int) -> Tier:
+        tier, section = self._residence.weights, self._config.zero_optimization.offload_param
+        if tier is Tier.DEVICE or section is None or not plan.partition.weights:
+            return Tier.DEVICE
+        if tier is Tier.HOST:
+            return tier
+        numel = -(-plan.numel // shards)
+        if self._in_memory + numel <= section.max_in_cpu:
+            self._in_memory += numel
+            return Tier.HOST
+        if numel > section.buffer_size:
+            raise ModelError(
+                f"the shard of {plan.name} ({plan.members[0].name}, ...) has {numel} elements, and"
+                " a buffer for the disk zero_optimization.offload_param.buffer_size ="
+                f" {section.buffer_size}; raise it to {numel} at least"
+            )
+        return tier
+
+    def _optimizer_tier(self, plan: BucketPlan) -> Tier:
+        tier, section = self._residence.optimizer, self._config.zero_optimization.offload_optimizer
+        if tier is Tier.DEVICE or section is None or not plan.trainable:
+            return Tier.DEVICE
+        numel = plan.numel
+        self._seen += numel
+        if section.ratio < 1 and self._on_host + numel > section.ratio * self._seen:
+            return Tier.DEVICE
+        self._on_host += numel
+        return tier
+
+    def _weights_store(self) -> DiskStore:
+        section = self._config.zero_optimization.offload_param
+        assert section is not None  # it says that weights rest on the disk
+        if self._pool is None:
+            nbytes = section.buffer_size * _WEIGHT_NBYTES
+            self._pool = BufferPool(section.buffer_count, nbytes, pinned=section.pin_memory)
+        return self._store(section.nvme_path)
+
+    def _store(self, nvme_path: str | None) -> DiskStore:
+        assert nvme_path is not None  # the rules have looked
+        path = Path(nvme_path)
+        if path not in self._stores:
+            section = self._config.aio or Aio()
+            self._stores[path] = DiskStore(path, settings_of(section))
+        return self._stores[path]
+
+    def close(self) -> None:
+        """Remove all files."""
+        for store in self._stores.values():
+            store.close()
+        if self._pool is not None:
+            self._pool.close()

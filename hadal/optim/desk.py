@@ -1,0 +1,92 @@
+"""Where blocks of a run are cast, scaled and stepped while they lie in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from hadal.optim.elementwise import Update
+
+# Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
+# in float32 stays in the cache between these, on an accelerator enough to keep it busy.
+_CPU_BLOCK_NUMEL = 1 << 19
+_ACCELERATOR_BLOCK_NUMEL = 1 << 25
+
+
+def block_numel(device: torch.device) -> int:
+    """How many elements are worked on at a time."""
+    return _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
+
+
+def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) cut at the multiples of `numel`.
+
+    Kernels round the last few elements of a block as they do single ones. So blocks must end at the
+    same elements wherever these rest, for the same bits.
+    """
+    while start < stop:
+        end = min(stop, (start // numel + 1) * numel)
+        yield start, end
+        start = end
+
+
+class Desk:
+    """Where the blocks of one update are worked on: a buffer for each that must be cast."""
+
+    def __init__(self, device: torch.device, multiplier: float) -> None:
+        self.numel = block_numel(device)
+        self._device = device
+        self._multiplier = multiplier
+        # 0 stands for a gradient that is infinite: x / inf is what x * 0 is.
+        inverse = 1 / multiplier if multiplier else float("inf")
+        self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def apply(self, update: Update, gradient: Tensor, owned: Sequence[Tensor]) -> None:
+        """Make an update of one block: `owned` are its values and the state, changed in place."""
+        exact = reduce(torch.promote_types, [one.dtype for one in (gradient, *owned)])
+        if update.in_float32:
+            exact = torch.promote_types(exact, torch.float32)
+        scaled, divisor = self._lay_gradient(gradient, exact)
+        work = [self._lay(place, block, exact) for place, block in enumerate(owned)]
+        update.apply(work[0], scaled, work[1:], divisor)
+        for block, laid in zip(owned, work, strict=True):
+            if laid is not block:
+                block.copy_(laid)
+
+    def _lay(self, place: int, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block in `dtype`: itself, or a copy that lasts until the next of this place."""
+        if block.dtype == dtype:
+            return block
+        buffer = self._buffers.get((place, dtype))
+        if buffer is None or buffer.numel() < block.numel():
+            buffer = torch.empty(block.numel(), dtype=dtype, device=self._device)
+            self._buffers[place, dtype] = buffer
+        return buffer[: block.numel()].copy_(block)
+
+    def _lay_gradient(self, block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """A gradient in `dtype`, and what it is still to be divided by."""
+        laid = self._lay(-1, block, dtype)
+        if self._multiplier == 1.0:
+            return laid, None
+        if dtype == torch.float64:
+            # A divisor of float32 would be too coarse.
+            return laid.mul_(self._multiplier), None
+        return laid, self._divisor
+
+
+class Desks:
+    """The desks of one update, one for each memory that updates are made in."""
+
+    def __init__(self, multiplier: float) -> None:
+        self._multiplier = multiplier
+        self._desks: dict[torch.device, Desk] = {}
+
+    def on(self, device: torch.device) -> Desk:
+        """The desk of a device."""
+        if device not in self._desks:
+            self._desks[device] = Desk(device, self._multiplier)
+        return self._desks[device]

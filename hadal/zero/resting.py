@@ -1,0 +1,228 @@
+"""A run of a bucket's values where it rests: in memory for good, or on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hadal.device import host_empty, is_host_memory
+from hadal.errors import ShardedAccessError
+from hadal.offload.buffers import BufferPool
+from hadal.offload.requests import Request
+from hadal.offload.runs import DiskRun
+from hadal.offload.store import DiskStore
+from hadal.zero.policy import Residence, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where the shards of one bucket rest, and the disks for what rests there."""
+
+    residence: Residence = field(default_factory=Residence)
+    weights_disk: DiskStore | None = None
+    optimizer_disk: DiskStore | None = None
+    weights_pool: BufferPool | None = None
+    """What weights are read from the disk into."""
+
+    @property
+    def reads_ahead(self) -> int:
+        """How many buckets of weights may be on their way from the disk ahead of their gathers."""
+        return 0 if self.weights_pool is None else self.weights_pool.count
+
+    @property
+    def disk_of_state(self) -> DiskStore | None:
+        """The disk that masters and the optimizer's memory rest on, if they do."""
+        return self.optimizer_disk if self.residence.optimizer is Tier.DISK else None
+
+    def steps_on(self, device: torch.device) -> torch.device:
+        """Where updates are made of what computes on `device`."""
+        return torch.device("cpu") if self.lands_off(device) else device
+
+    def lands_off(self, device: torch.device) -> bool:
+        """Whether gradients leave the memory of `device`, to be summed up on the host."""
+        return self.residence.optimizer is not Tier.DEVICE and not is_host_memory(device)
+
+    def parts_master(self, device: torch.device, *, is_cut: bool) -> bool:
+        """Whether a master is kept apart from weights of its own dtype.
+
+        On the disk it always is: there an update that fails can be taken back.
+        """
+        weights, optimizer = self.residence.weights, self.residence.optimizer
+        if optimizer is Tier.DISK or (is_cut and weights is Tier.DISK):
+            return True
+        in_host = is_cut and weights is Tier.HOST and not is_host_memory(device)
+        return in_host != self.lands_off(device)
+
+    def rest_weights(self, name: str, values: Tensor, *, is_cut: bool) -> Resting:
+        """A view of whole weights, or a shard of its own where they are cut."""
+        if not is_cut:
+            return Resting(name, values)
+        tier = self.residence.weights
+        if tier is Tier.DISK:
+            return Resting(name, values, self.weights_disk, self.weights_pool)
+        if tier is Tier.HOST and not is_host_memory(values.device):
+            return Resting(name, _in_host(values, pinned=self.residence.pins_weights))
+        return Resting(name, values.clone())
+
+    def rest_master(self, name: str, values: Tensor) -> Resting:
+        """Values that the optimizer updates; `values` may be kept."""
+        if self.residence.optimizer is Tier.DISK:
+            return Resting(name, values, self.optimizer_disk)
+        if self.lands_off(values.device):
+            return Resting(name, _in_host(values, pinned=self.residence.pins_optimizer))
+        return Resting(name, values)
+
+    def gradient_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory for the mean of gradients that leave the device; uninitialised."""
+        return host_empty(numel, dtype, pinned=self.residence.pins_optimizer)
+
+
+def _in_host(values: Tensor, *, pinned: bool) -> Tensor:
+    return host_empty(values.numel(), values.dtype, pinned=pinned).copy_(values)
+
+
+class Resting:
+    """1-D values of one bucket on this rank.
+
+    In memory they are `values`, always. On the disk they are `values` only inside `present`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        values: Tensor,
+        disk: DiskStore | None = None,
+        pool: BufferPool | None = None,
+    ) -> None:
+        self.name = name
+        self.numel = values.numel()
+        self.dtype = values.dtype
+        self.run: DiskRun | None = None
+        self._values: Tensor | None = values
+        self._pool = pool
+        self._ahead: _Reading | None = None
+        if disk is not None:
+            self.run = DiskRun(disk, name, values.numel(), values.dtype)
+            self.run.write(values)
+            self._values = None
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the values rest in a file."""
+        return self.run is not None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the values are on the disk alone."""
+        return self._values is None
+
+    @property
+    def values(self) -> Tensor:
+        """The values, which are in memory.
+
+        Raises:
+            ShardedAccessError: they are on the disk alone.
+        """
+        if self._values is None:
+            raise ShardedAccessError(
+                f"{self.name} were read while they rest on the disk; this is a fault of Hadal's"
+                " own: please report it with the lines above"
+            )
+        return self._values
+
+    @contextmanager
+    def present(
+        self, *, reads: bool = True, writes: bool = True, commits: bool = True
+    ) -> Iterator[Tensor]:
+        """Have the values in memory for a while; what is written into them is kept.
+
+        Without `reads` they begin as zeros; without `writes` nothing is kept; without `commits` it
+        counts only when the run is committed. Inside another `present`, that one decides.
+        """
+        if self.run is None or self._values is not None:
+            yield self.values
+            return
+        self._values = self.run.read() if reads else torch.zeros(self.numel, dtype=self.dtype)
+        try:
+            yield self._values
+            if writes:
+                self._forget_ahead()
+                self.run.write_next(self._values)
+                if commits:
+                    self.run.commit()
+        finally:
+            self._values = None
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether these are the values, bit for bit. The disk is read for it."""
+        with self.present(writes=False) as mine:
+            # Compared as words: 16-bit floats are compared one by one, four times as slow.
+            other = values.to(mine.device)
+            return torch.equal(mine.view(torch.int64), other.view(torch.int64))
+
+    def replace(self, values: Tensor) -> None:
+        """Take over new values for all elements."""
+        if self.run is not None and self._values is None:
+            self._forget_ahead()
+            self.run.write(values)
+        else:
+            self.values.copy_(values)
+
+    def free(self) -> None:
+        """Give room on the disk back."""
+        if self.run is not None:
+            self._forget_ahead()
+            self.run.free()
+
+    # ---- on the way to a gather ------------------------------------------------------------------
+
+    def copy_to(self, place: Tensor) -> None:
+        """Put the values into `place`; on an accelerator in the order of its stream."""
+        if self._values is not None:
+            place.copy_(self._values, non_blocking=True)
+            return
+        self.start_reading()
+        if self._ahead is None:
+            assert self.run is not None  # it is away
+            place.copy_(self.run.read())
+            return
+        reading, self._ahead = self._ahead, None
+        try:
+            if reading.request is not None:
+                reading.request.wait()
+            place.copy_(reading.values)
+        finally:
+            reading.pool.give_back(reading.buffer)
+
+    def start_reading(self) -> None:
+        """Begin to read the disk for the next `copy_to`, where a buffer is free."""
+        if self._values is not None or self._ahead is not None or self._pool is None:
+            return
+        assert self.run is not None  # it is away
+        if self._pool.has_free():
+            buffer = self._pool.take()
+            out = buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
+            self._ahead = _Reading(self._pool, buffer, out, self.run.start_read(0, out))
+
+    def _forget_ahead(self) -> None:
+        """What is read ahead is stale."""
+        if self._ahead is not None:
+            reading, self._ahead = self._ahead, None
+            if reading.request is not None:
+                reading.request.wait()
+            reading.pool.give_back(reading.buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Values on their way from the disk."""
+
+    pool: BufferPool
+    buffer: Tensor
+    values: Tensor
+    """The part of the buffer that is filled."""
+    request: Request | None
