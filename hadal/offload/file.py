@@ -28,10 +28,16 @@ _GONE = "leave the folders hadal-* alone while a training runs; go on from the l
 
 
 class DiskFile:
-    """A new file, which is read and written at places, by several threads at a time."""
+    """A new file, which is read and written at places, by several threads at a time.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: where it is made.
+        disk: the folder that the user has named, as errors call the disk.
+    """
+
+    def __init__(self, path: Path, disk: Path) -> None:
         self.path = path
+        self._disk = disk
         self.nbytes = 0
         """How much of it is reserved."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -49,10 +55,10 @@ class DiskFile:
         if needed <= 0:
             return
         try:
-            free = _free_nbytes(self.path.parent)
+            free = _free_nbytes(self._disk)
             if free is not None and free < needed:
                 raise OffloadError(
-                    f"no room for {what} on the disk of {self.path.parent}: {needed} bytes are"
+                    f"no room for {what} on the disk of {self._disk}: {needed} bytes are"
                     f" needed, {free} are free; {_ELSEWHERE}"
                 )
             if hasattr(os, "posix_fallocate"):
@@ -144,7 +150,7 @@ class DiskFile:
             _log.warning(
                 "the file system of %s does not let files be read and written past the system's"
                 " cache (O_DIRECT); they go through it, which is slower and takes host memory",
-                self.path.parent,
+                self._disk,
             )
         self._is_direct = is_direct
 

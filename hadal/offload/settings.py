@@ -57,3 +57,14 @@ def settings_of(section: Aio) -> IoSettings:
         submits_singly=section.single_submit,
         overlaps=section.overlap_events,
     )
+
+
+def section_of(settings: IoSettings) -> dict[str, int | bool]:
+    """The keys of the section that ask for these settings."""
+    return {
+        "block_size": settings.block_nbytes,
+        "queue_depth": settings.queue_depth,
+        "intra_op_parallelism": settings.threads,
+        "single_submit": settings.submits_singly,
+        "overlap_events": settings.overlaps,
+    }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hadal.errors import UsageError
+from hadal.errors import OffloadError, UsageError
 from hadal.offload.buffers import check_buffer
 from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped
 from hadal.offload.file import Act, DiskFile
@@ -50,7 +50,11 @@ class DiskStore:
     ) -> None:
         self.settings = settings = settings or IoSettings()
         self._folder = OwnFolder(Path(folder))
-        self._file = DiskFile(self._folder.path / STATES)
+        try:
+            self._file = DiskFile(self._folder.path / STATES, Path(folder))
+        except OSError as error:
+            self._folder.remove()
+            raise OffloadError(f"{self._folder.path} cannot hold a file: {error}") from error
         self._queues = [Queue(settings, f"hadal-disk-{n}") for n in range(settings.threads)]
         self._next_queue = 0
         self._room = Room()

@@ -136,8 +136,8 @@ def test_checksums_want_whole_blocks(tmp_path: Path) -> None:
 
 def test_a_region_with_a_request_under_way_is_not_freed(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, IoSettings(block_nbytes=PAGE, queue_depth=1))
-    region = store.allocate("it", 4000 * PAGE)
-    request = store.start_write(region, 0, filled(4000 * PAGE))
+    region = store.allocate("it", 400 * PAGE)
+    request = store.start_write(region, 0, filled(400 * PAGE))
     if not request.is_done:
         with pytest.raises(UsageError, match="with a request under way"):
             store.free(region)
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_stores(tmp_path: Path) -> None:
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     before = held()
-    for number in range(8):
+    for number in range(4):
         store = DiskStore(tmp_path)
         store.start_write(store.allocate("it", 4 * PAGE), 0, filled(4 * PAGE))
         if number % 2:

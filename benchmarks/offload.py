@@ -1,0 +1,144 @@
+"""How near to the speed of a disk its requests come: beside fio, in turns, in one run.
+
+See ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+from hadal.offload import DiskStore, IoSettings
+from hadal.offload.speed import Track
+
+# The share of fio's bytes per second that reads and writes must reach.
+GOAL = 0.85
+ACTS = ("write", "read")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is moved, and how."""
+
+    folder: Path
+    nbytes: int
+    block_nbytes: int
+    depth: int
+    is_single: bool
+
+    def __str__(self) -> str:
+        single = ", single_submit" if self.is_single else ""
+        return f"{self.block_nbytes >> 10} KiB x {self.depth}{single}"
+
+    @property
+    def settings(self) -> IoSettings:
+        return IoSettings(self.block_nbytes, self.depth, submits_singly=self.is_single)
+
+
+def fio_speed(load: Load, file: Path, engine: str, act: str, seconds: float) -> float:
+    """GB/s of one job of fio's own asynchronous engine, past the cache."""
+    command = [
+        *("fio", "--name=disk", f"--filename={file}", f"--size={load.nbytes}", "--direct=1"),
+        *(f"--bs={load.block_nbytes}", f"--iodepth={load.depth}", f"--ioengine={engine}"),
+        *(f"--rw={act}", "--time_based", f"--runtime={seconds}", "--output-format=json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)["jobs"][0][act]
+    return float(found["io_bytes"] / found["runtime"] / 1e6)
+
+
+@dataclass
+class Row:
+    """What both did in each round, by read and write: GB/s, and Hadal's as a share of fio's."""
+
+    hadal: dict[str, list[float]] = field(default_factory=lambda: {act: [] for act in ACTS})
+    fio: dict[str, list[float]] = field(default_factory=lambda: {act: [] for act in ACTS})
+
+    def shares(self, act: str) -> list[float]:
+        return [a / b for a, b in zip(self.hadal[act], self.fio[act], strict=True)]
+
+
+def measured(load: Load, options: argparse.Namespace) -> Row:
+    """Both in turn, forth and back, on one file: where it lies on the disk makes a difference."""
+    row = Row()
+    store = DiskStore(load.folder, load.settings)
+    track = Track(store, load.nbytes)
+    ours: dict[str, Callable[[], float]] = {
+        "write": lambda: track.written(options.seconds).gb_per_s,
+        "read": lambda: track.read(options.seconds).gb_per_s,
+    }
+    for number in range(options.rounds):
+        for act in ACTS:
+            turns = [
+                (row.hadal, ours[act]),
+                (
+                    row.fio,
+                    partial(fio_speed, load, store.path, options.engine, act, options.seconds),
+                ),
+            ]
+            for found, turn in turns if number % 2 else reversed(turns):
+                found[act].append(turn())
+    store.close()
+    return row
+
+
+def print_row(load: Load, row: Row) -> None:
+    cells = []
+    for act in ACTS:
+        shares = row.shares(act)
+        cells += [
+            f"{median(row.fio[act]):.2f}",
+            f"{median(row.hadal[act]):.2f}",
+            f"{median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})",
+        ]
+    print(f"| {load} | {' | '.join(cells)} |", flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--disk", type=Path, metavar="PATH", required=True, help="a folder on the disk to measure")
+    add("--loads", default="1024x8,1024x32,256x16", help="KiB of a block x depth, with commas")
+    add("--gib", type=float, default=1.0, help="length of each contestant's file")
+    add("--seconds", type=float, default=2, help="how long each one reads or writes in a round")
+    add("--rounds", type=int, default=7)
+    add("--engine", default="libaio", help="fio's (libaio, io_uring)")
+    add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
+    add("--strict", action="store_true", help="exit with 1 if the goal is missed")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if shutil.which("fio") is None:
+        print("fio is not installed, and there is nothing to compare with: apt install fio")
+        return 1
+    heads = [f"{act}, {what}" for act in ACTS for what in ("fio GB/s", "Hadal GB/s", "share")]
+    print(f"| blocks x depth | {' | '.join(heads)} |")
+    print("|---" * (len(heads) + 1) + "|")
+    verdicts, kept = [], {}
+    for text, is_single in product(options.loads.split(","), (False, True)):
+        kib, depth = map(int, text.split("x"))
+        load = Load(options.disk, int(options.gib * 2**30), kib << 10, depth, is_single)
+        row = measured(load, options)
+        print_row(load, row)
+        verdicts += [(f"{load}, {act}", median(row.shares(act))) for act in ACTS]
+        kept[str(load)] = vars(row)
+    for name, share in verdicts:
+        print(f"{name}: {share:.2f} of fio's, goal {GOAL}: {'met' if share >= GOAL else 'MISSED'}")
+    if options.json:
+        options.json.write_text(json.dumps(kept, indent=1))
+    return 1 if options.strict and any(share < GOAL for _, share in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The search for the settings that suit a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from hadal.config import load_config
+from hadal.errors import OffloadError
+from hadal.offload import DiskStore, IoSettings, settings_of
+from hadal.offload.settings import section_of
+from hadal.offload.speed import Speed, Track
+from hadal.offload.tuning import Clock, Measured, Search, measurer
+
+
+def as_measured(settings: IoSettings, seconds: float) -> Measured:
+    return Measured(settings, Speed(10**9, seconds / 2), Speed(10**9, seconds / 2))
+
+
+def test_the_best_of_all_keys_is_found() -> None:
+    wanted = IoSettings(1 << 22, 16, threads=4, submits_singly=False, overlaps=False)
+    keys = section_of(wanted)
+
+    def measure(settings: IoSettings) -> Measured:
+        alike = sum(section_of(settings)[name] == value for name, value in keys.items())
+        return as_measured(settings, 10 - alike)
+
+    search = Search(measure)
+    measured = list(search.run())
+    assert search.best is not None
+    assert search.best.settings == wanted
+    assert measured[0].settings == IoSettings()
+    assert len(measured) == len({one.settings for one in measured}) == Search.count
+
+
+def test_what_is_hardly_faster_is_chance() -> None:
+    search = Search(lambda settings: as_measured(settings, 1 - (settings != IoSettings()) * 0.02))
+    list(search.run())
+    assert search.best is not None
+    assert search.best.settings == IoSettings()
+
+
+@given(
+    some.builds(
+        IoSettings,
+        some.integers(1, 1 << 30),
+        some.integers(1, 512),
+        some.integers(1, 64),
+        some.booleans(),
+        some.booleans(),
+    )
+)
+def test_settings_survive_their_section(settings: IoSettings) -> None:
+    config = load_config({"train_batch_size": 1, "aio": section_of(settings)})
+    assert config.notes == ()
+    assert settings_of(config.aio) == settings
+
+
+def test_a_disk_is_measured(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    track = Track(store, 1 << 20)
+    for move in (track.written, track.read):
+        speed = move(0.05)
+        assert speed.nbytes % (1 << 20) == 0
+        assert speed.nbytes > 0
+        assert speed.gb_per_s == pytest.approx(speed.nbytes / speed.seconds / 1e9)
+        assert speed.seconds >= 0.05
+    track.close()
+    assert store.nbytes == 0
+    store.close()
+    found = measurer(tmp_path, 1 << 20, 0.1, 1)(IoSettings(queue_depth=2))
+    assert found.settings.queue_depth == 2
+    assert found.seconds_per_gb == pytest.approx(1 / found.write.gb_per_s + 1 / found.read.gb_per_s)
+    with pytest.raises(OffloadError, match="no room"):
+        measurer(tmp_path, 1 << 60, 0.1, 1)(IoSettings())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_is_shared_out() -> None:
+    clock = Clock(10, 2)
+    assert clock.turn() == pytest.approx(5, abs=0.5)
+    assert clock.turn() == pytest.approx(10, abs=0.5)  # the first took no time at all
+    assert Clock(0, 1).turn() > 0
