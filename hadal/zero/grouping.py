@@ -33,11 +33,14 @@ class LeafModules:
     """A module is one too if it has fewer parameters' elements than this for each module in it."""
 
     def match(self, name: str, module: nn.Module) -> bool:
-        """Whether this module, of this full name, was asked for."""
+        """Whether this module, of this full name, was asked for here or by a mark."""
+        return module in marked_leaves or self.speaks_of(name, module)
+
+    def speaks_of(self, name: str, module: nn.Module) -> bool:
+        """Whether this module, of this full name, was asked for here."""
         kind = type(module)
         return (
-            module in marked_leaves
-            or kind.__name__ in self.classes
+            kind.__name__ in self.classes
             or f"{kind.__module__}.{kind.__qualname__}" in self.classes
             or name in self.names
             or any(name.endswith(suffix) for suffix in self.name_suffixes)

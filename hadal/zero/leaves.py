@@ -66,7 +66,7 @@ def _find(
     for each in given:
         if isinstance(each, str):
             leaf = LeafModules(classes=(each,), names=(each,))
-            mine = [m for name, m in modules.items() if leaf.match(name, m)]
+            mine = [m for name, m in modules.items() if leaf.speaks_of(name, m)]
         else:
             mine = [m for m in modules.values() if isinstance(m, each)]
         if not mine:

@@ -141,6 +141,10 @@ def test_marks_are_set_and_taken_off() -> None:
         assert names_of_units(model) == before
     assert hadal.set_z3_leaf_modules(model, ["layers.1.mixture"]) == both[1:]
     assert len(hadal.set_z3_leaf_modules(model, [Expert, "Experts"])) == 8
+    # A mark is not a name: what was marked before is neither found nor taken off by another one.
+    assert hadal.unset_z3_leaf_modules(model, ["nowhere"], raise_if_not_found=False) == []
+    assert hadal.unset_z3_leaf_modules(model, ["layers.0.mixture"]) == both[:1]
+    assert names_of_units(model) != before
     hadal.unset_z3_leaf_modules(model, [nn.Module])
     assert names_of_units(model) == before
 
