@@ -21,11 +21,13 @@ from hadal.zero.estimate import (
 )
 from hadal.zero.external import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init, MiCS_Init
+from hadal.zero.tiling import TiledLinear
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
+    "TiledLinear",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

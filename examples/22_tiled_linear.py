@@ -1,0 +1,47 @@
+"""At stage 3, a linear layer in tiles: only one of them is gathered at a time.
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/22_tiled_linear.py
+
+For a layer so wide that its gathered weight does not fit beside the rest. It computes what one
+`nn.Linear` does, and can take its values.
+"""
+
+import torch
+from torch import nn
+
+import hadal
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+    },
+}
+
+
+def main() -> None:
+    """Train a few steps, beside the layer that the tiles were cut from."""
+    hadal.init_distributed()
+    torch.manual_seed(0)
+    whole = nn.Linear(64, 256)
+    tiled = hadal.zero.TiledLinear(64, 256, in_splits=2, out_splits=4, init_linear=whole)
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(tiled(x), whole(x))
+    model = nn.Sequential(tiled, nn.Tanh(), nn.Linear(256, 1))
+    engine, _, _, _ = hadal.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIG
+    )
+    for _ in range(5):
+        loss = engine(x.to(engine.device)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    if hadal.comm.get_rank() == 0:
+        print(f"{len(list(tiled.parameters()))} tensors in tiles; loss {loss.item():.3f}")
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A linear layer in tiles: what `nn.Linear` computes, gathered tile by tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import config_of
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankPools
+from torch import nn
+
+import hadal
+from hadal.errors import ModelError
+from hadal.zero import TiledLinear
+from hadal.zero.bucket import Weights
+from hadal.zero.tiling import even_parts
+
+
+@given(st.integers(1, 50), st.data())
+def test_parts_are_even_and_whole(numel: int, data: Any) -> None:
+    parts = even_parts(numel, data.draw(st.integers(1, numel)))
+    assert sum(parts) == numel
+    assert max(parts) - min(parts) <= 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("splits", [(1, 1), (3, 2), (5, 7)])
+def test_tiles_compute_what_one_layer_does(splits: tuple[int, int], bias: bool) -> None:
+    whole = nn.Linear(5, 7, bias=bias, dtype=torch.float64)
+    tiled = TiledLinear(5, 7, bias, *splits, init_linear=whole, dtype=torch.float64)
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    torch.testing.assert_close(tiled(x), whole(x))
+    apart = TiledLinear(5, 7, bias, *splits, True, False, init_linear=whole, dtype=torch.float64)
+    parts = apart(x.split(apart.in_parts, dim=-1))
+    assert [part.shape[-1] for part in parts] == apart.out_parts
+    torch.testing.assert_close(torch.cat(parts, dim=-1), whole(x))
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ModelError, match="4 features cannot be cut into 5 parts"):
+        TiledLinear(4, 8, in_splits=5)
+    with pytest.raises(ModelError, match=r"shape \(8, 4\) with a bias.*\(8, 4\) without a bias"):
+        TiledLinear(4, 8).copy_params_from(nn.Linear(4, 8, bias=False))
+
+
+class _Block(nn.Module):
+    """A block of a model: all in it would be gathered together."""
+
+    def __init__(self, tiles: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        torch.manual_seed(1)
+        whole = nn.Linear(8, 8)
+        self.wide = TiledLinear(8, 8, True, 2, 2, init_linear=whole) if tiles else whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.wide(self.norm(x))
+        return out
+
+
+def _train(tiles: bool) -> tuple[list[float], int, int]:
+    model = nn.Sequential(_Block(tiles), _Block(tiles))
+    keys = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 16}
+    config = config_of(3)
+    config["zero_optimization"] |= {**keys, "stage3_max_live_parameters": 0}
+    engine = hadal.initialize(model=model, config=config)[0]
+    most = 0
+    runtime = engine._parts.runtime
+
+    def look(*_: object) -> None:
+        nonlocal most
+        live = (
+            b.layout.numel
+            for b in runtime.buckets
+            if b.state is Weights.FULL and b.partition.weights
+        )
+        most = max(most, sum(live))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(look)
+    losses = []
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, most, len(runtime.buckets)
+
+
+def test_each_tile_is_gathered_by_itself_at_stage_3(ranks: RankPools) -> None:
+    for whole, tiled in zip(ranks(2).run(_train, False), ranks(2).run(_train, True), strict=True):
+        assert tiled[0] == pytest.approx(whole[0], abs=1e-6)
+        assert tiled[1] < whole[1]
