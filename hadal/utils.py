@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hadal.checkpoint.fp32 import (
         convert_zero_checkpoint_to_fp32_state_dict,
+        convert_zero_checkpoint_to_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
     )
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "safe_get_full_fp32_param",
@@ -45,7 +47,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
 ]
-_OF_CHECKPOINTS = ("_zero_checkpoint", "_fp32_state_dict")
+_OF_CHECKPOINTS = ("_zero_checkpoint", "_state_dict")
 
 
 def __getattr__(name: str) -> Any:

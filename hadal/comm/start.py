@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from hadal.device import collective_backend, rank_device
+from hadal.device import choose_kind, collective_backend, rank_device
 from hadal.errors import CommunicationError
 
 DEFAULT_PORT = 29500
@@ -48,7 +48,7 @@ _LAUNCHERS = (
 def init_distributed(
     dist_backend: str | None = None,
     distributed_port: int = DEFAULT_PORT,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | None = None,
     init_method: str | None = None,
     rank: int = -1,
     world_size: int = -1,
@@ -61,7 +61,8 @@ def init_distributed(
     Args:
         dist_backend: torch's backend name; by default the one of the current device.
         distributed_port: rank 0's port where neither MASTER_PORT nor `init_method` names one.
-        timeout: how long to wait for the other ranks, at start and in every collective.
+        timeout: how long to wait for the other ranks, at start and in every collective; by default
+            DEEPSPEED_TIMEOUT minutes, or 30.
         init_method: torch's URL (`tcp://host:port`, `file:///path`), in place of variables.
         rank: this process's number, with `init_method`.
         world_size: how many processes there are, with `init_method`.
@@ -69,8 +70,10 @@ def init_distributed(
     Raises:
         CommunicationError: the variables contradict each other, or the ranks cannot meet.
     """
+    obey_chosen_device()
     if dist.is_initialized():
         return
+    timeout = told_timeout(os.environ) if timeout is None else timeout
     _timeout.append(timeout)
     place = find_place(os.environ, distributed_port, is_told_where=init_method is not None)
     rank_device(place.local_rank)
@@ -93,6 +96,31 @@ def init_distributed(
             " stands between them."
         ) from error
     atexit.register(_end)
+
+
+def obey_chosen_device() -> None:
+    """Compute on the kind of device that the user has chosen (DS_ACCELERATOR: cpu, cuda, ...)."""
+    told = os.environ.get("DS_ACCELERATOR", "")
+    if told:
+        choose_kind(told)
+
+
+def told_timeout(variables: Mapping[str, str]) -> timedelta:
+    """How long to wait for other ranks (DEEPSPEED_TIMEOUT, in minutes; 30).
+
+    Raises:
+        CommunicationError: the variable does not hold such a number.
+    """
+    told = variables.get("DEEPSPEED_TIMEOUT", "")
+    try:
+        minutes = float(told) if told else DEFAULT_TIMEOUT / timedelta(minutes=1)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise CommunicationError(
+            f"the variable DEEPSPEED_TIMEOUT must be a number of minutes above 0, found {told!r}"
+        )
+    return timedelta(minutes=minutes)
 
 
 def _end() -> None:

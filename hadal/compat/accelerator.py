@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hadal.device import collective_backend, current_device, memory_use, synchronize
+from hadal.comm.start import obey_chosen_device
+from hadal.compat.builders import builder_of
+from hadal.device import (
+    accelerator_kind,
+    collective_backend,
+    current_device,
+    memory_use,
+    random_state,
+    reset_peak_memory,
+    set_random_state,
+    synchronize,
+    total_memory,
+)
+from hadal.errors import UsageError
+
+# By which variable each vendor's software is told which devices a process may see.
+_VISIBLE = {
+    "cuda": ["CUDA_VISIBLE_DEVICES"],
+    "xpu": ["ZE_AFFINITY_MASK"],
+    "npu": ["ASCEND_RT_VISIBLE_DEVICES"],
+}
+# How the variables begin that launchers hand on to other hosts for it.
+_HANDED_ON = {"cuda": ["NCCL"], "xpu": ["CCL", "ZE"], "npu": ["ASCEND", "HCCL"]}
 
 
 class Accelerator:
     """The device that this process computes on."""
+
+    # ---- which one -------------------------------------------------------------------------------
 
     def is_available(self) -> bool:
         """Whether it can be used; a CPU can."""
@@ -39,24 +68,112 @@ class Accelerator:
 
     def set_device(self, device_index: int) -> None:
         """Choose this process's device."""
-        if current_device().type != "cpu":
+        if self._is_there():
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
         """How many devices there are; the CPUs of a host are one."""
-        return max(1, torch.accelerator.device_count())
+        return torch.accelerator.device_count() if self._is_there() else 1
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+        return tensor.device.type == current_device().type
 
     def communication_backend_name(self) -> str:
         """The process-group backend for tensors on this device."""
         return collective_backend().rpartition(":")[2]
 
+    # ---- what it can -----------------------------------------------------------------------------
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that models may be trained in."""
+        dtypes = [torch.float32]
+        dtypes += [torch.half] if self.is_fp16_supported() else []
+        return dtypes + ([torch.bfloat16] if self.is_bf16_supported() else [])
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bf16; every CPU does."""
+        asked = getattr(self._module(), "is_bf16_supported", None)
+        return True if asked is None else bool(asked())
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16; everything that torch 2.11 runs on does."""
+        return True
+
+    def get_compile_backend(self) -> str:
+        """What `engine.compile` takes by default."""
+        return "inductor"
+
+    # ---- work that is queued ---------------------------------------------------------------------
+
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for all work queued on a device."""
         synchronize(self.device(device_index))
 
+    def is_synchronized_device(self) -> bool:
+        """Whether calls return when their work is done, as on a CPU."""
+        return not self._is_there()
+
+    @property
+    def Stream(self) -> Any:
+        """The class of queues of work; None on a CPU, which has none."""
+        return getattr(self._module(), "Stream", None)
+
+    @property
+    def Event(self) -> Any:
+        """The class of marks in such a queue; None on a CPU."""
+        return getattr(self._module(), "Event", None)
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work goes to a queue; on a CPU, one that does nothing."""
+        module = self._module()
+        context: AbstractContextManager[Any]
+        context = nullcontext() if module is None else module.stream(stream)
+        return context
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The queue in use; None on a CPU."""
+        if not self._is_there():
+            return None
+        return torch.accelerator.current_stream(self.device(device_index))
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        """Begin a named stretch in the device's profiler; nothing on a CPU."""
+        tool = getattr(self._module(), "nvtx", None)
+        if tool is not None:
+            tool.range_push(msg)
+
+    def range_pop(self, domain: Any = None) -> None:
+        """End it."""
+        tool = getattr(self._module(), "nvtx", None)
+        if tool is not None:
+            tool.range_pop()
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generators of the host and of all devices."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """Where the device's generator stands."""
+        state = random_state(self.device(device_index))
+        return torch.get_rng_state() if state is None else state
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Let it go on from there."""
+        if self._is_there():
+            set_random_state(new_state, self.device(device_index))
+        else:
+            torch.set_rng_state(new_state)
+
+    # ---- memory ----------------------------------------------------------------------------------
+
     def empty_cache(self) -> None:
         """Give back memory that nobody uses."""
-        if current_device().type != "cpu":
+        if self._is_there():
             torch.accelerator.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -69,8 +186,93 @@ class Accelerator:
         used = memory_use(self.device(device_index))
         return used.device_peak or used.host
 
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Count the peak from here; a CPU has none."""
+        reset_peak_memory(self.device(device_index))
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """torch's figures of the device's allocator; empty on a CPU."""
+        if not self._is_there():
+            return {}
+        stats: dict[str, Any] = torch.accelerator.memory_stats(self.device(device_index))
+        return stats
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes that the device has; on a CPU, the host's."""
+        return total_memory(self.device(device_index)).total
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of them that are free."""
+        return total_memory(self.device(device_index)).free
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """A copy that the device reads without the host's help; on a CPU, the tensor itself."""
+        return tensor.pin_memory() if self._is_there() else tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one; on a CPU nothing has to be."""
+        return tensor.is_pinned() if self._is_there() else True
+
+    # ---- launchers and builders ------------------------------------------------------------------
+
+    def export_envs(self) -> list[str]:
+        """How the variables begin that belong to the device's software."""
+        return _HANDED_ON.get(current_device().type, [])
+
+    def visible_devices_envs(self) -> list[str]:
+        """Which variables say what devices a process may see."""
+        return _VISIBLE.get(current_device().type, [])
+
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
+    ) -> None:
+        """Write into a process's variables that it may see these devices."""
+        told = ",".join(map(str, local_accelerator_ids))
+        current_env.update(dict.fromkeys(self.visible_devices_envs(), told))
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The class of this name in `deepspeed.ops.op_builder`; None where there is none."""
+        return builder_of(class_name)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """An object of that class."""
+        found = builder_of(class_name)
+        return None if found is None else found()
+
+    def _is_there(self) -> bool:
+        return accelerator_kind() is not None
+
+    def _module(self) -> ModuleType | None:
+        kind = accelerator_kind()
+        return None if kind is None else torch.get_device_module(kind)
+
 
 @cache
-def get_accelerator() -> Accelerator:
-    """The one object."""
+def _present() -> Accelerator:
     return Accelerator()
+
+
+def get_accelerator() -> Accelerator:
+    """The one object; DS_ACCELERATOR may say that it is the CPU."""
+    obey_chosen_device()
+    return _present()
+
+
+def set_accelerator(accel_obj: object) -> None:
+    """Take the object that `get_accelerator` returned; another one cannot stand in for it.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    if accel_obj is not _present():
+        raise UsageError(
+            f"set_accelerator got a {type(accel_obj).__name__}: the device is torch's own here"
+            " (torch.accelerator); a device of another kind comes in by torch's PrivateUse1"
+        )
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether Hadal knows the device: all that torch.accelerator does."""
+    return True

@@ -50,6 +50,24 @@ def is_configured() -> bool:
     return _configured[0]
 
 
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Say whether activations are cut over the ranks that hold the model's parts.
+
+    Raises:
+        NotBuiltYetError: they shall be.
+    """
+    configure(partition_activations=partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """How many layers keep activations: nothing is laid out for them beforehand here."""
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """The same as `checkpoint`."""
+    return checkpoint(function, *args)
+
+
 def reset() -> None:
     """Forget what a forward has left; nothing is kept between calls here."""
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hadal import __version__
 from hadal.comm import get_local_rank, get_rank, get_world_size
+from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
 from hadal.compat.optimizer import DeepSpeedOptimizer
 from hadal.compat.parameters import mark_stage_3, unmark_stage_3, watch_parameters
@@ -43,6 +44,7 @@ class DeepSpeedEngine(Engine):
         self._told_config: Any = None
         self._outer: DeepSpeedOptimizer | None = None
         _engines.add(self)
+        remember_groups(parts.topology)
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
 

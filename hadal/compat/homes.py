@@ -12,6 +12,33 @@ _COMM = "hadal.compat.comm"
 _RECOMPUTING = "hadal.compat.checkpointing"
 _LOG = "hadal.compat.log"
 _ZERO = "hadal.compat.zero"
+_GROUPS = "hadal.compat.groups"
+_BUILDERS = "hadal.compat.builders"
+_LEAVES = "hadal.compat.leaves"
+_KINDS = "hadal.compat.kinds"
+_CONFIG = "hadal.compat.configuration"
+_ACCELERATOR = "hadal.compat.accelerator"
+_FILES = "hadal.compat.files"
+_SAFE = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
+    " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
+    " safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state"
+    " safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+)
+_CHECKPOINTING = {
+    _RECOMPUTING: "checkpoint configure is_configured partition_activations_in_checkpoint reset"
+    " set_num_layers"
+}
+_COLLECTIVES = {
+    _COMM: "TorchBackend get_rank get_world_group get_world_size has_all_gather_into_tensor"
+    " init_distributed",
+    "hadal.comm": "get_local_rank is_initialized",
+    "torch.distributed": "ReduceOp all_gather all_gather_into_tensor all_gather_object"
+    " all_reduce all_to_all all_to_all_single barrier broadcast broadcast_object_list"
+    " destroy_process_group gather get_backend get_global_rank get_process_group_ranks"
+    " irecv isend monitored_barrier new_group recv reduce reduce_scatter"
+    " reduce_scatter_tensor scatter send",
+}
 
 # module of the surface -> {module of ours -> names that are the same there}
 _ALIKE: dict[str, dict[str, str]] = {
@@ -19,91 +46,141 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal": "add_config_arguments",
         _ENGINE: "DeepSpeedEngine initialize",
         _COMM: "init_distributed",
-        "hadal.compat.accelerator": "get_accelerator",
-        _LOG: "logger",
+        _ACCELERATOR: "get_accelerator",
+        _CONFIG: "DeepSpeedConfig",
+        _LOG: "log_dist logger",
     },
-    "deepspeed.accelerator": {"hadal.compat.accelerator": "get_accelerator"},
-    "deepspeed.checkpoint.utils": {_TOOLS: "clone_tensors_for_torch_save"},
-    "deepspeed.checkpointing": {_RECOMPUTING: "checkpoint configure is_configured reset"},
-    "deepspeed.comm": {
-        _COMM: "get_rank get_world_size init_distributed",
-        "hadal.comm": "get_local_rank is_initialized",
-        "torch.distributed": "ReduceOp all_gather all_gather_into_tensor all_gather_object"
-        " all_reduce all_to_all all_to_all_single barrier broadcast broadcast_object_list"
-        " destroy_process_group gather get_backend get_global_rank get_process_group_ranks"
-        " irecv isend monitored_barrier new_group recv reduce reduce_scatter"
-        " reduce_scatter_tensor scatter send",
+    "deepspeed.accelerator": {
+        _ACCELERATOR: "get_accelerator is_current_accelerator_supported set_accelerator"
+    },
+    "deepspeed.checkpoint.utils": {
+        _TOOLS: "clone_tensors_for_torch_save",
+        _FILES: "get_model_ckpt_name_for_rank",
+    },
+    "deepspeed.checkpointing": _CHECKPOINTING,
+    "deepspeed.comm": _COLLECTIVES,
+    "deepspeed.comm.comm": _COLLECTIVES,
+    "deepspeed.compression.helper": {
+        _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
     },
     "deepspeed.ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.lamb": {_OPTIMIZERS: "FusedLamb"},
     "deepspeed.ops.lion": {_OPTIMIZERS: "DeepSpeedCPULion FusedLion"},
+    "deepspeed.ops.aio": {_BUILDERS: "AsyncIOBuilder"},
+    "deepspeed.ops.op_builder": {
+        _BUILDERS: "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder"
+        " EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder"
+        " FusedLionBuilder GDSBuilder InferenceBuilder OpBuilder PinMemoryBuilder QuantizerBuilder"
+        " RaggedUtilsBuilder SpatialInferenceBuilder TransformerBuilder UtilsBuilder"
+    },
+    "deepspeed.ops.op_builder.builder": {_BUILDERS: "OpBuilder"},
+    "deepspeed.ops.op_builder.evoformer_attn": {_BUILDERS: "EvoformerAttnBuilder"},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        _RECOMPUTING: "checkpoint configure is_configured reset"
+        **_CHECKPOINTING,
+        _RECOMPUTING: f"{_CHECKPOINTING[_RECOMPUTING]} non_reentrant_checkpoint",
     },
     "deepspeed.runtime.base_optimizer": {"hadal.compat.optimizer": "DeepSpeedOptimizer"},
-    "deepspeed.runtime.config": {_VALUES: "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER"},
+    "deepspeed.runtime.config": {
+        _VALUES: "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER",
+        _CONFIG: "DeepSpeedConfig get_gradient_clipping get_log_level",
+    },
     "deepspeed.runtime.dataloader": {"hadal": "RepeatingLoader"},
     "deepspeed.runtime.engine": {_ENGINE: "DeepSpeedEngine"},
+    "deepspeed.runtime.fp16.fused_optimizer": {_KINDS: "FP16_Optimizer"},
+    "deepspeed.runtime.fp16.loss_scaler": {
+        "hadal.compat.loss_scaler": "DynamicLossScaler LossScaler"
+    },
+    "deepspeed.runtime.fp16.unfused_optimizer": {_KINDS: "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.lr_schedules": {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "hadal": "add_tuning_arguments",
     },
-    "deepspeed.runtime.utils": {_TOOLS: "move_to_device see_memory_usage set_random_seed"},
+    "deepspeed.runtime.utils": {
+        _TOOLS: "call_to_str move_to_device see_memory_usage set_random_seed"
+    },
     "deepspeed.runtime.zero": {
-        _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter",
+        _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter"
+        " unwrap_model_for_generation",
         _VALUES: "ZeroParamStatus",
     },
     "deepspeed.runtime.zero.config": {_VALUES: "ZeroStageEnum"},
     "deepspeed.runtime.zero.offload_config": {_VALUES: "OffloadDeviceEnum OffloadStateTypeEnum"},
     "deepspeed.runtime.zero.partition_parameters": {
         _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter",
-        "hadal.compat.accelerator": "get_accelerator",
+        _ACCELERATOR: "get_accelerator",
         _VALUES: "ZeroParamStatus",
     },
     "deepspeed.runtime.zero.stage3": {
         "hadal.zero": "estimate_zero3_model_states_mem_needs_all_cold"
-        " estimate_zero3_model_states_mem_needs_all_live"
+        " estimate_zero3_model_states_mem_needs_all_live",
+        _KINDS: "DeepSpeedZeroOptimizer_Stage3",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         "hadal.zero": "estimate_zero2_model_states_mem_needs_all_cold"
-        " estimate_zero2_model_states_mem_needs_all_live"
+        " estimate_zero2_model_states_mem_needs_all_live",
+        _KINDS: "DeepSpeedZeroOptimizer",
     },
+    "deepspeed.runtime.zero.tiling": {"hadal.zero": "TiledLinear"},
     "deepspeed.utils": {
         "hadal": "RepeatingLoader set_z3_leaf_modules unset_z3_leaf_modules",
         "hadal.comm": "is_initialized",
-        "hadal.utils": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
-        " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
-        " safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state"
-        " safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
-        _LOG: "log_dist logger",
+        "hadal.utils": f"{_SAFE} safe_update_full_grad_vectorized",
+        _LEAVES: "get_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+        " z3_leaf_module",
+        _LOG: "log_dist logger set_log_level_from_string",
+    },
+    "deepspeed.utils.groups": {
+        _GROUPS: "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size"
+        " get_tensor_model_parallel_group get_tensor_model_parallel_rank"
+        " get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size initialize",
     },
     "deepspeed.utils.logging": {_LOG: "log_dist logger"},
+    "deepspeed.utils.numa": {_TOOLS: "parse_range_list"},
+    "deepspeed.utils.nvtx": {_TOOLS: "instrument_w_nvtx"},
+    "deepspeed.utils.torch": {_TOOLS: "required_torch_version"},
     "deepspeed.utils.zero_to_fp32": {
+        _FILES: "get_model_state_file get_optim_files",
         "hadal.utils": "convert_zero_checkpoint_to_fp32_state_dict"
-        " get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint"
+        " convert_zero_checkpoint_to_state_dict"
+        " get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
     },
-    "deepspeed.utils.tensor_fragment": {
-        "hadal.utils": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
-        " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
-        " safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state"
-        " safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
-        "hadal.compat.values": "fragment_address",
-    },
+    "deepspeed.utils.tensor_fragment": {"hadal.utils": _SAFE, _VALUES: "fragment_address"},
     "deepspeed.zero": {
-        _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter",
+        _ZERO: "GatheredParameters Init MiCS_Init register_external_parameter"
+        " unregister_external_parameter unwrap_model_for_generation",
+        "hadal.zero": "TiledLinear",
+        _VALUES: "ZeroParamStatus ZeroParamType",
     },
 }
 # What has another name here.
 _OTHERS: dict[str, str] = {
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
+    "deepspeed.comm.allgather_fn": "torch.distributed:all_gather_into_tensor",
+    "deepspeed.comm.inference_all_reduce": "torch.distributed:all_reduce",
+    "deepspeed.comm.reduce_scatter_fn": "torch.distributed:reduce_scatter_tensor",
+    "deepspeed.DeepSpeedConfigError": "hadal.errors:ConfigError",
     "deepspeed.dist": "deepspeed.comm",
     "deepspeed.OnDevice": f"{_ZERO}:OnDevice",
+    "deepspeed.ops.__compatible_ops__": f"{_BUILDERS}:COMPATIBLE_OPS",
+    "deepspeed.runtime.config.DeepSpeedConfigError": "hadal.errors:ConfigError",
+    "deepspeed.runtime.utils.is_model_parallel_parameter": "hadal.optim.norm:is_model_part",
+    "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hadal.errors:CheckpointError",
+    "deepspeed.utils.groups._get_data_parallel_group": f"{_GROUPS}:get_data_parallel_group",
+    "deepspeed.utils.groups._get_sequence_data_parallel_group": (
+        f"{_GROUPS}:get_sequence_data_parallel_group"
+    ),
+    "deepspeed.utils.groups._get_sequence_parallel_group": (
+        f"{_GROUPS}:get_sequence_parallel_group"
+    ),
+    "deepspeed.utils.groups._get_sequence_parallel_rank": f"{_GROUPS}:get_sequence_parallel_rank",
+    "deepspeed.utils.groups._get_sequence_parallel_world_size": (
+        f"{_GROUPS}:get_sequence_parallel_world_size"
+    ),
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor"
     ),
-    "deepspeed.zero.MiCS_Init": f"{_ZERO}:MiCS_Init",
     "deepspeed.runtime.dataloader.DeepSpeedDataLoader": "hadal.engine.loader:ShardedLoader",
     "deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES": f"{_VALUES}:VALID_LR_SCHEDULES",
     "deepspeed.runtime.zero.partition_parameters._orig_torch_arange": "torch:arange",

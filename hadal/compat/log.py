@@ -26,4 +26,15 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", get_rank(), message)
 
 
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
+    """Set a logger's level by its name, in letters of any size.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    (custom_logger or logger).setLevel(log_level_str.upper())
+
+
 _open()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import reduce, wraps
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from packaging.version import Version
+from torch import Tensor, nn
 
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use
@@ -47,6 +49,76 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log how much memory is in use, with a message; only where `force` is true."""
     if force:
         log_dist(f"{message}: {memory_use(current_device())}")
+
+
+def required_torch_version(
+    min_version: float | str | None = None, max_version: float | str | None = None
+) -> bool:
+    """Whether torch is no older than one release, or no newer than another."""
+    found = Version(torch.__version__).release
+    if min_version is not None:
+        return found >= Version(str(min_version)).release
+    return max_version is None or found[:2] <= Version(str(max_version)).release
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function's calls be stretches in the profile of torch."""
+
+    @wraps(func)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return named
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """What a full name stands for: `blocks.3.mlp`."""
+    return reduce(lambda owner, name: getattr(owner, name), module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Put something in the place of a full name."""
+    owner, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, owner) if owner else model, name, module)
+
+
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
+    """Put `nn.Linear` in the place of modules that hold the transpose of its weight (GPT-2's)."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, convert_type):
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            into, out = weight.shape
+            linear = nn.Linear(into, out, bias=module.bias is not None)
+            linear.weight = nn.Parameter(weight.detach().t().contiguous())
+            linear.bias = module.bias  # type: ignore[assignment]
+            recursive_setattr(model, name, linear)
+    return model
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """How a call is written: `f(1, x=2)`."""
+    given = [repr(value) for value in args]
+    given += [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """The numbers of a list of ranges, in order: `0,2-4` gives 0, 2, 3, 4.
+
+    Raises:
+        ValueError: it is no such list, or a number comes twice.
+    """
+    numbers: list[int] = []
+    for part in range_str.split(","):
+        first, _, last = part.strip().partition("-")
+        stop = int(last or first)
+        if stop < int(first):
+            raise ValueError(f"{part.strip()!r} in {range_str!r} goes down; write it upwards")
+        numbers += range(int(first), stop + 1)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"a number comes twice in {range_str!r}; name each once")
+    return sorted(numbers)
 
 
 def set_random_seed(seed: int) -> None:

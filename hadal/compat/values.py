@@ -19,6 +19,14 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
+class ZeroParamType(Enum):
+    """How a parameter is kept between uses (`parameter.ds_param_type`)."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
 class ZeroStageEnum(IntEnum):
     """What is partitioned."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hadal.compat.parameters import watch_parameters
 from hadal.zero import (
@@ -24,6 +25,7 @@ __all__ = [
     "OnDevice",
     "register_external_parameter",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
@@ -46,6 +48,13 @@ def zero_wrapper_for_fp_tensor_constructor(
         return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
 
     return made
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """A context in which a model's weights are whole, so that it generates without gathers."""
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 class OnDevice:

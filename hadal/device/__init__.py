@@ -1,6 +1,8 @@
 """One face for cuda, xpu, npu and cpu: nothing outside this folder names a kind of device."""
 
 from hadal.device.accelerator import (
+    accelerator_kind,
+    choose_kind,
     collective_backend,
     current_device,
     rank_device,
@@ -18,6 +20,7 @@ from hadal.device.kernels import (
     has_fused_kernels,
 )
 from hadal.device.memory import (
+    MemoryThere,
     MemoryUse,
     give_back_freed_memory,
     host_empty,
@@ -26,13 +29,17 @@ from hadal.device.memory import (
     memory_use,
     page_locked,
     reset_peak_memory,
+    total_memory,
 )
 
 __all__ = [
     "AdagradRule",
     "AdamRule",
+    "MemoryThere",
     "MemoryUse",
     "SgdRule",
+    "accelerator_kind",
+    "choose_kind",
     "collective_backend",
     "current_device",
     "fused_adagrad_",
@@ -51,4 +58,5 @@ __all__ = [
     "set_random_state",
     "spared_import",
     "synchronize",
+    "total_memory",
 ]

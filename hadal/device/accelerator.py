@@ -5,14 +5,43 @@ from __future__ import annotations
 import torch
 import torch.distributed
 
+from hadal.errors import UsageError
+
+# The kind of device that the user has chosen, if he has.
+_chosen: list[str] = []
+
+
+def accelerator_kind() -> str | None:
+    """The kind of the accelerator that is computed on: `cuda`, `xpu`, ...; None on CPUs."""
+    if _chosen[-1:] == ["cpu"] or not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    assert found is not None  # an available accelerator has a kind
+    return found.type
+
+
+def choose_kind(kind: str) -> None:
+    """Compute on CPUs although there is an accelerator, or be sure of the one there is.
+
+    Raises:
+        UsageError: torch finds no accelerator of this kind.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    there = ["cpu"] if found is None else ["cpu", found.type]
+    if kind not in there:
+        raise UsageError(
+            f"the device chosen is {kind!r}, and torch finds {' and '.join(there)} here; choose one"
+            f" of these, or install the torch that is made for {kind}"
+        )
+    _chosen[:] = [kind]
+
 
 def current_device() -> torch.device:
     """The device that this process's tensors live on."""
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None  # an available accelerator has a kind
-        return torch.device(kind.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    kind = accelerator_kind()
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def rank_device(local_rank: int) -> torch.device:
@@ -20,7 +49,7 @@ def rank_device(local_rank: int) -> torch.device:
 
     With fewer accelerators than local ranks the ranks share them, round robin.
     """
-    if torch.accelerator.is_available():
+    if accelerator_kind() is not None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     return current_device()
 

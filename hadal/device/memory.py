@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
 from pathlib import Path
@@ -37,6 +38,23 @@ def memory_use(device: torch.device) -> MemoryUse:
         torch.accelerator.memory_allocated(device),
         torch.accelerator.max_memory_allocated(device),
     )
+
+
+class MemoryThere(NamedTuple):
+    """Bytes that a device has, and those of them that are free."""
+
+    total: int
+    free: int
+
+
+def total_memory(device: torch.device) -> MemoryThere:
+    """How much memory there is, on the device or on the host of a CPU."""
+    if device.type != "cpu":
+        free, total = torch.accelerator.get_memory_info(device)
+        return MemoryThere(total, free)
+    page = resource.getpagesize()
+    total, free = (os.sysconf(f"SC_{name}_PAGES") * page for name in ("PHYS", "AVPHYS"))
+    return MemoryThere(total, free)
 
 
 def reset_peak_memory(device: torch.device) -> None:

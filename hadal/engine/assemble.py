@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -117,7 +116,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         CommunicationError: the ranks cannot reach each other.
     """
     if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port, timeout=timedelta(minutes=30))
+        init_distributed(distributed_port=distributed_port)
     world = Ranks.world()
     hush(world.rank)
     wishes = Wishes(optimizer, model_parameters, lr_scheduler, training_data, collate_fn)

@@ -1,0 +1,74 @@
+"""The builders of `deepspeed.ops.op_builder`: here nothing is built when a program runs.
+
+They can be asked whether what they would build can be had; what it does stands under the names of
+its classes (`DeepSpeedCPUAdam`), not in a module that `load` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hadal.compat.placeholders import unbuilt
+
+# class name -> (name of the operator, whether what it does can be had here)
+_KNOWN: dict[str, tuple[str, bool]] = {
+    "AsyncIOBuilder": ("async_io", False),
+    "CPUAdagradBuilder": ("cpu_adagrad", True),
+    "CPUAdamBuilder": ("cpu_adam", True),
+    "CPULionBuilder": ("cpu_lion", True),
+    "EvoformerAttnBuilder": ("evoformer_attn", False),
+    "FPQuantizerBuilder": ("fp_quantizer", False),
+    "FusedAdamBuilder": ("fused_adam", True),
+    "FusedLambBuilder": ("fused_lamb", True),
+    "FusedLionBuilder": ("fused_lion", True),
+    "GDSBuilder": ("gds", False),
+    "InferenceBuilder": ("transformer_inference", False),
+    "PinMemoryBuilder": ("pin_memory", True),
+    "QuantizerBuilder": ("quantizer", False),
+    "RaggedUtilsBuilder": ("ragged_device_ops", False),
+    "SpatialInferenceBuilder": ("spatial_inference", False),
+    "TransformerBuilder": ("transformer", False),
+    "UtilsBuilder": ("utils", True),
+}
+
+
+class OpBuilder:
+    """What every builder answers."""
+
+    NAME: ClassVar[str] = ""
+    is_there: ClassVar[bool] = False
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = self.NAME if name is None else name
+        self.error_log: str | None = None
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether what it would build can be had here."""
+        return self.is_there
+
+    def load(self, verbose: bool = True) -> Any:
+        """There is no module to return.
+
+        Raises:
+            NotBuiltYetError: always.
+        """
+        raise unbuilt(f"deepspeed.ops.op_builder.{type(self).__name__}().load()")
+
+
+_BUILDERS = {
+    name: type(name, (OpBuilder,), {"NAME": operator, "is_there": is_there, "__doc__": operator})
+    for name, (operator, is_there) in _KNOWN.items()
+}
+COMPATIBLE_OPS: dict[str, bool] = dict(_KNOWN.values())
+"""Name of an operator -> whether what it does can be had here."""
+
+
+def builder_of(class_name: str) -> type[OpBuilder] | None:
+    """A builder's class by its name."""
+    return _BUILDERS.get(class_name)
+
+
+def __getattr__(name: str) -> type[OpBuilder]:
+    if name not in _BUILDERS:
+        raise AttributeError(f"module 'hadal.compat.builders' has no attribute {name!r}")
+    return _BUILDERS[name]

@@ -1,0 +1,93 @@
+"""`DeepSpeedConfig`: a configuration that programs read before they have an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hadal.comm import get_world_size
+from hadal.config import Config, load_config
+from hadal.config.reading import Source, read
+
+# What a name of DeepSpeed's is called in the JSON, where it is not the same.
+_PATHS = {
+    "zero_optimization_stage": "zero_optimization.stage",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "loss_scale": "fp16.loss_scale",
+    "zero_config": "zero_optimization",
+    "float16_config": "fp16",
+    "bfloat16_config": "bf16",
+    "aio_config": "aio",
+    "activation_checkpointing_config": "activation_checkpointing",
+    "flops_profiler_config": "flops_profiler",
+    "checkpoint_config": "checkpoint",
+}
+
+
+class DeepSpeedConfig:
+    """A checked configuration. Its top-level keys are attributes; sections are dicts.
+
+    What ends in `_config` is a section with attributes of its own (`zero_config.stage`). Keys that
+    are not built yet can be read; `initialize` refuses them.
+
+    Args:
+        config: a dict, the path of a JSON file, or its base64 text.
+        mpu: an object that knows how many ranks see different samples.
+        mesh_device: another one, by torch's device mesh.
+
+    Raises:
+        ConfigError: it has faults; all are listed.
+    """
+
+    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        ranks = None
+        if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+            ranks = int(mpu.get_data_parallel_world_size())
+        elif mesh_device is not None:
+            ranks = int(mesh_device["data_parallel"].size())
+        self._checked: Config = load_config(
+            config, world_size=get_world_size(), data_parallel_size=ranks, allow_unbuilt=True
+        )
+        self._values = self._checked.as_dict()
+        self._param_dict = read(config)[1]
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a key, or what DeepSpeed calls it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        path = _PATHS.get(name, name)
+        if name.endswith("_config"):
+            return getattr(self._checked, path)
+        value: Any = self._values
+        for part in path.split("."):
+            if value is None:
+                return None
+            if part not in value:
+                raise AttributeError(f"the configuration has no key {name!r}")
+            value = value[part]
+        return value
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether anything is partitioned."""
+        return int(self._checked.zero_optimization.stage) > 0
+
+
+def get_gradient_clipping(param_dict: dict[str, Any]) -> float:
+    """The largest norm of all gradients that a configuration names, or the default."""
+    limit: float = param_dict.get("gradient_clipping", _default("gradient_clipping"))
+    return limit
+
+
+def get_log_level(param_dict: dict[str, Any]) -> str | None:
+    """The level of the log that a configuration names, or the default."""
+    level: str | None = param_dict.get("log_level", _default("log_level"))
+    return level
+
+
+def _default(name: str) -> Any:
+    return Config.model_fields[name].default

@@ -1,0 +1,67 @@
+"""The optimizer classes that programs ask for by `isinstance`: what an engine's own stands for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hadal.compat.optimizer import DeepSpeedOptimizer
+from hadal.errors import UsageError
+
+if TYPE_CHECKING:
+    from hadal.compat.engine import DeepSpeedEngine
+
+
+class _Kind(type):
+    """A class that has no objects of its own: those of an engine are told by what it trains."""
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        """Whether an engine's optimizer is of this kind."""
+        return isinstance(thing, DeepSpeedOptimizer) and cls.fits(thing._engine)  # type: ignore[attr-defined]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """There is nothing to make."""
+        raise UsageError(
+            f"{cls.__name__} is not made by programs here: deepspeed.initialize returns an"
+            " optimizer of which isinstance says so; give it the optimizer and the configuration"
+        )
+
+
+class DeepSpeedZeroOptimizer(metaclass=_Kind):
+    """Of stage 1 or 2."""
+
+    @staticmethod
+    def fits(engine: DeepSpeedEngine) -> bool:
+        """Whether optimizer states are cut and weights are not."""
+        return engine.zero_optimization_stage() in (1, 2)
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
+    """Of stage 3."""
+
+    @staticmethod
+    def fits(engine: DeepSpeedEngine) -> bool:
+        """Whether weights are cut."""
+        return engine.zero_optimization_partition_weights()
+
+
+class FP16_Optimizer(metaclass=_Kind):
+    """Of a 16-bit model without ZeRO."""
+
+    @staticmethod
+    def fits(engine: DeepSpeedEngine) -> bool:
+        """Whether masters are kept for 16-bit weights, all of them on each rank."""
+        return _is_16_bit_without_zero(engine) and engine.optimizer_name() != "lamb"
+
+
+class FP16_UnfusedOptimizer(metaclass=_Kind):
+    """The same with Lamb, which steps each parameter by itself."""
+
+    @staticmethod
+    def fits(engine: DeepSpeedEngine) -> bool:
+        """Whether it is Lamb that steps such masters."""
+        return _is_16_bit_without_zero(engine) and engine.optimizer_name() == "lamb"
+
+
+def _is_16_bit_without_zero(engine: DeepSpeedEngine) -> bool:
+    is_16_bit = engine.fp16_enabled() or engine.bfloat16_enabled()
+    return is_16_bit and not engine.zero_optimization()

@@ -1,0 +1,99 @@
+"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own: the house's arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hadal.errors import UsageError
+from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scale
+
+
+class _Scaler:
+    """What a loss is multiplied with, and how that moves."""
+
+    dynamic = False
+
+    def __init__(self, rule: ScaleRule) -> None:
+        self._rule = rule
+        self._state: ScaleState = first_scale(rule)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with."""
+        return self._state.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under another name."""
+        return self._state.scale
+
+    def update_scale(self, overflow: bool) -> None:
+        """Count an update that did or did not overflow."""
+        self._state = next_scale(self._state, overflow, self._rule)
+
+    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Tensor, ...]:
+        """Multiply gradients with the scale, as a module's backward hook would."""
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run the backward of the scaled loss."""
+        (loss * self.loss_scale).backward(retain_graph=retain_graph)
+
+
+class LossScaler(_Scaler):
+    """A scale that stays."""
+
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__(ScaleRule(initial=float(scale)))
+
+    def has_overflow(self, params: Any) -> bool:
+        """A scale that stays does not look."""
+        return False
+
+
+class DynamicLossScaler(_Scaler):
+    """A scale that overflows halve and clean updates double."""
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float = 2**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+        min_scale: float = 1,
+        delayed_shift: int = 1,
+        consecutive_hysteresis: bool = False,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+    ) -> None:
+        if scale_factor != 2.0:
+            raise UsageError(
+                f"DynamicLossScaler(scale_factor={scale_factor:g}): the scale moves by factors of"
+                " 2.0 here; leave it out"
+            )
+        super().__init__(
+            ScaleRule(
+                initial=float(init_scale),
+                dynamic=True,
+                window=scale_window,
+                minimum=float(min_scale),
+                hysteresis=delayed_shift,
+                consecutive_hysteresis=consecutive_hysteresis,
+                ends_at_floor=raise_error_at_min_scale,
+            )
+        )
+        self.dtype = dtype
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """The overflow after so many that halves."""
+        return self._state.spare
+
+    def has_overflow(self, params: Any) -> bool:
+        """Whether any of these parameters' gradients is not finite."""
+        gradients = (each.grad for each in params if each.grad is not None)
+        return any(not bool(gradient.isfinite().all()) for gradient in gradients)

@@ -1,0 +1,395 @@
+"""What small names of DeepSpeed do: groups, devices, loss scalers, configurations, files, tools."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import config_of, model_of
+from ranks import RankPools
+from torch import nn
+
+from hadal.comm import init_distributed
+from hadal.comm.start import told_timeout
+from hadal.compat import groups, kinds
+from hadal.compat.accelerator import get_accelerator, set_accelerator
+from hadal.compat.alias import alias
+from hadal.compat.builders import COMPATIBLE_OPS
+from hadal.compat.comm import TorchBackend
+from hadal.compat.configuration import DeepSpeedConfig, get_gradient_clipping, get_log_level
+from hadal.compat.engine import initialize
+from hadal.compat.files import get_model_state_file, get_optim_files
+from hadal.compat.leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    z3_leaf_module,
+)
+from hadal.compat.log import set_log_level_from_string
+from hadal.compat.loss_scaler import DynamicLossScaler, LossScaler
+from hadal.compat.tools import (
+    call_to_str,
+    convert_conv1d_to_linear,
+    instrument_w_nvtx,
+    parse_range_list,
+    recursive_getattr,
+    recursive_setattr,
+    required_torch_version,
+)
+from hadal.compat.zero import unwrap_model_for_generation
+from hadal.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    LossScaleError,
+    NotBuiltYetError,
+    UsageError,
+)
+from hadal.optim.norm import is_model_part
+
+ROOT = Path(__file__).parents[2]
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def _groups() -> dict[str, Any]:
+    world = groups.get_data_parallel_world_size()
+    config = config_of(2, sequence_parallel_size=2)
+    initialize(model=model_of(), config=config)
+    shared, data = groups.get_sequence_parallel_group(), groups.get_data_parallel_group()
+    assert shared is not None
+    return {
+        "before": world,
+        "sequence": (groups.get_sequence_parallel_rank(), shared.size()),
+        "size": groups.get_sequence_parallel_world_size(),
+        "data": (groups.get_data_parallel_rank(), data.size()),
+        "both": groups.get_sequence_data_parallel_group().size(),
+        "parts": groups.get_tensor_model_parallel_world_size(),
+        "first": groups.get_tensor_model_parallel_src_rank(),
+    }
+
+
+def test_groups_are_those_of_the_newest_engine(ranks: RankPools) -> None:
+    for rank, told in enumerate(ranks(4).run(_groups)):
+        assert told == {
+            "before": 4,
+            "sequence": (rank % 2, 2),
+            "size": 2,
+            "data": (rank // 2, 2),
+            "both": 4,
+            "parts": 1,
+            "first": rank,
+        }
+    assert groups.get_tensor_model_parallel_group() is None
+    with pytest.raises(NotBuiltYetError, match=r"groups\.initialize\(ep_size=2\)"):
+        groups.initialize(ep_size=2)
+
+
+# torch has begun to call them by other names, which its older releases do not have.
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+def test_a_backend_names_torch_s_calls() -> None:
+    backend = TorchBackend(None, timedelta(minutes=1), None)
+    comm = alias("deepspeed.comm")
+    assert backend.is_initialized()
+    assert comm.has_all_gather_into_tensor()
+    assert comm.get_world_group() is torch.distributed.group.WORLD
+    whole = torch.zeros(2)
+    backend.get_all_gather_function()(whole, torch.ones(2))
+    assert whole.tolist() == [1.0, 1.0]
+    comm.allgather_fn(whole, torch.full((2,), 3.0), group=None, async_op=False)
+    assert whole.tolist() == [3.0, 3.0]
+    backend.get_reduce_scatter_function()(whole, torch.ones(2))
+    assert whole.tolist() == [1.0, 1.0]
+    assert alias("deepspeed.comm.comm").all_reduce is comm.all_reduce
+
+
+def test_the_time_to_wait_comes_from_the_environment() -> None:
+    assert told_timeout({}) == timedelta(minutes=30)
+    assert told_timeout({"DEEPSPEED_TIMEOUT": "90"}) == timedelta(minutes=90)
+    for wrong in ("0", "-1", "inf", "an hour"):
+        with pytest.raises(CommunicationError, match="DEEPSPEED_TIMEOUT must be a number"):
+            told_timeout({"DEEPSPEED_TIMEOUT": wrong})
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_cpu_answers_every_question_about_a_device() -> None:
+    device = get_accelerator()
+    set_accelerator(device)
+    with pytest.raises(UsageError, match="PrivateUse1"):
+        set_accelerator(object())
+    assert (device.device_count(), device.is_synchronized_device()) == (1, True)
+    assert device.Stream is device.Event is device.current_stream() is None
+    with device.stream(None):
+        device.range_push("here")
+        device.range_pop()
+    assert set(device.supported_dtypes()) == {torch.float32, torch.half, torch.bfloat16}
+    assert 0 < device.available_memory() < device.total_memory()
+    device.reset_peak_memory_stats()
+    assert device.memory_stats() == {}
+    tensor = torch.ones(2)
+    assert device.pin_memory(tensor) is tensor
+    assert device.is_pinned(tensor)
+    assert device.on_accelerator(tensor)
+    assert (device.export_envs(), device.visible_devices_envs()) == ([], [])
+    environment = {"A": "1"}
+    device.set_visible_devices_envs(environment, [0, 1])
+    assert environment == {"A": "1"}
+    state = device.get_rng_state()
+    drawn = torch.rand(3)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+    device.manual_seed_all(3)
+    assert torch.initial_seed() == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
+def test_an_accelerator_answers_every_question_about_a_device() -> None:
+    device = get_accelerator()
+    assert device.device_count() >= 1
+    assert device.on_accelerator(torch.ones(2, device=device.current_device_name()))
+    with device.stream(device.Stream()):
+        device.range_push("here")
+        torch.ones(2, device=device.device())
+        device.range_pop()
+    device.synchronize()
+    assert device.current_stream() is not None
+    assert 0 < device.available_memory() <= device.total_memory()
+    assert device.memory_stats()
+    assert device.is_pinned(device.pin_memory(torch.ones(2)))
+    environment: dict[str, str] = {}
+    device.set_visible_devices_envs(environment, [0, 1])
+    assert list(environment.values()) == ["0,1"]
+    state = device.get_rng_state()
+    drawn = torch.rand(3, device=device.device())
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=device.device()), drawn)
+
+
+def test_the_environment_may_choose_the_cpu_and_nothing_that_is_not_there() -> None:
+    code = (
+        "import hadal; hadal.install_as_deepspeed()\n"
+        "from deepspeed.accelerator import get_accelerator\n"
+        "print(get_accelerator().device_name()); hadal.init_distributed()\n"
+        "import torch; print(torch.distributed.get_backend())"
+    )
+    told = {}
+    for kind in ("cpu", "meta"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": kind},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        told[kind] = done.stdout.split() or done.stderr
+    assert told["cpu"] == ["cpu", "gloo"]
+    assert "the device chosen is 'meta'" in told["meta"]
+
+
+def test_builders_say_what_can_be_had_and_build_nothing() -> None:
+    builders = alias("deepspeed.ops.op_builder")
+    assert COMPATIBLE_OPS is alias("deepspeed.ops").__compatible_ops__
+    assert COMPATIBLE_OPS[builders.AsyncIOBuilder.NAME] is builders.AsyncIOBuilder().is_compatible()
+    assert builders.CPUAdamBuilder().is_compatible()
+    assert get_accelerator().create_op_builder("FusedAdamBuilder").NAME == "fused_adam"
+    assert get_accelerator().get_op_builder("NoSuchBuilder") is None
+    assert get_accelerator().create_op_builder("NoSuchBuilder") is None
+    with pytest.raises(NotBuiltYetError, match=r"CPUAdamBuilder\(\)\.load\(\)"):
+        builders.CPUAdamBuilder().load()
+
+
+# ---- loss scales and kinds of optimizers ---------------------------------------------------------
+
+
+def test_a_loss_scaler_moves_as_the_engine_s() -> None:
+    scaler = DynamicLossScaler(init_scale=8, scale_window=2, delayed_shift=1, min_scale=2)
+    scales = []
+    for overflow in (True, False, False, False, True, True):
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [4.0, 4.0, 4.0, 8.0, 4.0, 2.0]
+    with pytest.raises(LossScaleError, match="floor"):
+        scaler.update_scale(True)
+    weight = nn.Parameter(torch.ones(2))
+    scaler.backward(weight.sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]
+    assert not scaler.has_overflow([weight])
+    weight.grad[0] = torch.inf
+    assert scaler.has_overflow([weight, nn.Parameter(torch.ones(1))])
+    fixed = LossScaler(4)
+    fixed.update_scale(True)
+    assert (fixed.cur_scale, fixed.dynamic, fixed.has_overflow([weight])) == (4.0, False, False)
+    assert fixed.scale_gradient(None, (torch.ones(1),), None)[0].item() == 4.0
+    with pytest.raises(UsageError, match="scale_factor=3"):
+        DynamicLossScaler(scale_factor=3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "kind"),
+    [
+        (0, {}, None),
+        (0, {"bf16": {"enabled": True}}, kinds.FP16_Optimizer),
+        (
+            0,
+            {"fp16": {"enabled": True}, "optimizer": {"type": "Lamb"}},
+            kinds.FP16_UnfusedOptimizer,
+        ),
+        (1, {}, kinds.DeepSpeedZeroOptimizer),
+        (2, {}, kinds.DeepSpeedZeroOptimizer),
+        (3, {}, kinds.DeepSpeedZeroOptimizer_Stage3),
+    ],
+)
+def test_an_optimizer_is_of_the_class_that_programs_expect(
+    stage: int, changes: Any, kind: Any
+) -> None:
+    optimizer = initialize(model=model_of(), config=config_of(stage, **changes))[1]
+    known = (
+        kinds.FP16_Optimizer,
+        kinds.FP16_UnfusedOptimizer,
+        kinds.DeepSpeedZeroOptimizer,
+        kinds.DeepSpeedZeroOptimizer_Stage3,
+    )
+    assert [each for each in known if isinstance(optimizer, each)] == ([kind] if kind else [])
+    assert not isinstance(torch.optim.SGD([torch.ones(1)]), known)
+    with pytest.raises(UsageError, match="FP16_Optimizer is not made by programs"):
+        kinds.FP16_Optimizer(None)
+
+
+# ---- configurations ------------------------------------------------------------------------------
+
+
+class _Mpu:
+    def get_data_parallel_world_size(self) -> int:
+        return 4
+
+
+def test_a_configuration_can_be_read_before_there_is_an_engine() -> None:
+    told = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        "sparse_attention": {"mode": "fixed", "block": 32},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    }
+    config = DeepSpeedConfig(told, mpu=_Mpu())
+    assert config.train_micro_batch_size_per_gpu == 1
+    assert config.sparse_attention["mode"] == "fixed"
+    assert config.sparse_attention["block"] == 32
+    assert (config.zero_enabled, config.zero_optimization_stage) == (True, 2)
+    assert config.zero_config.stage == 2
+    assert (config.optimizer_name, config.optimizer_params["lr"]) == ("Adam", 0.5)
+    assert config.fp16_enabled is False
+    assert config._param_dict == told
+    assert DeepSpeedConfig({"train_batch_size": 1}).sparse_attention is None
+    assert DeepSpeedConfig({"train_batch_size": 1}).optimizer_name is None
+    with pytest.raises(AttributeError, match="no key 'no_such_thing'"):
+        config.no_such_thing  # noqa: B018
+    with pytest.raises(alias("deepspeed").DeepSpeedConfigError, match="train_batch_sise"):
+        DeepSpeedConfig({"train_batch_sise": 8})
+    assert issubclass(alias("deepspeed.runtime.config").DeepSpeedConfigError, ConfigError)
+    assert get_gradient_clipping({}) == 1.0
+    assert get_gradient_clipping({"gradient_clipping": 0.5}) == 0.5
+    assert (get_log_level({}), get_log_level({"log_level": "info"})) == (None, "info")
+
+
+# ---- leaf modules, weights that are whole --------------------------------------------------------
+
+
+def test_leaf_modules_are_marked_by_name_and_by_the_end_of_a_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    assert set_z3_leaf_modules_by_name(model, ["1", "9"]) == ([model[1]], ["9"])
+    assert get_z3_leaf_modules(model) == [model[1]]
+    assert z3_leaf_module(model[1])
+    set_z3_leaf_modules_by_name(model, ["1"], flag=False)
+    assert not z3_leaf_module(model[1])
+    assert set_z3_leaf_modules_by_suffix(model, [".1", "x"]) == ([model[1][1]], ["x"])
+    with pytest.raises(UsageError, match="'nine'"):
+        set_z3_leaf_modules_by_name(model, ["nine"])
+    assert set_z3_leaf_modules_by_name(model, ["nine"], raise_if_not_found=False) == ([], ["nine"])
+
+
+def test_weights_are_whole_while_a_model_generates() -> None:
+    engine = initialize(model=model_of(), config=config_of(3))[0]
+    with unwrap_model_for_generation(engine.module) as model:
+        assert model is engine.module
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_files_of_deepspeed_are_found_and_those_of_hadal_are_said_to_be_others(
+    tmp_path: Path,
+) -> None:
+    for rank in (1, 0):
+        (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    with pytest.raises(CheckpointError, match="convert_zero_checkpoint_to_fp32_state_dict"):
+        get_optim_files(tmp_path)
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    assert [Path(path).name[:19] for path in get_optim_files(tmp_path)] == [
+        "bf16_zero_pp_rank_0",
+        "bf16_zero_pp_rank_1",
+    ]
+    assert get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="is no folder"):
+        get_optim_files(tmp_path / "nowhere")
+    for found in tmp_path.glob("*optim*"):
+        found.unlink()
+    with pytest.raises(CheckpointError, match="of stage 0"):
+        get_optim_files(tmp_path)
+
+
+# ---- tools ---------------------------------------------------------------------------------------
+
+
+class _Conv1D(nn.Module):
+    def __init__(self, out: int, into: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(into, out))
+        self.bias = nn.Parameter(torch.randn(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_tools_do_what_their_names_say() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(_Conv1D(3, 2)))
+    x = torch.randn(4, 2)
+    before = model(x)
+    assert isinstance(convert_conv1d_to_linear(model, _Conv1D)[1][0], nn.Linear)
+    torch.testing.assert_close(model(x), before)
+    recursive_setattr(model, "1.0", nn.Identity())
+    recursive_setattr(model, "0", nn.ReLU())
+    assert isinstance(recursive_getattr(model, "1.0"), nn.Identity)
+    assert isinstance(model[0], nn.ReLU)
+    assert required_torch_version(min_version=2.11)
+    assert not required_torch_version(min_version="99.0")
+    assert not required_torch_version(max_version=2.1)
+    assert call_to_str("f", 1, x="a") == "f(1, x='a')"
+    assert parse_range_list("4,0-2") == [0, 1, 2, 4]
+    for wrong in ("2-1", "1,0-2", "a"):
+        with pytest.raises(ValueError, match=r"upwards|twice|invalid literal"):
+            parse_range_list(wrong)
+    assert instrument_w_nvtx(lambda a: a + 1)(2) == 3
+    logger = logging.getLogger("hadal.of this test")
+    set_log_level_from_string("error", logger)
+    assert logger.level == logging.ERROR
+    with pytest.raises(ValueError, match="LOUD"):
+        set_log_level_from_string("loud", logger)
+    part = nn.Parameter(torch.ones(1))
+    part.model_parallel = True  # type: ignore[attr-defined]
+    assert is_model_part(part)
+    init_distributed()
