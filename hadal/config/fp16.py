@@ -1,5 +1,6 @@
 """`fp16`: training with half-precision weights and a scaled loss."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hadal.config.section import Section, key
@@ -10,6 +11,7 @@ class Fp16(Section):
     """Weights and gradients in fp16; the loss is scaled so that small gradients survive."""
 
     switch: ClassVar[str | None] = "enabled"
+    leftovers: ClassVar[Mapping[str, str]] = {"fp16": "left alone: another program reads it"}
 
     enabled: Boolean = key(False, "Train in fp16. Excludes `bf16.enabled` and `amp.enabled`.")
     auto_cast: Boolean = key(

@@ -9,12 +9,19 @@ from hadal.config.report import Report
 
 Raw = dict[str, Any]
 
+_OLD_OFFLOAD = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+
 
 def modernise(raw: Raw, report: Report) -> Raw:
     """Return the configuration with everything in the place where it stands today."""
     raw = dict(raw)
     _boolean_zero(raw, report)
     _bfloat16(raw, report)
+    _fp32_allreduce(raw, report)
     _cpu_offload(raw, report)
     _data_efficiency(raw, report)
     _arg_mappings(raw, report)
@@ -49,13 +56,27 @@ def _bfloat16(raw: Raw, report: Report) -> None:
     raw["bf16"] = old
 
 
+def _fp32_allreduce(raw: Raw, report: Report) -> None:
+    if "fp32_allreduce" not in raw:
+        return
+    here, value = "fp32_allreduce", raw.pop("fp32_allreduce")
+    if value not in (None, True, False):
+        report.fault(here, 'expected true or false; better use "communication_data_type"')
+    elif value and raw.get("communication_data_type") is not None:
+        report.fault(here, '"communication_data_type" is there too; keep that')
+    else:
+        report.note(here, 'an old name, read as "communication_data_type": "fp32" where it is true')
+        if value:
+            raw["communication_data_type"] = "fp32"
+
+
 def _cpu_offload(raw: Raw, report: Report) -> None:
     zero = raw.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return
     zero = dict(zero)
     raw["zero_optimization"] = zero
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    for old, new in _OLD_OFFLOAD.items():
         if old not in zero:
             continue
         here, value = f"zero_optimization.{old}", zero.pop(old)

@@ -124,6 +124,7 @@ class Config(General):
 
     moved: ClassVar[Mapping[str, str]] = {
         "bfloat16": "bf16",
+        "fp32_allreduce": "communication_data_type",
         "allgather_size": "zero_optimization.allgather_bucket_size",
         "arg_mappings": "autotuning.arg_mappings",
     }

@@ -53,6 +53,7 @@ class ZeroOptimization(Section):
     moved: ClassVar[Mapping[str, str]] = {
         "cpu_offload": "zero_optimization.offload_optimizer",
         "cpu_offload_param": "zero_optimization.offload_param",
+        "cpu_offload_params": "zero_optimization.offload_param",
     }
     leftovers: ClassVar[Mapping[str, str]] = {
         "cpu_offload_use_pin_memory": "ignored: use offload_param.pin_memory or "

@@ -207,6 +207,27 @@ def test_bfloat16():
     assert only_fault(both)[0] == "bfloat16"
 
 
+def test_fp32_allreduce():
+    config = load_config({**BASE, "fp32_allreduce": True})
+    assert config.communication_data_type == "fp32"
+    assert config.notes[0].startswith("fp32_allreduce: an old name")
+    assert load_config({**BASE, "fp32_allreduce": False}).communication_data_type is None
+    both = {**BASE, "fp32_allreduce": True, "communication_data_type": "fp16"}
+    assert only_fault(both)[0] == "fp32_allreduce"
+    assert only_fault({**BASE, "fp32_allreduce": "yes"})[0] == "fp32_allreduce"
+
+
+def test_a_key_of_another_program_inside_fp16():
+    config = load_config({**BASE, "fp16": {"fp16": True, "enabled": True}})
+    assert config.fp16.enabled
+    assert config.notes[0].startswith("fp16.fp16: left alone")
+
+
+def test_cpu_offload_params():
+    config = load_config(with_zero(stage=3, cpu_offload_params=True), allow_unbuilt=True)
+    assert config.zero_optimization.offload_param.device == "cpu"
+
+
 def test_cpu_offload():
     config = load_config(
         with_zero(stage=3, cpu_offload=True, cpu_offload_param=True), allow_unbuilt=True
