@@ -45,6 +45,7 @@ class DeepSpeedEngine(Engine):
         self._outer: DeepSpeedOptimizer | None = None
         _engines.add(self)
         remember_groups(parts.topology)
+        parts.runtime.leaves_others_gradients = True
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,10 @@ from hadal.zero.policy import Divergence, Limits, Reduction
 from hadal.zero.sanity import Sanity
 from hadal.zero.still import has_frozen, held_still
 from hadal.zero.unused import UnusedCheck
+
+_log = logging.getLogger(__name__)
+# Those whose backward runs: gradients may come to the parameters of others meanwhile.
+_in_backward: list[ZeroRuntime] = []
 
 # How long a rank in backward waits for the others' part of an earlier reduction. Ranks that do the
 # same come within milliseconds.
@@ -72,6 +77,10 @@ class ZeroRuntime:
         # Whether a reduction that starts now is the update's last one of its bucket.
         self._is_last = True
         self._has_learned = False
+        self.leaves_others_gradients = False
+        """Whether another engine's loss may pass through these parameters for nothing; else it is
+        an error."""
+        self._has_told_of_others = False
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
@@ -130,10 +139,12 @@ class ZeroRuntime:
         self._missing = {g: sum(counts) for g, counts in self._expected.items()}
         for gradients in self.gradients:
             gradients.place_views()
+        _in_backward.append(self)
         try:
             with self.gathering.backward(boundary=boundary):
                 yield
         finally:
+            _in_backward.remove(self)
             for gradients in self.gradients:
                 gradients.remove_views()
         if self._reduces:
@@ -156,6 +167,9 @@ class ZeroRuntime:
             UsageError: the backward was not started by the engine.
         """
         if self.gathering.phase is not Phase.BACKWARD:
+            if self.leaves_others_gradients and _in_backward:
+                self._leave(bucket.parameters[index], bucket.layout.slots[index].name)
+                return
             raise UsageError(
                 f"rank {self.ranks.rank}: a gradient for {bucket.layout.slots[index].name} arrived"
                 " outside the backward of its own engine. Call engine.backward(loss) in place of"
@@ -180,6 +194,18 @@ class ZeroRuntime:
         if self._reduces and self._reduces_inside:
             with self.reducing:
                 self._start_ready()
+
+    def _leave(self, parameter: nn.Parameter, name: str) -> None:
+        """Do without the gradient of another engine's loss; told once."""
+        parameter.grad = None
+        if not self._has_told_of_others:
+            self._has_told_of_others = True
+            _log.warning(
+                "the loss of another engine passes through the model of this one: gradients for its"
+                " parameters (%s is the first) are left out: only its own engine.backward counts."
+                " requires_grad_(False) on them meanwhile saves computing them",
+                name,
+            )
 
     def _start_ready(self) -> None:
         """Start every reduction whose turn has come."""

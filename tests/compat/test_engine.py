@@ -114,6 +114,21 @@ def test_backward_returns_the_loss_as_it_was_divided() -> None:
         engine.step(lr_kwargs={"epoch": 3})
 
 
+def test_a_loss_may_pass_through_another_engine_s_model_and_leaves_it_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine, other = engine_of(1), engine_of(1)
+    for _ in range(2):
+        mine.backward(other.module(mine(batch_of(0)[0]).repeat(1, 2)[:, :6]).square().mean())
+        mine.step()
+    assert [record.message.count("left out") for record in caplog.records].count(1) == 1
+    assert all(parameter.grad is None for parameter in other.module.parameters())
+    with pytest.raises(UsageError, match="came without a backward"):
+        other.step()
+    with pytest.raises(UsageError, match=r"outside the backward of its own engine"):
+        other.module(batch_of(0)[0]).square().mean().backward()
+
+
 def test_a_program_may_take_the_schedule_away() -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.1}}
     engine = engine_of(1, scheduler=schedule)
