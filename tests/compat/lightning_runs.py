@@ -6,8 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric as fb
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, nn
@@ -25,6 +28,23 @@ class OnCpu(DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+    def _get_process_group_backend(self) -> str:
+        return "gloo"
+
+
+class FabricOnCpu(FabricDeepSpeedStrategy):
+    """The same of Fabric."""
+
+    def setup_environment(self) -> None:
+        super(FabricDeepSpeedStrategy, self).setup_environment()
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        self._init_deepspeed_distributed()
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized = True
 
     def _get_process_group_backend(self) -> str:
         return "gloo"
@@ -114,3 +134,49 @@ def run(folder: Path, stage: int | None) -> dict[str, Any]:
         "second value": longer.callback_metrics["value"].item(),
         "validated": found["value"],
     }
+
+
+def _fabric(stage: int | None, precision: Any) -> fb.Fabric:
+    strategy: Any = FabricDDPStrategy()
+    if stage is not None:
+        strategy = FabricOnCpu(stage=stage)
+        strategy.config["gradient_clipping"] = 0.0  # by default it is 1.0, and plain torch's none
+    fabric = fb.Fabric(
+        accelerator="cpu", devices=2, plugins=[Started()], strategy=strategy, precision=precision
+    )
+    fabric.launch()
+    return fabric
+
+
+def run_fabric(folder: Path, stage: int | None, precision: str) -> dict[str, Any]:
+    """Train a few updates, save in the middle, and go on from there once more."""
+    warnings.simplefilter("ignore", UserWarning)
+    fabric = _fabric(stage, precision)
+    torch.manual_seed(0)
+    with fabric.init_module():
+        layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    model, optimizer = fabric.setup(layers, torch.optim.Adam(layers.parameters(), lr=1e-2))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    losses = []
+
+    def train(steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            rank = 10 * step + fabric.global_rank
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+            loss = nn.functional.mse_loss(model(x).squeeze(-1), x[:, 0] * x[:, 1])
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    losses = train(range(3))
+    if stage is None:
+        return {"losses": losses + train(range(3, 5))}
+    state["step"] = 3
+    fabric.save(folder / "saved", state)
+    losses += train(range(3, 5))
+    state["step"] = 0
+    fabric.load(folder / "saved", state)
+    return {"losses": losses, "step": state["step"], "again": train(range(3, 5))}

@@ -26,3 +26,26 @@ def test_it_fits_saves_goes_on_and_validates(clients: RankPool, tmp_path: Path, 
         assert found["value"] == pytest.approx(expected["value"], abs=1e-5)
         assert found["resumed"] == found["second"]
         assert found["validated"] == found["second value"]
+
+
+def _run_fabric(folder: Path, stage: int | None, precision: str = "32-true") -> dict[str, Any]:
+    told: dict[str, Any] = load("lightning_runs").run_fabric(folder, stage, precision)
+    return told
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fabric_trains_saves_and_goes_on(clients: RankPool, tmp_path: Path, stage: int) -> None:
+    plain = clients.run(_run_fabric, tmp_path, None, timeout=180)
+    for found, expected in zip(
+        clients.run(_run_fabric, tmp_path, stage, timeout=180), plain, strict=True
+    ):
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert found["step"] == 3
+        assert found["again"] == found["losses"][3:]
+    for found, expected in zip(
+        clients.run(_run_fabric, tmp_path / "16", stage, "bf16-true", timeout=180),
+        plain,
+        strict=True,
+    ):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=0.1)
+        assert found["again"] == found["losses"][3:]
