@@ -214,11 +214,13 @@ def begin(order: Order, live: Live) -> Job:
     world, ranks = live.world, live.ranks
     live.runtime.reshard_all()
     own_values = find_own_values(live)
-    mark, tag = gather_objects((new_mark(), order.tag), world)[0]
+    orders = gather_objects((new_mark(), order.tag, str(order.save_dir)), world)
+    mark, tag, _ = orders[0]
     order = order._replace(tag=tag)
     what = f"checkpoint {order.save_dir / tag} was not saved"
     mates = tuple(range(world.size))
-    if live.rules.is_node_local:
+    # Some programs give each rank a folder of its own, and bring the files together afterwards.
+    if live.rules.is_node_local or len({folder for _, _, folder in orders}) > 1:
         mates = _mates(order.save_dir, mark, world, what)
     # Of this part's ranks, those that write into the same folder.
     holders = Holders(tuple(rank for rank in ranks.numbers if rank in mates), world.rank)

@@ -93,6 +93,26 @@ def test_other_ranks_need_the_folders_of_all_nodes(ranks: RankPools, tmp_path: P
     ranks(3).run(load_joined, str(tmp_path))
 
 
+def save_apart(folder: str) -> None:
+    engine = engine_of(3, Odd(5))
+    trained(engine, range(2))
+    engine.save_checkpoint(Path(folder, f"node{comm.get_rank()}"), "two")
+    saved = engine.state_dict()
+    if comm.get_rank() == 0:
+        torch.save(saved, Path(folder, "saved.pt"))
+    engine.destroy()
+
+
+def test_ranks_may_name_different_folders_whose_files_are_brought_together(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(save_apart, str(tmp_path))
+    assert not (tmp_path / "node0/two/rank_00001.safetensors").exists()
+    shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
+    ranks(2).run(load_joined, str(tmp_path))
+    ranks(3).run(load_joined, str(tmp_path))
+
+
 # ---- tags ----------------------------------------------------------------------------------------
 
 
