@@ -12,7 +12,7 @@ from hadal.config.values import Boolean, Integer, Number, NumberOrNumbers, Text,
 Count: TypeAlias = Annotated[int, BeforeValidator(counted)]
 _CURVE = 'Curve of the warm-up: "log" or "linear"; any other word warns and means "log".'
 _TOTAL = "Updates of the whole training. Must be said."
-_WARMUP = "Updates of the warm-up, 10.0 is none; 1 counts as 2."
+_WARMUP = "Updates of the warm-up, 10.0 is no integer; 0 and 1 count as 2."
 
 
 class _Params(Section):
@@ -60,7 +60,7 @@ class WarmupLRParams(_Params):
     warmup_max_lr: NumberOrNumbers | None = key(
         None, "Rate after the warm-up; null is the optimizer's own rate."
     )
-    warmup_num_steps: Count = key(1000, _WARMUP, gt=0)
+    warmup_num_steps: Count = key(1000, _WARMUP, ge=0)
     warmup_type: Text = key("log", _CURVE)
 
 
@@ -80,7 +80,7 @@ class WarmupCosineLRParams(_Params):
 
     total_num_steps: Integer | None = key(None, _TOTAL, gt=0)
     warmup_min_ratio: Number = key(0.0, "Share of the rate at the start.", ge=0, le=1)
-    warmup_num_steps: Count = key(1000, _WARMUP, gt=0)
+    warmup_num_steps: Count = key(1000, _WARMUP, ge=0)
     cos_min_ratio: Number = key(1e-4, "Share of the rate at the end.", ge=0, le=1)
     warmup_type: Text = key("log", _CURVE)
 

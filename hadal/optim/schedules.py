@@ -104,8 +104,8 @@ def _count(value: Any, key: str, least: int = 1) -> int:
 
 
 def _warm_up_length(steps: int) -> int:
-    # The logarithm's warm-up divides by ln(length): one step counts as two.
-    return max(2, _count(steps, "warmup_num_steps"))
+    # The logarithm's warm-up divides by ln(length): none and one step count as two.
+    return max(2, _count(steps, "warmup_num_steps", 0))
 
 
 def _warm_up_kind(kind: str) -> str:

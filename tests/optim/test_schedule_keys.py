@@ -105,6 +105,7 @@ RATES = [
     row("warmup_max_lr", "WarmupDecayLR", {"total_num_steps": 2000}, {10: 1e-3 / 3}),
     row("warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 20}, {11: 0.5}),
     row("warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 1}, {1: 0.0, 2: 0.5}),
+    row("warmup_num_steps", "WarmupLR", {**WARMUP, "warmup_num_steps": 0}, {1: 0.0, 2: 0.5}),
     row("warmup_type", "WarmupLR", {**WARMUP, "warmup_type": "linear"}, {6: 0.5}),
     row("warmup_type", "WarmupLR", {**WARMUP, "warmup_type": "log"}, {10: 1.0}),
     row("total_num_steps", "WarmupDecayLR", DECAY, {11: 1.0, 16: 0.5, 21: 0.0}),
@@ -259,7 +260,7 @@ def test_a_list_gives_each_group_its_own(kind, params, points):
     ("kind", "params", "name"),
     [
         ("WarmupLR", {"warmup_num_steps": 10.0}, "warmup_num_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps"),
         ("WarmupCosineLR", {**COSINE, "warmup_num_steps": 1e3}, "warmup_num_steps"),
         ("LRRangeTest", {"lr_range_test_step_size": 10.0}, "lr_range_test_step_size"),
         ("LRRangeTest", {"lr_range_test_step_size": True}, "lr_range_test_step_size"),

@@ -96,6 +96,7 @@ RATES = [
         {0: 1e-4, 1: 1e-4, 2: 1.009e-4, 500: 5.491e-4, 1000: 9.991e-4, 1001: 1e-3},
     ),
     ("WarmupLR", {**WARMUP, "warmup_num_steps": 1}, {0: 0.0, 1: 0.0, 2: 1e-3, 3: 1e-3}),
+    ("WarmupLR", {**WARMUP, "warmup_num_steps": 0}, {0: 0.0, 1: 0.0, 2: 1e-3, 3: 1e-3}),
     ("WarmupLR", {"warmup_num_steps": 10}, {0: 0.0, 10: 2e-3, 50: 2e-3}),
     ("WarmupDecayLR", DECAY, {0: 0.0, 10: 5.0e-4, 101: 1e-3, 1001: 0.0, 1200: 0.0}),
     (
@@ -230,7 +231,7 @@ def test_one_cycle_leaves_an_optimizer_without_betas_alone(caplog):
     ("kind", "params", "told"),
     [
         ("WarmupLR", {"warmup_num_steps": 10.0}, "warmup_num_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps"),
         ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps"),
         ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": -1}, "warmup_num_steps"),
         ("WarmupCosineLR", {"total_num_steps": 10, "warmup_num_steps": 2.5}, "warmup_num_steps"),
