@@ -124,6 +124,15 @@ def _evict(folder: Path) -> None:
             os.close(descriptor)
 
 
+def _bring_in(folder: Path) -> None:
+    """Read files through the system's cache, so that they lie there."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.read(1 << 24):
+                    pass
+
+
 def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     """Save and load in turns; seconds of each, and the bytes of one checkpoint."""
     found: dict[str, Any] = {"before": _peak()}
@@ -141,6 +150,7 @@ def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     for number in range(repeat):
         load = partial(saver.load, folder, f"tag{number}")
         found["load"].append(_timed(load))
+        _bring_in(folder / f"tag{number}")
         found["again"].append(_timed(load))
     files = [path for path in (folder / "tag0").rglob("*") if path.is_file()]
     found["nbytes"] = sum(path.stat().st_size for path in files)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from hadal.checkpoint.direct import Output, blocks_of
+from hadal.checkpoint.direct import Kept, Output, blocks_of
 from hadal.errors import CheckpointError
 
 Chunk = bytes | memoryview
@@ -74,8 +74,10 @@ def write_file(path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) ->
     return seal
 
 
-def check_file(path: Path, seal: Seal, *, whole: bool) -> None:
+def check_file(path: Path, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:
     """Compare a file with its seal: its size and first chunk, or every byte of it.
+
+    What is read whole is kept, as far as `kept` has room.
 
     Raises:
         CheckpointError: it is missing, cannot be read, or is not what was written.
@@ -87,17 +89,17 @@ def check_file(path: Path, seal: Seal, *, whole: bool) -> None:
         nbytes, crc32 = seal.nbytes, seal.crc32
         if not whole:
             nbytes, crc32 = seal.head_nbytes, seal.head_crc32
-        if _crc32_of(file, nbytes) != crc32:
+        if _crc32_of(file, nbytes, kept) != crc32:
             raise CheckpointError(
                 f"{path} is damaged, or belongs to another checkpoint or rank: its checksum is not"
                 " the one that the index holds; take another checkpoint"
             )
 
 
-def _crc32_of(file: BinaryIO, nbytes: int) -> int:
-    """The checksum of the first `nbytes` bytes, in memory of constant size."""
+def _crc32_of(file: BinaryIO, nbytes: int, kept: Kept | None) -> int:
+    """The checksum of the first `nbytes` bytes, in memory of constant size but for what is kept."""
     crc32 = 0
-    for block in blocks_of(file.fileno(), 0, nbytes):
+    for block in blocks_of(file.fileno(), 0, nbytes, kept):
         crc32 = zlib.crc32(block, crc32)
     return crc32
 

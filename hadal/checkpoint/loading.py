@@ -28,12 +28,15 @@ from hadal.checkpoint.opening import open_source
 from hadal.checkpoint.source import Own, Source, StoredSource
 from hadal.checkpoint.together import together
 from hadal.checkpoint.weights import Reading, plan_bucket
-from hadal.comm import Ranks
+from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
+from hadal.device.memory import free_host_nbytes
 from hadal.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 _SHOWN = 4
+# One part in so many of the host's free memory is used to read files only once.
+_SPARED = 4
 
 CustomLoad = Callable[..., Any]
 
@@ -109,11 +112,17 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
         with together(world, what):
             if len(marks) > 1:
                 raise CheckpointError(f"the ranks see different checkpoints under {folder}")
+            is_local = live.rules.is_node_local
             if live.rules.verifies and isinstance(source, DeepSpeedSource):
-                source.verify(*((0, 1) if live.rules.is_node_local else (world.rank, world.size)))
-            elif live.rules.verifies and not live.rules.is_node_local:
-                source.verify(world.rank, world.size)
+                source.verify(*((0, 1) if is_local else (world.rank, world.size)))
+            if live.rules.verifies and isinstance(source, StoredSource) and not is_local:
+                source.verify(world.rank, world.size, room=_room(world))
         return load_from(source, live, wanted, what)
+
+
+def _room(world: Ranks) -> int:
+    """Host memory that this rank may take for a while, so that files are read once."""
+    return free_host_nbytes() // (_SPARED * (get_local_world_size() or world.size))
 
 
 def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
@@ -128,7 +137,7 @@ def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
                 and live.rules.is_node_local
                 and isinstance(source, StoredSource)
             ):
-                source.verify(spread=False)
+                source.verify(spread=False, room=_room(live.world))
             _try_schedule(source, live, wanted, undo)
             _try_loader(source, plan, live, wanted, undo)
             _try_extra_state(source, plan, live, wanted, undo)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hadal.checkpoint.contents import Part, SavedGroup, Single, Stretch, part_of_json
-from hadal.checkpoint.direct import blocks_of
+from hadal.checkpoint.direct import Kept, blocks_of
 from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
@@ -184,6 +184,7 @@ class StoredSource:
             for name, values in self.part.state.items()
         }
         self._files: OrderedDict[str, Any] = OrderedDict()
+        self._kept: dict[str, Kept] = {}
         self._looked_at: set[str] = set()
         self._begins: dict[str, dict[str, int]] = {}
         self._runs: dict[tuple[str, int], list[Stretch]] = {}
@@ -300,7 +301,7 @@ class StoredSource:
                     begin + (edge - one.start) * one.dtype.itemsize for edge in (first, last)
                 )
                 offset = first - start
-                for block in blocks_of(file.fileno(), low, high):
+                for block in blocks_of(file.fileno(), low, high, self._kept.get(name)):
                     values = torch.frombuffer(block, dtype=one.dtype)
                     yield offset, values
                     offset += values.numel()
@@ -369,11 +370,14 @@ class StoredSource:
         """The files of all ranks, and what each of them must be."""
         return self._seals
 
-    def verify(self, share: int = 0, shares: int = 1, *, spread: bool = True) -> None:
+    def verify(
+        self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
+    ) -> None:
         """Compare files with their checksums, byte for byte: every `shares`-th one from `share` on.
 
         Where the files of other ranks are not seen here (`spread` false), all that are needed
-        have been looked at, and are compared.
+        have been looked at, and are compared. Up to `room` bytes of what is read are kept until
+        `close`, so that they are not read again.
 
         Raises:
             CheckpointError: one is missing or is not what was written.
@@ -384,7 +388,10 @@ class StoredSource:
             names = sorted(self._looked_at)
         for name in names:
             check_inside(self.path / name, self.path)
-            check_file(self.path / name, self._seals[name], whole=True)
+            kept = Kept(room)
+            check_file(self.path / name, self._seals[name], whole=True, kept=kept)
+            room, kept.room = kept.room, 0
+            self._kept[name] = kept
 
     def _look_at(self, name: str) -> None:
         if name not in self._looked_at:
@@ -446,6 +453,7 @@ class StoredSource:
     def close(self) -> None:
         """Let go of all files."""
         self._files.clear()
+        self._kept.clear()
 
 
 class _Lazily(Mapping[str, Tensor]):

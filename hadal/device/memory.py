@@ -6,12 +6,22 @@ import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 _STATM = Path("/proc/self/statm")
+_MEMINFO = Path("/proc/meminfo")
+# Of what limits a container, in the second and the first form: the limit, and what is in use.
+_LIMITS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
 
 # glibc's mallopt(3): from how many bytes on memory is asked of the system and given back on its
 # own, and how much may lie free at the end of the heap (-1: all that does).
@@ -77,6 +87,19 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch
     """A 1-D tensor in host memory, uninitialised; page-locked, if asked, for an accelerator."""
     locks = pinned and torch.accelerator.is_available()
     return torch.empty(numel, dtype=dtype, pin_memory=locks)
+
+
+def free_host_nbytes() -> int:
+    """Bytes of host memory that can still be taken, within a container's limit; 0: not known."""
+    try:
+        rows = dict(line.split(":") for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+        free = int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return 0
+    for limit, used in _LIMITS:
+        with suppress(OSError, ValueError):  # no such limit, or "max"
+            free = min(free, int(limit.read_text("ascii")) - int(used.read_text("ascii")))
+    return max(free, 0)
 
 
 def keep_freed_memory(device: torch.device) -> None:

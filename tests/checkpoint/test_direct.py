@@ -6,13 +6,14 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.checkpoint import direct
-from hadal.checkpoint.direct import Output, blocks_of
+from hadal.checkpoint.direct import Kept, Output, blocks_of
 
 BLOCK = 8192
 
@@ -20,6 +21,7 @@ BLOCK = 8192
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(direct, "_DIRECT_NBYTES", 100)
     monkeypatch.setattr(direct, "_free", [])
 
 
@@ -30,6 +32,10 @@ def written(path: Path, pieces: list[bytes], doubled: bool) -> None:
     ):
         for piece in pieces:
             output.write(piece)
+
+
+def together(file: BinaryIO, start: int, stop: int, kept: Kept | None = None) -> bytes:
+    return b"".join(map(bytes, blocks_of(file.fileno(), start, stop, kept)))
 
 
 @settings(max_examples=60)
@@ -47,11 +53,37 @@ def test_what_goes_in_comes_out(data: st.DataObject, doubled: bool, knows_direct
         path = Path(folder, "x")
         written(path, pieces, doubled)
         assert path.read_bytes() == whole
+        kept = Kept(data.draw(st.integers(0, 3)) * BLOCK)
         with open(path, "rb", buffering=0) as file:
-            assert b"".join(map(bytes, blocks_of(file.fileno(), start, stop))) == whole[start:stop]
+            if data.draw(st.booleans()):
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert together(file, start, stop) == whole[start:stop]
+            assert together(file, 0, len(whole), kept) == whole
+            path.write_bytes(bytes(len(whole)))
+            held = min(len(whole), kept.nbytes)
+            assert (
+                together(file, start, stop, kept) == (whole[:held] + bytes(len(whole)))[start:stop]
+            )
             with pytest.raises(OSError, match="ends too early"):
                 list(blocks_of(file.fileno(), start, len(whole) + BLOCK))
     assert direct._set_direct is real
+
+
+def test_what_is_not_in_the_cache_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept = tmp_path / "x", Kept(2 * BLOCK + 1)
+    whole = os.urandom(3 * BLOCK + 5)
+    path.write_bytes(whole)
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    with open(path, "rb", buffering=0) as file:
+        assert together(file, 0, len(whole), kept) == whole
+        assert (kept.nbytes, kept.room) == (2 * BLOCK, 1)
+        os.truncate(path, 0)
+        assert together(file, 1, 2 * BLOCK, kept) == whole[1 : 2 * BLOCK]
+        with pytest.raises(OSError, match="ends too early"):
+            together(file, 1, 2 * BLOCK + 1, kept)
 
 
 @pytest.mark.parametrize("doubled", [False, True])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hadal.comm.start import memory_is_tuned
+from hadal.device import memory
 
 PROGRAM = """
 import resource, sys, torch
@@ -58,3 +60,21 @@ def test_what_the_user_has_told_the_library_stands(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.hwcaps=x")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
     assert memory_is_tuned()
+
+
+def test_free_memory_is_that_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, used = tmp_path / "limit", tmp_path / "used"
+    monkeypatch.setattr(memory, "_LIMITS", ((limit, used),))
+    of_host = memory.free_host_nbytes()
+    assert of_host > 1 << 20
+    limit.write_text("1000000\n")
+    used.write_text("400000\n")
+    assert memory.free_host_nbytes() == 600_000
+    used.write_text("2000000\n")
+    assert memory.free_host_nbytes() == 0
+    limit.write_text("max\n")
+    assert memory.free_host_nbytes() > 1 << 20
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "missing")
+    assert memory.free_host_nbytes() == 0
