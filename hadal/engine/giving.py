@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME, nbytes_of
+from hadal.checkpoint.live import Live
+from hadal.engine.base import EngineBase
 from hadal.errors import NotBuiltYetError
-
-if TYPE_CHECKING:
-    from hadal.checkpoint.live import Live
 
 _log = logging.getLogger(__name__)
 
 
-class GivesWeights(nn.Module):
+class GivesWeights(EngineBase):
     """The part of an engine that gives its model's weights away. All ranks must call each method.
 
     Rank 0 is given them a bucket at a time; the other ranks need memory for one bucket.
     """
-
-    def _live(self) -> Live:
-        raise NotImplementedError
-
-    def _expect_alive(self) -> None:
-        raise NotImplementedError
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""

@@ -257,8 +257,22 @@ class Bucket:
         self._point_at(values)
 
     def hide(self) -> None:
-        """Undo `show`: the parameters hold placeholders again."""
+        """The parameters hold placeholders: undoes `show`, or goes before memory is given back."""
         self._point_at(self._placeholders)
+
+    def reveal(self) -> None:
+        """After `hide`: the parameters look into the full buffer again, where it is there."""
+        if self.state is Weights.FULL:
+            self._point_at(self._views)
+
+    def tensors_of_weights(self) -> Iterator[Tensor]:
+        """What weights take of memory: my cut of them, and all that is gathered."""
+        if self.state is Weights.FULL:
+            yield self.full
+        if not self._shard.is_away:
+            yield self.shard
+        if self._secondary is not None:
+            yield self._secondary
 
     # ---- moving between SHARDED and FULL ---------------------------------------------------------
 

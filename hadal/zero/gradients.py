@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum, auto
 
 import torch
@@ -135,6 +136,12 @@ class Gradients:
             if start < stop:
                 part = values[start - slot.offset : stop - slot.offset]
                 reduced[start - low : stop - low].copy_(part)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What gradients take of memory, between micro-steps."""
+        for tensor in (self.full, self._mean, self._kept, *self._late.values()):
+            if tensor is not None:
+                yield tensor
 
     def place_views(self) -> None:
         """Let autograd add to what is collected already, in place, where that saves a copy."""

@@ -121,6 +121,8 @@ class Place:
 
     def present(self, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have shard, master and state of the bucket in memory; what is written is kept."""
+        if isinstance(self.keeper, ZeroRuntime):
+            self.keeper.expect_here()
         stepper = None if self.trainer is None else self.trainer.stepper
         if stepper is None or not self.bucket.trainable:
             return self.bucket.present(writes=writes)

@@ -81,6 +81,8 @@ class ZeroRuntime:
         """Whether another engine's loss may pass through these parameters for nothing; else it is
         an error."""
         self._has_told_of_others = False
+        self.away: tuple[str, ...] = ()
+        """The states that are off the device for a while, and not to be used."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
@@ -99,8 +101,17 @@ class ZeroRuntime:
         """
         return self.gathering.is_fault_before_backward(mine, boundary=boundary)
 
+    def expect_here(self) -> None:
+        """Raise `UsageError` where states are off the device for a while."""
+        if self.away:
+            raise UsageError(
+                f"rank {self.ranks.rank}: {', '.join(self.away)} were moved off the device by"
+                " engine.offload_states; call engine.reload_states() first"
+            )
+
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
         """Keep buckets readable for a while, outside of forward and backward."""
+        self.expect_here()
         return self.gathering.whole(buckets)
 
     @contextmanager

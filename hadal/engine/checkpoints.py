@@ -1,0 +1,150 @@
+"""The part of an engine that saves all that training needs, and goes on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hadal.checkpoint.loading import Wanted, find, load
+from hadal.checkpoint.saving import Order
+from hadal.checkpoint.together import compare_tags
+from hadal.engine.base import EngineBase
+from hadal.engine.parts import Counters
+from hadal.optim.loss_scale import ScaleState
+
+_log = logging.getLogger(__name__)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class SavesCheckpoints(EngineBase):
+    """An engine's checkpoints. All ranks must call each method."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = _NOTHING,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
+
+        The place in the training loader is among it: how much of its epoch was handed out.
+        Gradients are not: where some wait for an update, that is told, and a load begins it anew.
+
+        Args:
+            save_dir: the folder; it is made where it does not exist.
+            tag: the checkpoint's name; `global_step<N>` by default.
+            client_state: the caller's own values: numbers, text, lists, tuples, dicts, tensors
+                and arrays of numpy. Those of rank 0 are saved.
+            save_latest: whether `load_checkpoint` should find this one without a tag.
+            exclude_frozen_parameters: leave out parameters that are not trained; the checkpoint
+                then loads with `load_module_strict=False`, into a model that has their values.
+
+        A save that fails, or is killed, leaves what was there: the checkpoint of this tag, if there
+        was one, and `latest`. See `checkpoint.keep_last` for how old ones go, and
+        `checkpoint.async_save` for saves that are written while training goes on.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or `client_state` cannot be saved; on
+                every rank, with the file and the reason. Also where the save begun before this one
+                failed after it had returned; this one is then not begun.
+            MismatchError: another rank goes on without saving.
+        """
+        self._expect_alive()
+        self._parts.runtime.meet_at_checkpoint()
+        name = str(tag or f"global_step{self._counters.global_steps}")
+        compare_tags(name, self._parts.saving.tag_validation, self._parts.world)
+        if self._parts.runtime.holds_gradients and self._parts.world.rank == 0:
+            _log.warning(
+                "checkpoint %s is saved in the middle of an update: what its micro-steps so far"
+                " have brought is not saved, and their samples are not read again; save after an"
+                " engine.step() that ended in an update",
+                name,
+            )
+        order = Order(
+            Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
+        )
+        self._saver.save(order, self._live())
+        return True
+
+    store_checkpoint = save_checkpoint
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a save that goes on by itself has ended. All ranks must call it.
+
+        Raises:
+            CheckpointError: it failed; on every rank.
+        """
+        self._saver.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint. All ranks must call it.
+
+        It may have been saved by another number of ranks, at another stage, in another dtype or
+        other buckets and param groups: parameters are found by their names. The program's random
+        generators (Python's, numpy's, torch's) and the training loader go on where they stood, too.
+
+        Args:
+            load_dir: the folder that it was saved in.
+            tag: its name; by default the latest.
+            load_module_strict: raise where the checkpoint lacks a parameter or buffer of the
+                model, or has others; else these keep their values and are told.
+            load_optimizer_states: load moments, the options of param groups and the loss scale;
+                else they stay as they are. Masters go with the weights.
+            load_lr_scheduler_states: load the learning-rate schedule.
+            load_module_only: load weights and buffers, and nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put weights
+                and buffers into the module, in place of loading them by name.
+
+        Returns:
+            The checkpoint's folder and the `client_state` saved with it, its tensors on the host;
+            (None, None) where `load_dir` holds none.
+
+        Raises:
+            CheckpointError: it is damaged, or was saved by another model; on every rank, and
+                nothing has changed.
+        """
+        self._expect_alive()
+        self._parts.runtime.meet_at_checkpoint()
+        self._saver.wait()
+        folder = find(Path(load_dir), None if tag is None else str(tag), self._parts.world)
+        if folder is None:
+            return None, None
+        wanted = Wanted(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
+        )
+        # What is loaded is trained on, whatever mode the caller is in.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._training is None and self._parts.runtime.gradients:
+                self._training = self._parts.make_training()
+            loaded = load(folder, self._live(), wanted)
+        if loaded.scalars is not None:
+            self._counters = Counters(**loaded.scalars["counters"])
+            scale = ScaleState(*loaded.scalars["scale"])
+            # One that has never moved tells nothing: what was saved may have had none.
+            if load_optimizer_states and self._parts.scale_rule.dynamic and scale.iteration:
+                self._scale = scale
+        self._cycle.backwards = 0
+        if self._inside_accumulation:
+            # Gradients are not saved, and today's accumulation may be another one.
+            self._begin_accumulation()
+        return str(folder), loaded.client_state

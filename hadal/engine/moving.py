@@ -1,0 +1,130 @@
+"""The part of an engine that moves its states off the device for a while, when they are not used.
+
+A program that generates, or runs another model, between updates may want the device's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from hadal.device import host_empty, is_host_memory, synchronize
+from hadal.engine.base import EngineBase
+from hadal.errors import UsageError
+
+
+class State(str, Enum):
+    """What can be moved; the words are DeepSpeed's."""
+
+    OPTIMIZER = "optim_states"
+    MASTERS = "hp_params"
+    WEIGHTS = "lp_params"
+    GRADIENTS = "lp_grads"
+    GRADIENT_BUFFERS = "contiguous_grad_buffer"
+
+
+class MovesStates(EngineBase):
+    """Moves model states to host memory, and back."""
+
+    @torch.no_grad()
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory and give their memory on the device back.
+
+        Called between two updates; `reload_states` must come before the engine is used again.
+        Where a CPU computes they lie there already, and nothing moves.
+
+        Args:
+            include: which ones: "optim_states" (what the optimizer remembers), "hp_params"
+                (masters), "lp_params" (weights), "lp_grads" and "contiguous_grad_buffer"
+                (gradients, and the buffers they are collected in; here one thing); all by default.
+            device: "cpu".
+            pin_memory: page-lock the host memory.
+            non_blocking: return while copies are under way; what they free is freed when they end.
+
+        Raises:
+            UsageError: no such state or device, states are away already, or the model runs.
+        """
+        self._expect_alive()
+        wanted = self._wanted(include)
+        if str(getattr(device, "value", device)) != "cpu":
+            raise UsageError(f'offload_states(device={str(device)!r}): expected "cpu"')
+        runtime = self._parts.runtime
+        if not runtime.gathering.is_at_rest:
+            raise UsageError(
+                "offload_states was called inside forward, backward or GatheredParameters; call it"
+                " after an engine.step()"
+            )
+        runtime.away = tuple(sorted(state.value for state in wanted))
+        for whole in self._memory_of(wanted):
+            contents = host_empty(whole.numel(), torch.uint8, pinned=pin_memory)
+            self._moved.append((whole, contents.copy_(whole, non_blocking=non_blocking)))
+        if State.WEIGHTS in wanted:
+            for bucket in runtime.buckets:
+                bucket.hide()
+        if non_blocking and self._moved:
+            # Memory that a copy still reads must not be given to others.
+            synchronize(self.device)
+        for whole, _ in self._moved:
+            whole.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved; nothing is done where nothing is away."""
+        runtime, moved = self._parts.runtime, self._moved
+        self._moved = []
+        for whole, contents in moved:
+            whole.untyped_storage().resize_(contents.numel())
+            whole.copy_(contents, non_blocking=non_blocking)
+        if State.WEIGHTS.value in runtime.away:
+            for bucket in runtime.buckets:
+                bucket.reveal()
+        runtime.away = ()
+
+    def _wanted(self, include: Collection[str] | None) -> set[State]:
+        names = [str(getattr(one, "value", one)) for one in include or State]
+        unknown = [name for name in names if name not in [state.value for state in State]]
+        if unknown:
+            raise UsageError(
+                f"offload_states(include={unknown}): expected some of"
+                f" {', '.join(state.value for state in State)}"
+            )
+        return {State(name) for name in names}
+
+    def _memory_of(self, wanted: Collection[State]) -> list[Tensor]:
+        """The memory on the device that holds these states: all bytes of each piece, once."""
+        found: dict[int, Tensor] = {}
+        for tensor in self._tensors_of(wanted):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and not is_host_memory(tensor.device):
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                found[storage.data_ptr()] = whole
+        return list(found.values())
+
+    def _tensors_of(self, wanted: Collection[State]) -> Iterator[Tensor]:
+        runtime = self._parts.runtime
+        for bucket in runtime.buckets:
+            if State.WEIGHTS in wanted:
+                yield from bucket.tensors_of_weights()
+            master = bucket.resting_master
+            if State.MASTERS in wanted and master is not None and bucket.has_own_master:
+                yield from [] if master.is_away else [master.values]
+        if State.GRADIENTS in wanted or State.GRADIENT_BUFFERS in wanted:
+            for gradients in runtime.gradients:
+                yield from gradients.tensors()
+        if self._training is None:
+            return
+        if State.MASTERS in wanted:
+            # Whole values, which stand beside the masters that they are cut into.
+            yield from (h.values for h in self._training.stepper.held() if h.slot is not None)
+        if State.OPTIMIZER in wanted:
+            for state in self._training.optimizer.state.values():
+                yield from (v for v in state.values() if isinstance(v, Tensor) and v.dim())

@@ -1,0 +1,106 @@
+"""States that leave the device between two updates, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+
+import hadal
+from hadal import utils
+from hadal.engine import moving
+from hadal.errors import UsageError
+
+from .toys import assert_equal, batch_of, engine_of, loss_of, model_of, train
+
+STATES = [state.value for state in moving.State]
+
+
+def held_nbytes(engine: Any) -> int:
+    """Bytes of everything that the engine keeps between updates."""
+    parts = engine._parts
+    tensors = [p.data for p in engine.module.parameters()]
+    for bucket in parts.runtime.buckets:
+        tensors += [bucket.full, bucket.shard, *([] if bucket.master is None else [bucket.master])]
+    for gradients in parts.runtime.gradients:
+        tensors += [one for one in gradients.tensors()]
+    for state in engine.optimizer.state.values():
+        tensors += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def move_and_go_on(stage: int, dtype: str, optimizer: str, includes: Sequence[Any]) -> None:
+    plain, moving.is_host_memory = moving.is_host_memory, lambda device: False
+    changes = {
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01}},
+        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+    }
+    try:
+        engine = engine_of(stage, **changes)
+        for number, include in enumerate(includes):
+            train(engine, range(2 * number, 2 * number + 2))
+            before = held_nbytes(engine)
+            engine.offload_states(include=include)
+            after = held_nbytes(engine)
+            assert after < before / 8 if include is None else after < before, include
+            for use in (
+                lambda: engine(batch_of(0)[0]),
+                engine.step,
+                engine.offload_states,
+                engine.state_dict,
+                lambda: engine.save_checkpoint("nowhere"),
+                lambda: utils.safe_get_full_fp32_param(engine.module[0].weight),
+                lambda: hadal.zero.GatheredParameters([engine.module[0].weight]).__enter__(),
+            ):
+                with pytest.raises(UsageError, match="reload_states"):
+                    use()
+            engine.reload_states()
+            engine.reload_states()
+            assert held_nbytes(engine) == before
+        train(engine, range(2 * len(includes), 2 * len(includes) + 2))
+        found = engine.state_dict()
+        engine.destroy()
+    finally:
+        moving.is_host_memory = plain
+    untouched = engine_of(stage, **changes)
+    train(untouched, range(2 * len(includes) + 2))
+    assert_equal(found, untouched.state_dict())
+    untouched.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_leave_the_device_and_come_back(stage: int, ranks: RankPools) -> None:
+    includes = [None, ["optim_states"], ["lp_params", "hp_params"], ["lp_grads"]]
+    ranks(2).run(move_and_go_on, stage, "bf16", "AdamW", includes)
+    ranks(2).run(move_and_go_on, stage, "fp32", "Adafactor" if stage else "Lamb", [None])
+
+
+def refuse() -> None:
+    engine = engine_of(3)
+    with pytest.raises(UsageError, match=r"include=\['weights'\].*expected some of optim_states"):
+        engine.offload_states(include=["weights"])
+    with pytest.raises(UsageError, match='expected "cpu"'):
+        engine.offload_states(device="nvme")
+    inputs, targets = batch_of(0)
+    loss = loss_of(engine(inputs), targets)
+    engine.backward(loss)
+    engine.offload_states()  # between micro-steps, or before a step: gradients go along
+    engine.reload_states()
+    engine.step()
+    with (
+        hadal.zero.GatheredParameters(list(engine.module.parameters())),
+        pytest.raises(UsageError, match="inside forward, backward or GatheredParameters"),
+    ):
+        engine.offload_states()
+    engine.offload_states()
+    engine.destroy()  # whatever was away is back
+    for mine, given in zip(engine.module.parameters(), model_of().parameters(), strict=True):
+        assert mine.shape == given.shape and bool(mine.isfinite().all())
+
+
+def test_what_cannot_move_is_refused(ranks: RankPools) -> None:
+    ranks(2).run(refuse)
