@@ -34,6 +34,8 @@ from hadal.optim.pieces import Held
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
 
+_CPU_BLOCK_NUMEL = 1 << 17
+
 StateRow = tuple[str, dict[str, Any]]
 
 
@@ -155,13 +157,25 @@ class _Collecting:
 
     def add_bucket(self, number: int, bucket: Bucket) -> None:
         """Weights, and masters beside them."""
+        master = bucket.master if bucket.precision.keeps_master else None
         # Whole weights that were stepped in shards: each rank has its own shard as well.
-        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard)
-        if bucket.master is not None and bucket.precision.keeps_master:
-            self._add_run(bucket, number, MASTER, bucket.span[0], bucket.master)
+        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard, master)
+        if master is not None:
+            self._add_run(bucket, number, MASTER, bucket.span[0], master)
 
-    def _add_run(self, bucket: Bucket, number: int, kind: str, start: int, values: Tensor) -> None:
-        """1-D values that begin at element `start` of a bucket: mine, or my share of them."""
+    def _add_run(
+        self,
+        bucket: Bucket,
+        number: int,
+        kind: str,
+        start: int,
+        values: Tensor,
+        master: Tensor | None = None,
+    ) -> None:
+        """1-D values that begin at element `start` of a bucket: mine, or my share of them.
+
+        They are not stored where they are the rounding of `master`.
+        """
         rows, first, last = self._share.mine, start, start + values.numel()
         replicas = bucket.sharing.replicas
         low, high = first, last
@@ -176,9 +190,13 @@ class _Collecting:
         first, last = max(first, low), min(last, high)
         if first >= last and values.numel():
             return
+        mine = slice(first - start, last - start)
         row = Stretch(self._rank, kind, number, first, last - first, values.dtype)
+        if master is not None and is_rounding(values[mine], master[mine]):
+            row = row._replace(rounds=master.dtype)
+        else:
+            self._share.tensors[row.tensor] = values.detach()[mine]
         rows.stretches.append(row)
-        self._share.tensors[row.tensor] = values.detach()[first - start : last - start]
 
     def add_replicated(
         self, values: Sequence[tuple[str, str, Tensor]], own: set[str] | None = None
@@ -248,6 +266,29 @@ class _Collecting:
             if is_cut or self._holders.number == 0:
                 rows.state += [(name, plain) for name in names]
         return odd
+
+
+def is_rounding(weights: Tensor, master: Tensor) -> bool:
+    """Whether 1-D weights are their masters' rounding, bit for bit, wherever that is done again."""
+    # On a CPU in blocks that stay in its cache.
+    block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else max(weights.numel(), 1)
+    for start in range(0, weights.numel(), block):
+        mine = weights.detach()[start : start + block]
+        exact = master.detach()[start : start + block].to(mine.device)
+        rounded = exact.to(mine.dtype)
+        # What becomes of a NaN's spare bits is different from device to device.
+        if not _same_bits(rounded, mine) or bool(exact.sum().isnan()):
+            return False
+    return True
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    # As few whole numbers as can be: 16-bit ones are slow to compare.
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        count = max(dtype.itemsize // one.element_size(), 1)
+        if not any(flat.numel() % count or flat.storage_offset() % count for flat in (one, other)):
+            return torch.equal(one.view(dtype), other.view(dtype))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def is_elementwise(key: str, value: Any, held: Held) -> bool:

@@ -48,7 +48,11 @@ class SavedBucket:
 
 
 class Stretch(NamedTuple):
-    """Consecutive elements of one kind in one bucket, and the rank that holds them."""
+    """Consecutive elements of one kind in one bucket, and the rank that holds them.
+
+    Weights that are, bit for bit, the rounding of their masters are not stored: the stretch is then
+    that of the masters.
+    """
 
     rank: int
     kind: str
@@ -56,11 +60,19 @@ class Stretch(NamedTuple):
     start: int
     numel: int
     dtype: torch.dtype
+    rounds: torch.dtype | None = None
+    """The dtype of the masters that these weights are the rounding of; None: they are stored."""
 
     @property
     def tensor(self) -> str:
-        """Its name in the rank's file."""
-        return f"bucket.{self.bucket}.{self.start}.{self.kind}"
+        """The name, in the rank's file, of what is stored."""
+        kind = self.kind if self.rounds is None else MASTER
+        return f"bucket.{self.bucket}.{self.start}.{kind}"
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of what is stored."""
+        return self.rounds or self.dtype
 
     @property
     def stop(self) -> int:
@@ -110,10 +122,10 @@ class Part:
 
 def part_as_json(part: Part) -> dict[str, Any]:
     """What `part_of_json` turns back. Stretches and state that are alike are said once."""
-    rows: dict[tuple[str, int, str], list[list[int]]] = {}
+    rows: dict[tuple[str, int, str, str], list[list[int]]] = {}
     for one in part.stretches:
-        row = rows.setdefault((one.kind, one.bucket, DTYPES[one.dtype]), [])
-        row.append([one.rank, one.start, one.numel])
+        key = (one.kind, one.bucket, DTYPES[one.dtype], DTYPES[one.stored])
+        rows.setdefault(key, []).append([one.rank, one.start, one.numel])
     alike: dict[str, list[str]] = {}
     for name, values in part.state.items():
         alike.setdefault(json.dumps(values), []).append(name)
@@ -131,7 +143,10 @@ def part_as_json(part: Part) -> dict[str, Any]:
             }
             for bucket in part.buckets
         ],
-        "stretches": [[*key, cuts] for key, cuts in rows.items()],
+        "stretches": [
+            [kind, bucket, word, cuts] + [stored] * (stored != word)
+            for (kind, bucket, word, stored), cuts in rows.items()
+        ],
         "singles": [
             [one.rank, one.kind, one.name, list(one.shape), DTYPES[one.dtype]]
             for one in part.singles
@@ -164,8 +179,16 @@ def part_of_json(content: Any) -> Part:
         for row in content["buckets"]
     )
     stretches = tuple(
-        Stretch(_count(rank), str(kind), _count(bucket), _count(start), _count(numel), _dtype(word))
-        for kind, bucket, word, cuts in content["stretches"]
+        Stretch(
+            _count(rank),
+            str(kind),
+            _count(bucket),
+            _count(start),
+            _count(numel),
+            _dtype(word),
+            _rounds(kind, *stored) if stored else None,
+        )
+        for kind, bucket, word, cuts, *stored in content["stretches"]
         for rank, start, numel in cuts
     )
     singles = tuple(
@@ -207,6 +230,12 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _rounds(kind: Any, word: Any) -> torch.dtype:
+    if kind != WEIGHT:
+        raise ValueError(f"{kind!r} is told to be the rounding of masters")
+    return _dtype(word)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

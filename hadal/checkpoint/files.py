@@ -43,6 +43,26 @@ def naming(path: Path, act: str) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be {act}: {reason}") from error
 
 
+_FAULTS: tuple[type[Exception], ...] = (
+    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(RuntimeError, OverflowError),
+)
+
+
+@contextmanager
+def understanding(what: str, *more: type[Exception]) -> Iterator[None]:
+    """Turn what goes wrong with contents that are not as expected into an error: `what`, and why.
+
+    `more` are exceptions of a library that reads them.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _FAULTS + more as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def new_mark() -> str:
     """What tells the files of one save from those of all others; no random generator is moved."""
     return secrets.token_hex(8)

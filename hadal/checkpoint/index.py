@@ -12,7 +12,8 @@ from hadal.checkpoint.files import Seal, check_inside, read_small, write_file
 from hadal.checkpoint.folders import INDEX
 from hadal.errors import CheckpointError
 
-FORMAT = 4
+FORMAT = 5
+_READ = (4, FORMAT)
 _LIMIT = 1 << 30
 # The checksum is that of the file without this line: what a flipped bit leaves does not match.
 _SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
@@ -45,7 +46,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     if found is None or zlib.crc32(body) != int(found[1], 16):
         _refuse(path, raw)
     content = strict_json(body, path)
-    if content.get("format") != FORMAT:
+    if content.get("format") not in _READ:
         _refuse(path, raw)
     return content
 
@@ -76,10 +77,10 @@ def _refuse(path: Path, raw: bytes) -> NoReturn:
         version = content["format"] if isinstance(content, dict) else FORMAT
     except (ValueError, RecursionError, KeyError):
         version = FORMAT
-    if version != FORMAT:
+    if version not in _READ:
         raise CheckpointError(
-            f"{path} is of format {version!r}, this version of Hadal reads {FORMAT}; load it with"
-            " the version that wrote it"
+            f"{path} is of format {version!r}, this version of Hadal reads"
+            f" {' and '.join(map(str, _READ))}; load it with the version that wrote it"
         )
     raise CheckpointError(
         f"{path} is damaged: its checksum is not that of its contents; take another checkpoint"

@@ -16,7 +16,7 @@ from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import check_file, check_inside
 from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
-from hadal.checkpoint.source import Source, StoredSource
+from hadal.checkpoint.source import Entry, Source, StoredSource
 from hadal.errors import CheckpointError, HadalError
 
 
@@ -29,6 +29,7 @@ class Holding:
     tensors: int
     numel: int
     nbytes: int
+    """Of what is stored: weights that are the rounding of their masters are not."""
 
 
 @dataclass(slots=True)
@@ -126,22 +127,22 @@ def _steps(scalars: Any) -> int | None:
 
 
 def _holdings(source: Source) -> list[Holding]:
-    found: dict[tuple[str, torch.dtype], list[int]] = {}
+    found: dict[tuple[str, torch.dtype], list[Entry]] = {}
     parts = [open_source(source.path, part) for part in range(1, source.parts)]
     for one in (source, *parts):
         for (_, kind), entry in one.entries.items():
-            found.setdefault((kind, entry.dtype), []).append(entry.numel)
+            found.setdefault((kind, entry.dtype), []).append(entry)
     for part in parts:
         part.close()
     return [
         Holding(
             kind,
             str(dtype).removeprefix("torch."),
-            len(numels),
-            sum(numels),
-            sum(numels) * dtype.itemsize,
+            len(entries),
+            sum(entry.numel for entry in entries),
+            sum(entry.numel for entry in entries if not entry.is_rounded) * dtype.itemsize,
         )
-        for (kind, dtype), numels in found.items()
+        for (kind, dtype), entries in found.items()
     ]
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.checkpoint.files import understanding
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.live import Live
 from hadal.checkpoint.moments import MemoryPlan, plan_memory
@@ -156,14 +157,8 @@ def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
 
 
 def _plan(source: Source, live: Live, wanted: Wanted) -> _Plan:
-    try:
+    with understanding(f"{source.path / folders.INDEX} is damaged"):
         return _planned(source, live, wanted)
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{source.path / folders.INDEX} is damaged: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _planned(source: Source, live: Live, wanted: Wanted) -> _Plan:

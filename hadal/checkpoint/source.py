@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hadal.checkpoint.contents import Part, SavedGroup, Single, Stretch, part_of_json
+from hadal.checkpoint.contents import MASTER, Part, SavedGroup, Single, Stretch, part_of_json
 from hadal.checkpoint.direct import Kept, blocks_of
-from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular
+from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, understanding
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
 from hadal.checkpoint.plain import decoded, decoded_state
@@ -34,7 +34,6 @@ from hadal.zero.layout import Slot
 OWN = "hadal"
 """The header's text of what each rank has for itself."""
 _OPEN_FILES = 16
-_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
 
 
 class Entry(NamedTuple):
@@ -42,6 +41,8 @@ class Entry(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_rounded: bool = False
+    """Whether all of a weight is the rounding of its master, which is read in its place."""
 
     @property
     def numel(self) -> int:
@@ -135,6 +136,8 @@ class _Chunk(NamedTuple):
     rank: int
     tensor: str
     offset: int
+    stored: torch.dtype
+    """Its dtype there: the master's, where the value is its rounding."""
 
 
 class StoredSource:
@@ -149,9 +152,8 @@ class StoredSource:
 
     def __init__(self, folder: Path, part: int = 0) -> None:
         self.path = folder
-        self._index = folder / INDEX
         content = read_index(folder)
-        with self._reading_index():
+        with self._reading(INDEX):
             self._read(content, part)
 
     def _read(self, content: dict[str, Any], part: int) -> None:
@@ -162,7 +164,7 @@ class StoredSource:
             raise ValueError(f"world_size is {self.world_size!r}, and the ranks are {ranks[:8]}")
         names = [rank_file(rank) for rank in ranks]
         has_client = CLIENT in content["files"]
-        self._seals = seals_of(content, names + [CLIENT] * has_client, self._index)
+        self._seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
         self._here = frozenset(map(str, content["here"]))
         self.mark = str(content["save"])
         self.stage = int(content["stage"])
@@ -212,7 +214,13 @@ class StoredSource:
             self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
 
     def _enter_stretches(self) -> None:
+        masters = {one for one in self.part.stretches if one.kind == MASTER}
         for one in self.part.stretches:
+            if (
+                one.rounds
+                and one._replace(kind=MASTER, dtype=one.rounds, rounds=None) not in masters
+            ):
+                raise ValueError(f"{one.tensor}, whose rounding weights are, is not told of")
             if one.rank >= len(self.part.ranks):
                 raise ValueError(f"{one.tensor} lies on rank {one.rank}")
             self._runs.setdefault((one.kind, one.bucket), []).append(one)
@@ -222,9 +230,11 @@ class StoredSource:
                 raise ValueError(f"{kind} of bucket {number} is told twice")
             starts = [one.start for one in run]
             for index, slot in enumerate(self.part.buckets[number].slots):
-                covered = sum(chunk.numel for chunk in _chunks(run, starts, slot))
+                chunks = list(_chunks(run, starts, slot))
+                covered = sum(chunk.numel for chunk in chunks)
                 if covered == slot.numel and (covered or kind in ("weight", "master")):
-                    entry = Entry(slot.shape, run[0].dtype)
+                    is_rounded = bool(chunks) and all(c.stored != run[0].dtype for c in chunks)
+                    entry = Entry(slot.shape, run[0].dtype, is_rounded)
                     self._enter(slot.name, kind, entry, (number, index))
                 elif covered:
                     raise ValueError(
@@ -235,7 +245,8 @@ class StoredSource:
         place = self._place[name, kind]
         if isinstance(place, Single):
             numel = prod(place.shape)
-            return [_Chunk(0, numel, place.rank or 0, place.tensor, 0)] if numel else []
+            chunk = _Chunk(0, numel, place.rank or 0, place.tensor, 0, place.dtype)
+            return [chunk] if numel else []
         number, index = place
         run = self._runs[kind, number]
         starts = [one.start for one in run]
@@ -245,16 +256,15 @@ class StoredSource:
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """See that the files that hold these elements have them, by their headers."""
-        entry = self.entries[name, kind]
         for chunk, _, _, _ in self._cuts(name, kind, start, stop):
-            self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, entry.dtype)
+            self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, chunk.stored)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Elements of a value; a view of the mapped file where one stored tensor holds them."""
-        cuts = self._cuts(name, kind, start, stop)
+        cuts, dtype = self._cuts(name, kind, start, stop), self.entries[name, kind].dtype
         if len(cuts) == 1:
-            return self._cut(*cuts[0][:2], stop - start)
-        found = torch.empty(stop - start, dtype=self.entries[name, kind].dtype)
+            return self._cut(*cuts[0][:2], stop - start).to(dtype)
+        found = torch.empty(stop - start, dtype=dtype)
         for chunk, offset, target, numel in cuts:
             found[target : target + numel].copy_(self._cut(chunk, offset, numel))
         return found
@@ -286,7 +296,7 @@ class StoredSource:
             first, last = max(one.start, start), min(one.stop, stop)
             if first < last:
                 name = rank_file(self.part.ranks[one.rank])
-                self._expect_tensor(name, one.tensor, one.dtype, (one.numel,))
+                self._expect_tensor(name, one.tensor, one.stored, (one.numel,))
                 found.append((name, one, first, last))
         return self._blocks(found, start)
 
@@ -298,12 +308,12 @@ class StoredSource:
             with self._reading(name), open_regular(self.path / name) as file:
                 begin = self._begin_of(name, one.tensor)
                 low, high = (
-                    begin + (edge - one.start) * one.dtype.itemsize for edge in (first, last)
+                    begin + (edge - one.start) * one.stored.itemsize for edge in (first, last)
                 )
                 offset = first - start
                 for block in blocks_of(file.fileno(), low, high, self._kept.get(name)):
-                    values = torch.frombuffer(block, dtype=one.dtype)
-                    yield offset, values
+                    values = torch.frombuffer(block, dtype=one.stored)
+                    yield offset, values.to(one.dtype)
                     offset += values.numel()
 
     def _begin_of(self, name: str, tensor: str) -> int:
@@ -360,7 +370,7 @@ class StoredSource:
         if CLIENT in self._seals:
             self._look_at(CLIENT)
             tensors = read_tensors(self.path / CLIENT)[0]
-        with self._reading_index():
+        with self._reading(INDEX):
             return dict(decoded(self._client, tensors))
 
     # ---- files -----------------------------------------------------------------------------------
@@ -428,27 +438,8 @@ class StoredSource:
                     f"{'' if shape is None else f' of shape {shape}'}"
                 )
 
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (OSError, SafetensorError, *_FAULTS) as error:
-            raise CheckpointError(
-                f"{self.path / name} is damaged: {type(error).__name__}: {error}"
-            ) from error
-
-    @contextmanager
-    def _reading_index(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except _FAULTS as error:
-            raise CheckpointError(
-                f"{self._index} is damaged: {type(error).__name__}: {error}"
-            ) from error
+    def _reading(self, name: str) -> AbstractContextManager[None]:
+        return understanding(f"{self.path / name} is damaged", SafetensorError)
 
     def close(self) -> None:
         """Let go of all files."""
@@ -480,7 +471,8 @@ def _chunks(run: Sequence[Stretch], starts: Sequence[int], slot: Slot) -> Iterat
         one = run[index]
         first, last = max(one.start, slot.offset), min(one.stop, slot.stop)
         if first < last:
-            yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, first - one.start)
+            place = first - one.start
+            yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, place, one.stored)
         index += 1
 
 

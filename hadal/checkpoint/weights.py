@@ -1,7 +1,8 @@
 """Weights and masters from a checkpoint: what is to be read into which bucket.
 
 A master takes the saved master, or the weight where there was none. A weight takes the saved weight
-where that has its dtype, bit for bit; else it is rounded from the master, as a step would do it.
+where that has its dtype, bit for bit; else, and where that is the same, it is rounded from the
+master here, as a step would do it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import WEIGHT
@@ -28,8 +28,6 @@ class Copy:
     name: str
     kind: str
     start: int
-    via: torch.dtype | None = None
-    """The dtype that they are rounded to before they are rounded to the target's."""
 
     def expect(self, source: Source) -> None:
         """See that it can be read."""
@@ -38,8 +36,7 @@ class Copy:
     def run(self, source: Source) -> None:
         """Read it."""
         stop = self.start + self.target.numel()
-        values = source.read(self.name, self.kind, self.start, stop)
-        self.target.copy_(values if self.via is None else values.to(self.via))
+        self.target.copy_(source.read(self.name, self.kind, self.start, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,19 @@ class CopyStretch:
             self.target[offset : offset + values.numel()].copy_(values)
 
 
-Reading = Copy | CopyStretch
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Weights that are rounded from masters which have been read before."""
+
+    target: Tensor
+    master: Tensor
+
+    def run(self, source: Source) -> None:
+        """Round them."""
+        self.target.copy_(self.master)
+
+
+Reading = Copy | CopyStretch | Rounding
 
 
 def plan_bucket(
@@ -79,18 +88,29 @@ def plan_bucket(
     weights = {
         name: _weight_kind(saved, exact[name], bucket, source) for name, saved in names.items()
     }
-    precision = bucket.precision
-    has_master = bucket.master is not None and precision.keeps_master
-    via = precision.master if has_master else None
-    yield from _plan_run(bucket, bucket.shard, weights, names, source, via)
-    if has_master:
-        assert bucket.master is not None
-        yield from _plan_run(bucket, bucket.master, exact, names, source, None)
+    master = bucket.master if bucket.precision.keeps_master else None
+    if master is None:
+        yield from _plan_run(bucket, bucket.shard, weights, names, source)
+        return
+    yield from _plan_run(bucket, master, exact, names, source)
+    saved = {name: kind for name, kind in weights.items() if kind != exact[name]}
+    yield from _plan_run(bucket, bucket.shard, saved, names, source)
+    if not saved and len(names) == len(slots):
+        yield Rounding(bucket.shard, master)
+        return
+    for fragment in bucket.layout.fragments(*bucket.span):
+        name = slots[fragment.slot].name
+        if name in names and name not in saved:
+            place = slice(fragment.offset, fragment.offset + fragment.numel)
+            yield Rounding(bucket.shard[place], master[place])
 
 
 def _weight_kind(saved: str, exact: str, bucket: Bucket, source: Source) -> str:
     entry = source.entries.get((saved, WEIGHT))
-    return WEIGHT if entry is not None and entry.dtype == bucket.precision.compute else exact
+    if entry is None or entry.dtype != bucket.precision.compute:
+        return exact
+    keeps_master = bucket.master is not None and bucket.precision.keeps_master
+    return exact if entry.is_rounded and keeps_master else WEIGHT
 
 
 def _plan_run(
@@ -99,11 +119,10 @@ def _plan_run(
     kinds: Mapping[str, str],
     names: Mapping[str, str],
     source: Source,
-    via: torch.dtype | None,
 ) -> Iterator[Reading]:
     slots, (start, stop) = bucket.layout.slots, bucket.span
     alike = set(kinds.values())
-    same = len(names) == len(slots) and all(name == saved for name, saved in names.items())
+    same = len(kinds) == len(slots) and all(name == saved for name, saved in names.items())
     if same and len(alike) == 1:
         kind = alike.pop()
         dtypes = {source.entries[name, kind].dtype for name in names}
@@ -112,11 +131,9 @@ def _plan_run(
             return
     for fragment in bucket.layout.fragments(start, stop):
         name = slots[fragment.slot].name
-        if name not in names:
+        if name not in kinds:
             continue
         place = target[fragment.offset : fragment.offset + fragment.numel]
-        copy = Copy(place, names[name], kinds[name], fragment.start, via)
-        if source.entries[copy.name, copy.kind].dtype == target.dtype:
-            copy = Copy(place, copy.name, copy.kind, copy.start)
+        copy = Copy(place, names[name], kinds[name], fragment.start)
         copy.expect(source)
         yield copy

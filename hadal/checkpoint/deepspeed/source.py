@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from hadal.checkpoint.deepspeed import layouts
 from hadal.checkpoint.deepspeed.folder import Files, files_of
 from hadal.checkpoint.deepspeed.layouts import Trained
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
-from hadal.checkpoint.files import check_inside
+from hadal.checkpoint.files import check_inside, understanding
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.source import Entry, Own
 from hadal.errors import CheckpointError
@@ -63,10 +62,6 @@ _CLASSES = MappingProxyType(
 )
 """By the name in a configuration, however it is spelt: the class whose state it is."""
 _LEFT_OUT = ("data_sampler", "random_ltd")
-_FAULTS = (
-    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError),
-    *(RuntimeError, OverflowError),
-)
 
 
 class _Value(NamedTuple):
@@ -93,7 +88,8 @@ class DeepSpeedSource:
         self._files = files_of(folder)
         models = [read_pickle(path, folder) for path in self._files.model]
         rows = [read_pickle(path, folder) for path in self._files.optimizer]
-        with self._understanding():
+        what = f"{folder} cannot be understood as a DeepSpeed checkpoint, or is damaged"
+        with understanding(what):
             self._model: Mapping[str, Any] = models[0]
             self._read(models, [row["optimizer_state_dict"] for row in rows], names)
 
@@ -339,18 +335,6 @@ class DeepSpeedSource:
     def files(self) -> Sequence[Path]:
         """All files that are read."""
         return list(all_files(self._files))
-
-    @contextmanager
-    def _understanding(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except _FAULTS as error:
-            raise CheckpointError(
-                f"{self.path} cannot be understood as a DeepSpeed checkpoint, or is damaged:"
-                f" {type(error).__name__}: {error}"
-            ) from error
 
 
 def all_files(files: Files) -> Iterator[Path]:

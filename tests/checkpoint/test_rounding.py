@@ -1,0 +1,157 @@
+"""Weights that are the rounding of their masters are not stored, and come back bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from engine.toys import assert_equal, engine_of, model_of, train
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankPools
+from safetensors import safe_open
+from torch import Tensor
+
+from checkpoint.test_damage import reparted
+from hadal import comm
+from hadal.checkpoint import collecting
+from hadal.checkpoint.collecting import is_rounding
+from hadal.checkpoint.export import state_dict_of
+from hadal.checkpoint.index import read_index, write_index
+from hadal.checkpoint.inspection import inspected
+from hadal.checkpoint.opening import opened
+from hadal.errors import CheckpointError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+}
+
+
+@given(st.data(), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_every_changed_bit_is_seen(data: st.DataObject, dtype: torch.dtype) -> None:
+    values = st.floats(-(2.0**100), 2.0**100, width=32)
+    master = torch.tensor(data.draw(st.lists(values, min_size=1, max_size=9)))
+    start = data.draw(st.integers(0, len(master) - 1))
+    weights = master.to(dtype)
+    assert is_rounding(weights[start:], master[start:])
+    bits, place = weights.view(torch.int16), data.draw(st.integers(start, len(master) - 1))
+    bits[place] ^= 1 << data.draw(st.integers(0, 14))
+    assert not is_rounding(weights[start:], master[start:])
+
+
+def test_what_need_not_be_rounded_alike_is_stored() -> None:
+    zeros = torch.zeros(1 << 18)
+    assert is_rounding(zeros.bfloat16(), zeros)
+    assert not is_rounding(-zeros.bfloat16(), zeros)
+    zeros[-1] = torch.nan
+    assert not is_rounding(zeros.bfloat16(), zeros)
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in engine.module_state_dict().items()}
+
+
+def weight_tensors(folder: Path) -> int:
+    count = 0
+    for path in folder.glob("rank_*.safetensors"):
+        with safe_open(path, "pt") as file:
+            count += sum(name.endswith(".weight") for name in file.keys())  # noqa: SIM118
+    return count
+
+
+def at_rank_0(weights: Tensor, master: Tensor) -> bool:
+    return comm.get_rank() == 0 and is_rounding(weights, master)
+
+
+def save_and_read(stage: int, kind: str, folder: str) -> None:
+    engine = engine_of(stage, **SETTINGS[kind])
+    train(engine, range(2))
+    engine.save_checkpoint(folder, "same")
+    # As nothing here leaves it: on one rank a weight that is not its master's rounding. Where
+    # weights are whole, the master is given what they are before a save.
+    with patch.object(collecting, "is_rounding", is_rounding if stage == 3 else at_rank_0):
+        if comm.get_rank() == 1:
+            engine._parts.runtime.buckets[0].shard[:1] += 1
+        engine.save_checkpoint(folder, "differs")
+    comm.barrier()
+    for tag in ("same", "differs"):
+        source = opened(Path(folder), tag)
+        stored = state_dict_of(source, None)
+        entries = [entry for (_, kind), entry in source.entries.items() if kind == "weight"]
+        assert all(entry.is_rounded for entry in entries) == (tag == "same")
+        source.close()
+        engine.load_checkpoint(folder, tag)
+        assert_equal(weights_of(engine), stored)
+        other = engine_of(3 - stage, model_of(9), **SETTINGS[kind])
+        other.load_checkpoint(folder, tag, load_module_only=True)
+        assert_equal(weights_of(other), stored)
+        other.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_weights_come_back_from_their_masters(
+    stage: int, kind: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(save_and_read, stage, kind, str(tmp_path))
+    same, differs = (state_dict_of(opened(tmp_path, tag), None) for tag in ("same", "differs"))
+    assert any(not torch.equal(same[name], differs[name]) for name in same) == (stage > 0)
+    assert weight_tensors(tmp_path / "same") == 0 < weight_tensors(tmp_path / "differs")
+    (report,) = inspected(tmp_path, "same")
+    assert not report.faults
+    assert [one.nbytes for one in report.holdings if one.kind == "weight"] == [0]
+
+
+def save_as_before(folder: str) -> None:
+    engine = engine_of(2, **SETTINGS["bf16"])
+    train(engine, range(2))
+    with patch.object(collecting, "is_rounding", lambda weights, master: False):
+        engine.save_checkpoint(folder, "old")
+    if comm.get_rank() == 0:
+        index = Path(folder, "old")
+        content = read_index(index)
+        content["format"] = 4
+        assert all(len(row) == 4 for row in content["parts"][0]["stretches"])
+        (index / "index.json").unlink()
+        write_index(index, content)
+    comm.barrier()
+    again = engine_of(3, model_of(9), **SETTINGS["bf16"])
+    again.load_checkpoint(folder)
+    assert_equal(weights_of(again), weights_of(engine))
+    again.destroy()
+    engine.destroy()
+
+
+def test_folders_of_the_format_before_load(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_as_before, str(tmp_path))
+    assert '"format": 4' in (tmp_path / "old" / "index.json").read_text()
+
+
+def refuse_what_is_told_wrong(folder: str) -> None:
+    engine = engine_of(2, **SETTINGS["bf16"])
+    train(engine, range(2))
+    before = weights_of(engine)
+    # The rows of the first bucket: weights, which are not stored, and their masters.
+    for place, value, named in (
+        ((4,), "F16", "index.json"),
+        ((4,), "X", "index.json"),
+        ((0,), "state.x", "index.json"),
+        ((3, 0, 1), 8, "index.json"),
+    ):
+        engine.save_checkpoint(folder, "x")
+        if comm.get_rank() == 0:
+            reparted(Path(folder, "x"), "stretches", 0, *place, value)
+        comm.barrier()
+        with pytest.raises(CheckpointError, match=named):
+            engine.load_checkpoint(folder, "x")
+        assert_equal(weights_of(engine), before)
+    engine.destroy()
+
+
+def test_an_index_that_is_wrong_is_refused(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(refuse_what_is_told_wrong, str(tmp_path))
