@@ -26,7 +26,7 @@ from hadal.checkpoint.contents import (
     merged_state,
     state_kind,
 )
-from hadal.checkpoint.live import Live
+from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.plain import encoded, encoded_state
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
@@ -300,10 +300,10 @@ def is_elementwise(key: str, value: Any, held: Held) -> bool:
 def _names_of(held: Held) -> Iterator[str]:
     layout = held.bucket.layout
     if held.slot is not None:
-        yield layout.slots[held.slot].name
+        yield plain_name(layout.slots[held.slot].name)
         return
     for fragment in layout.fragments(held.start, held.start + held.values.numel()):
-        yield layout.slots[fragment.slot].name
+        yield plain_name(layout.slots[fragment.slot].name)
 
 
 def _is_cut(bucket: Bucket) -> bool:
@@ -350,11 +350,11 @@ def _saved_bucket(bucket: Bucket) -> SavedBucket:
     cut = bucket.partition
     flags = zip("ogw", (cut.optimizer, cut.gradients, cut.weights), strict=True)
     return SavedBucket(
-        bucket.name,
+        plain_name(bucket.name),
         bucket.layout.numel,
         "".join(letter if flag else "-" for letter, flag in flags),
         bucket.trainable,
-        bucket.layout.slots,
+        plain_slots(bucket.layout.slots),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.checkpoint.huggingface import Value, write_model
-from hadal.checkpoint.live import Live
+from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.together import together
 from hadal.zero.bucket import Bucket
 
@@ -56,7 +56,9 @@ class Weights:
         if not isinstance(holder, Bucket):
             yield holder
             return
-        for slot, parameter in zip(holder.layout.slots, holder.parameters, strict=True):
+        for slot, parameter in zip(
+            plain_slots(holder.layout.slots), holder.parameters, strict=True
+        ):
             if slot.name not in self.excluded:
                 yield slot.name, parameter
 
@@ -71,7 +73,9 @@ def weights_of(live: Live, *, exclude_frozen: bool = False) -> Weights:
     first: dict[nn.Parameter, str] = {}
     excluded: set[str] = set()
     for bucket in runtime.buckets:
-        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+        for slot, parameter in zip(
+            plain_slots(bucket.layout.slots), bucket.parameters, strict=True
+        ):
             first[parameter] = slot.name
             if parameter in frozen:
                 excluded.add(slot.name)
@@ -114,7 +118,7 @@ def _in_model(module: nn.Module) -> Iterator[str]:
     """Every name of the state, in the order of `state_dict`."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for key in [*owner._parameters, *owner._buffers]:
-            yield f"{path}.{key}" if path else key
+            yield plain_name(f"{path}.{key}" if path else key)
 
 
 @torch.no_grad()

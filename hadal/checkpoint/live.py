@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,24 @@ from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
 from hadal.optim.step import Stepper
+from hadal.zero.layout import Slot
 from hadal.zero.runtime import ZeroRuntime
+
+# What `torch.compile(model)` puts into the path of all that it wraps.
+_WRAPPED = "_orig_mod"
+
+
+def plain_name(name: str) -> str:
+    """A full name, or a module's path, as it is where nothing is compiled: so it is saved."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+def plain_slots(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """A bucket's slots, by the names that are saved."""
+    return tuple(
+        replace(slot, name=plain_name(slot.name)) if _WRAPPED in slot.name else slot
+        for slot in slots
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +83,17 @@ class Live:
         return self.runtime.ranks
 
     def names(self) -> dict[nn.Parameter, list[str]]:
-        """All names of each parameter; a tied one has several."""
+        """All names of each parameter, as they are saved; a tied one has several."""
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+            names.setdefault(parameter, []).append(plain_name(name))
         return names
 
     def unmanaged(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that lie in no bucket, by their first names."""
         for name, parameter in self.module.named_parameters():
             if parameter not in self.runtime.bucket_of:
-                yield name, parameter
+                yield plain_name(name), parameter
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """What `state_dict` calls buffers: those that are persistent, each once."""
@@ -86,13 +103,13 @@ class Live:
                 if buffer is None or key in module._non_persistent_buffers_set or buffer in seen:
                     continue
                 seen.add(buffer)
-                yield (f"{path}.{key}" if path else key), buffer
+                yield plain_name(f"{path}.{key}" if path else key), buffer
 
     def with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that have more state than tensors (`get_extra_state`), by their paths."""
         for path, module in self.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield path, module
+                yield plain_name(path), module
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
         """Whether updates change it."""
@@ -112,5 +129,5 @@ class Live:
         for bucket in self.runtime.buckets:
             # There may be what could be trained, and no optimizer.
             for slot in bucket.layout.slots if bucket.trainable and names else ():
-                names[slot.group].append(slot.name)
+                names[slot.group].append(plain_name(slot.name))
         return names

@@ -23,7 +23,7 @@ from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import understanding
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
-from hadal.checkpoint.live import Live
+from hadal.checkpoint.live import Live, plain_name
 from hadal.checkpoint.moments import MemoryPlan, plan_memory
 from hadal.checkpoint.opening import open_source
 from hadal.checkpoint.source import Own, Source, StoredSource
@@ -208,7 +208,7 @@ def _fit(source: Source, live: Live) -> Fit:
     ]
     for bucket in live.runtime.buckets:
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
-            wanted.append((names.get(parameter, [slot.name]), slot.shape, WEIGHT))
+            wanted.append((names.get(parameter, [plain_name(slot.name)]), slot.shape, WEIGHT))
     wanted += [([name], tuple(buffer.shape), BUFFER) for name, buffer in live.buffers()]
     return fit_names(wanted, source)
 
@@ -348,12 +348,15 @@ def _restore_optimizer(optimizer: Optimizer, source: Source, plan: _Plan) -> Non
 def _load_by(custom: CustomLoad, source: Source, plan: _Plan, live: Live) -> None:
     """Let the caller put whole values into the module."""
     state = {}
+    # It finds the names that the module has for them.
+    values = (*live.module.named_parameters(), *live.module.named_buffers())
+    called = {plain_name(name): name for name, _ in values}
     for name, saved in plan.fit.found.items():
         kind = BUFFER if (saved, BUFFER) in source.entries else WEIGHT
         if kind == WEIGHT:
             kind = exact_kind(saved, source, uses_masters=live.rules.uses_masters)
-        entry = source.entries[saved, kind]
-        state[name] = source.read(saved, kind, 0, entry.numel).clone().view(entry.shape)
+        value = source.read_own(saved, kind, live.ranks.rank % _ranks_of(source))
+        state[called.get(name, name)] = value.clone()
     with live.runtime.whole(live.runtime.buckets):
         custom(src=state, dst=live.module)
     live.runtime.reshard_all()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.checkpoint.contents import MASTER, WEIGHT, state_key, state_kind
+from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.weights import Copy, CopyStretch, Reading
 from hadal.errors import CheckpointError
@@ -99,7 +100,7 @@ def plan_memory(
     for held in holds:
         if not held.values.numel():
             continue
-        slots = held.bucket.layout.slots
+        slots = plain_slots(held.bucket.layout.slots)
         members = (
             [slot for slot in slots if slot.group == held.group]
             if held.slot is None
@@ -165,6 +166,7 @@ def _plan_flat(
 ) -> None:
     """A flat cut: the elements that lie here of each parameter, zeros where none are known."""
     layout, state_dtype = held.bucket.layout, held.bucket.precision.state_dtype
+    slots = plain_slots(layout.slots)
     for slot in members:
         for kind in kinds.get(known.get(slot.name, ""), ()):
             entry, key = source.entries[known[slot.name], kind], state_key(kind)
@@ -178,14 +180,12 @@ def _plan_flat(
             memory.tensors[key] = Entry(tuple(held.values.shape), dtype)
     stop = held.start + held.values.numel()
     if all(known.get(slot.name) == slot.name for slot in members):
-        each = [
-            source.stretches(state_kind(k), layout.slots, held.start, stop) for k in memory.tensors
-        ]
+        each = [source.stretches(state_kind(k), slots, held.start, stop) for k in memory.tensors]
         if all(one is not None for one in each):
-            memory.stretch = (layout.slots, held.start)
+            memory.stretch = (slots, held.start)
             return
     for fragment in layout.fragments(held.start, stop):
-        slot = layout.slots[fragment.slot]
+        slot = slots[fragment.slot]
         for kind in kinds.get(known.get(slot.name, ""), ()) if slot in members else ():
             name, start = known[slot.name], fragment.start
             source.expect(name, kind, start, start + fragment.numel)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.fitting import exact_kind
+from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Source
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
@@ -80,7 +81,7 @@ def plan_bucket(
     Raises:
         CheckpointError: something of it cannot be read.
     """
-    slots = bucket.layout.slots
+    slots = plain_slots(bucket.layout.slots)
     names = {slot.name: found[slot.name] for slot in slots if slot.name in found}
     exact = {
         name: exact_kind(saved, source, uses_masters=uses_masters) for name, saved in names.items()
@@ -120,7 +121,8 @@ def _plan_run(
     names: Mapping[str, str],
     source: Source,
 ) -> Iterator[Reading]:
-    slots, (start, stop) = bucket.layout.slots, bucket.span
+    """What to read of the parameters that `kinds` tells."""
+    slots, (start, stop) = plain_slots(bucket.layout.slots), bucket.span
     alike = set(kinds.values())
     same = len(kinds) == len(slots) and all(name == saved for name, saved in names.items())
     if same and len(alike) == 1:
