@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from hadal import __version__
-from hadal.cli import bench, checkpoint, explain, plot_schedule, schema
+from hadal.cli import bench, checkpoint, estimate, explain, plot_schedule, schema
 
-SUBCOMMANDS = (bench, checkpoint, explain, plot_schedule, schema)
+SUBCOMMANDS = (bench, checkpoint, estimate, explain, plot_schedule, schema)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -112,12 +112,14 @@ _ALIKE: dict[str, dict[str, str]] = {
         _VALUES: "ZeroParamStatus",
     },
     "deepspeed.runtime.zero.stage3": {
-        "hadal.zero": "estimate_zero3_model_states_mem_needs_all_cold"
+        "hadal.zero": "estimate_zero3_model_states_mem_needs"
+        " estimate_zero3_model_states_mem_needs_all_cold"
         " estimate_zero3_model_states_mem_needs_all_live",
         _KINDS: "DeepSpeedZeroOptimizer_Stage3",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        "hadal.zero": "estimate_zero2_model_states_mem_needs_all_cold"
+        "hadal.zero": "estimate_zero2_model_states_mem_needs"
+        " estimate_zero2_model_states_mem_needs_all_cold"
         " estimate_zero2_model_states_mem_needs_all_live",
         _KINDS: "DeepSpeedZeroOptimizer",
     },

@@ -14,8 +14,10 @@ master    the values that the optimizer updates
 
 from hadal.zero.access import GatheredParameters
 from hadal.zero.estimate import (
+    estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
@@ -28,8 +30,10 @@ __all__ = [
     "Init",
     "MiCS_Init",
     "TiledLinear",
+    "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "register_external_parameter",

@@ -3,11 +3,12 @@
 For Adam under bf16 or fp16, a parameter costs 2 bytes as a weight, 2 as a gradient and 12 for the
 optimizer (fp32 master and two moments), each kind divided by the ranks where the stage cuts it
 (Rajbhandari 2020). In fp32 weights are their own masters: 4, 4 and 8. Activations and the buckets
-under way come on top; `additional_buffer_factor` leaves room for them. Host memory is what building
-the model takes: at its peak, where every process of a node builds it whole, in fp32, before
+under way come on top; `additional_buffer_factor` leaves room for them on the host. While the model
+is built, host memory is what every process of a node takes that builds it whole, in fp32, before
 `initialize` (with `zero.Init`: its shard, and the largest layer).
 
-Nothing rests on the host or on disk: offload is not built yet, so no row of a table counts on it.
+What rests off the device lies on the host or on a disk (Rajbhandari 2021). An optimizer that does
+so has its gradients, cut as it is, on the host, and masters of its own in fp32 too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
+
+from hadal.config.offload import Tier
 
 _GB = 1e9
 _FP32_NBYTES = 4
@@ -24,16 +28,32 @@ _FP32_NBYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes of one parameter as a weight, as a gradient and in the optimizer."""
+    """Bytes of one parameter: as a weight, as a gradient, its master's and the optimizer's own."""
 
     weight: int
     gradient: int
-    optimizer: int
+    master: int
+    """0 where weights are their own masters."""
+    state: int
+
+    @property
+    def optimizer(self) -> int:
+        """What the optimizer holds beside weights and gradients."""
+        return self.master + self.state
 
 
 # fp32 master and two moments beside 16-bit weights and gradients; in fp32 weights are masters.
-HALF = Cost(2, 2, 12)
-FULL = Cost(4, 4, 8)
+HALF = Cost(2, 2, 4, 8)
+FULL = Cost(4, 4, 0, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Where sharded weights and the optimizer rest between uses; none is the device."""
+
+    weights: Tier = "none"
+    """Of stage 3; what is kept whole there stays on the device."""
+    optimizer: Tier = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +62,20 @@ class Job:
 
     devices_per_node: int = 1
     nodes: int = 1
+    copy_devices: int = 0
+    """Those that share one copy of all states (`mics_shard_size`); 0: all."""
+    second_copy_devices: int = 0
+    """Stage 3: those that share a second copy of the weights (`zero_hpz_partition_size`)."""
 
     @property
     def devices(self) -> int:
         """Devices of all nodes."""
         return self.devices_per_node * self.nodes
+
+    @property
+    def cuts(self) -> int:
+        """In how many shards a copy is cut."""
+        return self.copy_devices or self.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +86,8 @@ class Model:
     frozen: int = 0
     largest: int = 0
     """Of them, those that one module owns itself, at most."""
+    persistent: int = 0
+    """Of them, those that stage 3 keeps whole."""
 
     @property
     def numel(self) -> int:
@@ -64,34 +95,166 @@ class Model:
         return self.trained + self.frozen
 
 
-def counted(model: nn.Module) -> Model:
-    """Count a model's parameters; their values are not looked at."""
+class Held(NamedTuple):
+    """Bytes that one rank holds in each tier."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @classmethod
+    def at(cls, tier: Tier, nbytes: int) -> Held:
+        """All of them in one."""
+        place = ("none", "cpu", "nvme").index(tier)
+        return cls(*(nbytes * (number == place) for number in range(3)))
+
+    def plus(self, other: Held) -> Held:
+        """Both together."""
+        return Held(*map(sum, zip(self, other, strict=True)))
+
+
+class States(NamedTuple):
+    """What one rank holds of each kind."""
+
+    weights: Held
+    gradients: Held
+    optimizer: Held
+
+    @property
+    def total(self) -> Held:
+        """All three together."""
+        return self.weights.plus(self.gradients).plus(self.optimizer)
+
+
+def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
+    """Count a model's parameters; their values are not looked at.
+
+    Args:
+        model: what is to be trained.
+        persistence_numel: stage 3 keeps parameters with fewer elements whole.
+    """
     numels = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     own = (sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     return Model(
         trained=sum(numel for numel, is_trained in numels if is_trained),
         frozen=sum(numel for numel, is_trained in numels if not is_trained),
         largest=max(own, default=0),
+        persistent=sum(numel for numel, _ in numels if numel < persistence_numel),
     )
 
 
-def device_nbytes(stage: int, model: Model, job: Job, cost: Cost = HALF) -> int:
+def states_of(
+    stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
+) -> States:
+    """What one rank holds between the steps, and before them of gradients; within 1 % (padding)."""
+    rest = rest or Rest()
+    return States(
+        _weights(stage, model, job, cost, rest),
+        _gradients(stage, model, job, cost, rest),
+        _optimizer(stage, model, job, cost, rest),
+    )
+
+
+def _weights(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    if stage < 3:
+        return Held(cost.weight * model.numel)
+    sharded = model.numel - model.persistent
+    second = math.ceil(sharded / job.second_copy_devices) if job.second_copy_devices > 1 else 0
+    shard = Held.at(rest.weights, cost.weight * math.ceil(sharded / job.cuts))
+    return shard.plus(Held(cost.weight * (model.persistent + second)))
+
+
+def _gradients(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
+    found = Held(whole if stage < 2 else 0)
+    if rest.optimizer != "none":
+        return found.plus(Held(host=shard if stage else whole))
+    return found if stage < 2 else Held(shard)
+
+
+def _optimizer(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    numel = math.ceil(model.trained / (job.cuts if stage else 1))
+    # Weights that rest elsewhere cannot be the masters of an optimizer that is off the device.
+    needs_own = rest.optimizer not in ("none", rest.weights if stage == 3 else "none")
+    own = cost.weight if needs_own and not cost.master else 0
+    return Held.at(rest.optimizer, (cost.optimizer + own) * numel)
+
+
+def device_nbytes(
+    stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
+) -> int:
     """Bytes of model states on one device at a stage, within 1 % (padding)."""
-    n = job.devices
-    parts = (
-        (cost.weight, model.numel, n if stage >= 3 else 1),
-        (cost.gradient, model.trained, n if stage >= 2 else 1),
-        (cost.optimizer, model.trained, n if stage >= 1 else 1),
-    )
-    return sum(nbytes * math.ceil(numel / cut) for nbytes, numel, cut in parts)
+    return states_of(stage, model, job, cost, rest).total.device
+
+
+def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
+    """Bytes of the largest layer on a device in its turn: whole, and so is its gradient."""
+    return (cost.weight + cost.gradient) * model.largest
 
 
 def host_nbytes(model: Model, job: Job, *, born_sharded: bool) -> int:
     """Bytes on one node's host while the model is built, in fp32, by every process of the node."""
     if born_sharded:
-        rest = math.ceil(model.numel / job.devices) + model.largest
+        rest = math.ceil(model.numel / job.cuts) + model.largest
         return _FP32_NBYTES * job.devices_per_node * rest
     return _FP32_NBYTES * job.devices_per_node * model.numel
+
+
+# ---- the functions that users know ---------------------------------------------------------------
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes that ZeRO-2 takes in bf16 or fp16: of the host for each node, and of each device.
+
+    Args:
+        total_params: elements of the model's parameters.
+        num_gpus_per_node: devices, and so processes, of one node.
+        num_nodes: nodes of the job.
+        cpu_offload: whether the optimizer rests on the host.
+        additional_buffer_factor: what host memory is multiplied with, for what else goes on there.
+    """
+    job = Job(num_gpus_per_node, num_nodes)
+    row = _row(2, Model(total_params), job, HALF, Rest(optimizer=_host_if(cpu_offload)))
+    return int(additional_buffer_factor * row.host_whole), row.device
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Bytes that ZeRO-3 takes in bf16 or fp16: host for each node, each device, largest layer.
+
+    Args:
+        total_params: elements of the model's parameters.
+        largest_layer_params: those that one module owns itself, at most.
+        num_gpus_per_node: devices, and so processes, of one node.
+        num_nodes: nodes of the job.
+        cpu_offload: whether the optimizer rests on the host.
+        cpu_offload_params: whether weights do too.
+        zero_init: whether the model is built inside `zero.Init`.
+        additional_buffer_factor: what host memory is multiplied with, for what else goes on there.
+    """
+    model, job = Model(total_params, 0, largest_layer_params), Job(num_gpus_per_node, num_nodes)
+    rest = Rest(_host_if(cpu_offload and cpu_offload_params), _host_if(cpu_offload))
+    row = _row(3, model, job, HALF, rest)
+    host = row.host_born_sharded if zero_init else row.host_whole
+    return int(additional_buffer_factor * host), row.device, layer_nbytes(model)
+
+
+def _host_if(is_off: bool) -> Tier:
+    return "cpu" if is_off else "none"
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -154,48 +317,75 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _print_zero2(model: Model, job: Job, factor: float) -> None:
-    host = factor * host_nbytes(model, job, born_sharded=False)
-    rows = [
-        _Row(host, device_nbytes(2, model, job, cost), precision) for precision, cost in _PRECISIONS
-    ]
-    _print("ZeRO-2", model, job, rows)
+    lines = ["  per device     | host, per node | disk, per node | options"]
+    for precision, cost in _PRECISIONS:
+        for tier in _TIERS:
+            row = _row(2, model, job, cost, Rest(optimizer=tier))
+            cells = (row.device, factor * row.host_whole, row.disk)
+            lines.append(_line(cells, precision, optimizer=tier))
+    _print("ZeRO-2", model, job, lines)
 
 
 def _print_zero3(model: Model, job: Job, factor: float) -> None:
-    rows = []
+    lines = ["  per device     | host, per node | no zero.Init   | disk, per node | options"]
     for precision, cost in _PRECISIONS:
-        # In its turn the largest layer is whole, and so is its gradient.
-        whole = (cost.weight + cost.gradient) * model.largest if job.devices > 1 else 0
-        device = device_nbytes(3, model, job, cost) + whole
-        for born_sharded in (True, False):
-            host = factor * host_nbytes(model, job, born_sharded=born_sharded)
-            options = f"{precision}, {'' if born_sharded else 'without '}zero.Init"
-            rows.append(_Row(host, device, options))
-    _print("ZeRO-3, with the largest layer whole,", model, job, rows)
+        for weights, optimizer in _RESTS:
+            row = _row(3, model, job, cost, Rest(weights, optimizer))
+            hosts = (factor * row.host_born_sharded, factor * row.host_whole)
+            cells = (row.device, *hosts, row.disk)
+            lines.append(_line(cells, precision, optimizer=optimizer, param=weights))
+    _print("ZeRO-3, with the largest layer whole,", model, job, lines)
 
 
 _PRECISIONS: Sequence[tuple[str, Cost]] = (("bf16 or fp16", HALF), ("fp32", FULL))
+_TIERS: Sequence[Tier] = ("none", "cpu", "nvme")
+_RESTS: Sequence[tuple[Tier, Tier]] = (
+    ("none", "none"),
+    ("none", "cpu"),
+    ("none", "nvme"),
+    ("cpu", "cpu"),
+    ("nvme", "nvme"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    host_nbytes: float
-    device_nbytes: float
-    options: str
+class _Row(NamedTuple):
+    """Bytes of one device, and of one node's host and disk."""
+
+    device: int
+    host_whole: int
+    """At the most: while every process builds the whole model, or with what rests there."""
+    host_born_sharded: int
+    """The same with `zero.Init`."""
+    disk: int
+
+
+def _row(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> _Row:
+    held = states_of(stage, model, job, cost, rest).total
+    # Alone on a device all layers are whole, if they rest there.
+    in_turn = stage == 3 and (job.cuts > 1 or rest.weights != "none")
+    resting = job.devices_per_node * held.host
+    return _Row(
+        held.device + in_turn * layer_nbytes(model, cost),
+        max(resting, host_nbytes(model, job, born_sharded=False)),
+        max(resting, host_nbytes(model, job, born_sharded=True)),
+        job.devices_per_node * held.disk,
+    )
+
+
+def _line(cells: Iterable[float], precision: str, **rests: Tier) -> str:
+    shown = " | ".join(f"{nbytes / _GB:11.2f} GB" for nbytes in cells)
+    off = [f"offload_{name} {tier}" for name, tier in rests.items() if tier != "none"]
+    return f"  {shown} | {', '.join([precision, *off])}"
 
 
 def _millions(numel: int) -> str:
     return f"{numel / 1e6:.1f} M"
 
 
-def _print(title: str, model: Model, job: Job, rows: Iterable[_Row]) -> None:
+def _print(title: str, model: Model, job: Job, lines: Iterable[str]) -> None:
     frozen = f" ({_millions(model.frozen)} of them frozen)" if model.frozen else ""
-    lines = [
+    head = [
         f"Model states of {_millions(model.numel)} parameters{frozen} under {title}",
         f"with Adam, on {job.nodes} x {job.devices_per_node} devices; activations come on top.",
-        "  host, per node | per device     | options",
     ]
-    for row in rows:
-        host, device = row.host_nbytes / _GB, row.device_nbytes / _GB
-        lines.append(f"  {host:11.2f} GB | {device:11.2f} GB | {row.options}")
-    print("\n".join(lines))  # noqa: T201 - a table for people is what was asked for
+    print("\n".join([*head, *lines]))  # noqa: T201 - a table for people is what was asked for

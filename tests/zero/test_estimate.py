@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from contracts.test_memory import PADDING, promise_of
+from contracts.test_memory import KEYS, PADDING, memory_of_a_rank, most, promise_of
 from hypothesis import given
 from hypothesis import strategies as some
+from ranks import RankPools
 from torch import nn
 
 from hadal import zero
-from hadal.zero.estimate import FULL, HALF, Job, Model, counted, device_nbytes, host_nbytes
+from hadal.zero.estimate import (
+    FULL,
+    HALF,
+    Cost,
+    Held,
+    Job,
+    Model,
+    Rest,
+    counted,
+    device_nbytes,
+    host_nbytes,
+    states_of,
+)
 
 
 @given(
@@ -49,6 +64,66 @@ def test_a_model_is_counted_and_not_touched() -> None:
     assert counted(nn.Module()) == Model(0, 0, 0)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("precision", "cost"), [("bf16", HALF), ("fp32", FULL)])
+def test_an_engine_holds_what_was_estimated(
+    stage: int, precision: str, cost: Cost, ranks: RankPools
+) -> None:
+    """When the gradients of an update are complete, on two ranks."""
+    for held in ranks(2).run(memory_of_a_rank, stage, precision, KEYS[0]):
+        estimated = device_nbytes(stage, Model(held.numel), Job(2), cost)
+        assert estimated - 16 <= held.before_step <= most(estimated)
+
+
+numels = some.integers(10_000, 10**11)
+
+
+@given(stage=some.integers(0, 3), numel=numels, devices=some.integers(1, 64))
+def test_an_optimizer_rests_off_the_device(stage: int, numel: int, devices: int) -> None:
+    model, job = Model(numel), Job(devices)
+    shard = math.ceil(numel / (devices if stage else 1))
+    for tier, place in (("cpu", 1), ("nvme", 2)):
+        weights, gradients, optimizer = states_of(stage, model, job, HALF, Rest(optimizer=tier))
+        assert weights == states_of(stage, model, job).weights
+        assert gradients == Held(device=2 * numel if stage < 2 else 0, host=2 * shard)
+        assert optimizer[place] == 12 * shard and sum(optimizer) == optimizer[place]
+        # Weights of fp32 that stay on the device need masters where the optimizer is.
+        *_, optimizer = states_of(stage, model, job, FULL, Rest(optimizer=tier))
+        assert optimizer[place] == 12 * shard
+
+
+@given(numel=numels, frozen=some.integers(0, 10**9), devices=some.integers(1, 64))
+def test_weights_rest_off_the_device(numel: int, frozen: int, devices: int) -> None:
+    model, job = Model(numel, frozen, persistent=1000), Job(devices)
+    shard = math.ceil((numel + frozen - 1000) / devices)
+    assert states_of(3, model, job, HALF, Rest("cpu")).weights == Held(2000, 2 * shard)
+    assert states_of(3, model, job, HALF, Rest("nvme")).weights == Held(2000, disk=2 * shard)
+    # Only stage 3 can put them there.
+    assert states_of(2, model, job, HALF, Rest("cpu")) == states_of(2, model, job)
+    # In fp32 they are the masters of an optimizer that rests beside them.
+    both = states_of(3, model, job, FULL, Rest("cpu", "cpu"))
+    assert both.optimizer == Held(host=8 * math.ceil(numel / devices))
+    assert both.total == Held(
+        4000, sum(kind.host for kind in (both.weights, both.gradients, both.optimizer))
+    )
+
+
+def test_copies_cost_what_they_hold() -> None:
+    model = Model(64_000, persistent=6_400)
+    plain = states_of(3, model, Job(8, 8))
+    assert plain.total.device == 2 * (900 + 6_400) + (2 + 12) * 1000
+    second = states_of(3, model, Job(8, 8, second_copy_devices=8))
+    assert second.total.device - plain.total.device == 2 * 57_600 // 8
+    blocks = states_of(3, model, Job(8, 8, copy_devices=8))
+    assert blocks == states_of(3, model, Job(8))
+
+
+def test_small_parameters_are_counted() -> None:
+    model = nn.Linear(10, 20)
+    assert counted(model, persistence_numel=21).persistent == 20
+    assert counted(model, persistence_numel=20).persistent == 0
+
+
 def rows(text: str) -> list[list[str]]:
     """The cells of a printed table, without its head."""
     return [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[3:]]
@@ -59,18 +134,39 @@ def test_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
     two = capsys.readouterr().out
     assert "7500.0 M parameters under ZeRO-2" in two
     assert "on 8 x 8 devices" in two
-    assert rows(two) == [
-        ["360.00 GB", "16.64 GB", "bf16 or fp16"],
-        ["360.00 GB", "31.41 GB", "fp32"],
+    assert rows(two)[:4] == [
+        ["16.64 GB", "360.00 GB", "0.00 GB", "bf16 or fp16"],
+        ["15.00 GB", "360.00 GB", "0.00 GB", "bf16 or fp16, offload_optimizer cpu"],
+        ["15.00 GB", "360.00 GB", "11.25 GB", "bf16 or fp16, offload_optimizer nvme"],
+        ["31.41 GB", "360.00 GB", "0.00 GB", "fp32"],
     ]
     zero.estimate_zero3_model_states_mem_needs_all_cold(7_500_000_000, 100_000_000, 8, 8)
     three = rows(capsys.readouterr().out)
-    assert three == [
-        ["10.43 GB", "2.27 GB", "bf16 or fp16, zero.Init"],
-        ["360.00 GB", "2.27 GB", "bf16 or fp16, without zero.Init"],
-        ["10.43 GB", "2.67 GB", "fp32, zero.Init"],
-        ["360.00 GB", "2.67 GB", "fp32, without zero.Init"],
+    both = "offload_optimizer {0}, offload_param {0}"
+    assert three[:6] == [
+        ["2.27 GB", "10.43 GB", "360.00 GB", "0.00 GB", "bf16 or fp16"],
+        ["0.63 GB", "19.69 GB", "360.00 GB", "0.00 GB", "bf16 or fp16, offload_optimizer cpu"],
+        ["0.63 GB", "10.43 GB", "360.00 GB", "11.25 GB", "bf16 or fp16, offload_optimizer nvme"],
+        ["0.40 GB", "22.50 GB", "360.00 GB", "0.00 GB", f"bf16 or fp16, {both.format('cpu')}"],
+        ["0.40 GB", "10.43 GB", "360.00 GB", "13.12 GB", f"bf16 or fp16, {both.format('nvme')}"],
+        ["2.67 GB", "10.43 GB", "360.00 GB", "0.00 GB", "fp32"],
     ]
+    assert len(three) == 10
+
+
+def test_bytes_are_returned() -> None:
+    needs = zero.estimate_zero2_model_states_mem_needs
+    assert needs(1000, 4, 2, additional_buffer_factor=1.0) == (4 * 4 * 1000, 2 * 1000)
+    assert needs(1000, 1, 1, additional_buffer_factor=1.0) == (14 * 1000, 2 * 1000)
+    assert needs(1000, 4, 2, False, 2.0) == (2 * 4 * 4 * 1000, 2 * 1000 + 14 * 125)
+    needs3 = zero.estimate_zero3_model_states_mem_needs
+    one = {"num_gpus_per_node": 4, "num_nodes": 2, "additional_buffer_factor": 1.0}
+    assert needs3(1000, 100, **one) == (4 * 16 * 125, 400, 400)
+    assert needs3(1000, 100, zero_init=False, **one) == (4 * 4 * 1000, 400, 400)
+    assert needs3(1000, 100, cpu_offload_params=False, **one) == (4 * 14 * 125, 400 + 250, 400)
+    in_place = needs3(1000, 100, cpu_offload=False, **one)
+    assert in_place == (4 * 4 * (125 + 100), 400 + 16 * 125, 400)
+    assert needs3(1000, 100, cpu_offload=False) == (int(1.5 * 4400), 16_000, 400)
 
 
 def test_live_and_cold_agree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,272 @@
+"""`hadal estimate`: the memory that model states take, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from hadal.cli.arguments import positive
+from hadal.errors import HadalError, ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hadal.config import Config
+    from hadal.zero.estimate import Cost, Held, Job, Model, Rest, States
+
+_FAULTY = 2
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
+_POWER = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
+_GB = 1e9
+
+
+def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="show what model states take on devices, hosts and disks",
+        description="Without --config: every stage in bf16 with Adam. With it: what that"
+        " configuration takes, by kind.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--params", type=numel, metavar="N", help="elements of all parameters, as 1300000000 or 7B"
+    )
+    what.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="what returns the model; it is built on meta"
+    )
+    parser.add_argument(
+        "--largest-layer",
+        type=numel,
+        default=0,
+        metavar="M",
+        help="with --params: elements of the largest layer, which stage 3 makes whole in its turn",
+    )
+    parser.add_argument("--config", metavar="CONFIG", help="a ds_config.json, or its base64 text")
+    parser.add_argument(
+        "--devices-per-node", type=positive, default=1, metavar="N", help="(default 1)"
+    )
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="(default 1)")
+    parser.set_defaults(run=run)
+
+
+def numel(text: str) -> int:
+    """Read a number of elements: plain, or with K, M, B or T for powers of 1000."""
+    found = _NUMBER.fullmatch(text.strip())
+    value = round(float(found[1]) * 10 ** _POWER[found[2].upper()]) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f'expected a number as 1300000000 or "7B", got {text}')
+    return value
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Show the estimate; return 2 where the model or the configuration has faults."""
+    try:
+        model = _model(parsed.model)
+        if parsed.config is None:
+            _show_stages(_counted(model, parsed, 0), parsed)
+        else:
+            _show_config(model, parsed)
+    except HadalError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return _FAULTY
+    return 0
+
+
+def _model(path: str | None) -> nn.Module | None:
+    """Build the model that a function returns, without memory for it.
+
+    Raises:
+        ModelError: the function cannot be found or called, or returns something else.
+    """
+    if path is None:
+        return None
+    import torch
+    from torch import nn
+
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        if ":" not in path:
+            raise ValueError("there is no colon in it")
+        with torch.device("meta"):
+            model = pkgutil.resolve_name(path)()
+    except Exception as error:  # whatever the user's module raises
+        raise ModelError(
+            f'--model {path} gives no model: {error!r}; give "package.module:function" of a'
+            " function without arguments that returns one"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"--model {path} gives no model: it returned a {type(model).__name__}")
+    return model
+
+
+def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: int) -> Model:
+    from hadal.zero.estimate import Model, counted
+
+    if model is None:
+        return Model(parsed.params, largest=parsed.largest_layer)
+    return counted(model, persistence)
+
+
+# ---- all stages ----------------------------------------------------------------------------------
+
+
+def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
+    from hadal.zero.estimate import HALF, Job, Rest, states_of
+
+    job = Job(parsed.devices_per_node, parsed.nodes)
+    rests = [(stage, Rest()) for stage in range(4)]
+    rests += [(stage, Rest(optimizer="cpu")) for stage in range(4)]
+    rests += [(stage, Rest(optimizer="nvme")) for stage in (1, 2, 3)]
+    rests += [(3, Rest("cpu", "cpu")), (3, Rest("nvme", "nvme"))]
+    rows = [
+        ((str(stage), rest.optimizer, rest.weights), states_of(stage, model, job, HALF, rest).total)
+        for stage, rest in rests
+    ]
+    titles = ("stage", "offload_optimizer", "offload_param")
+    _show(titles, rows, f"{_said(model, job)}, in bf16 or fp16 with Adam: GB of one rank")
+    _tell_rest(model, job, HALF, Rest(), stage=3)
+
+
+# ---- one configuration ---------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """What a configuration says of model states."""
+
+    stage: int
+    cost: Cost
+    rest: Rest
+    job: Job
+    optimizer: str
+
+
+def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
+    from hadal.config import load_config
+    from hadal.zero.estimate import states_of
+
+    logging.getLogger("hadal.config").setLevel(logging.ERROR)
+    world_size = parsed.devices_per_node * parsed.nodes
+    config = load_config(parsed.config, world_size=world_size, allow_unbuilt=True)
+    plan = _plan(config, parsed)
+    threshold = config.zero_optimization.stage3_param_persistence_threshold
+    elements = _counted(model, parsed, threshold if plan.stage == 3 else 0)
+    found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
+    rows = [((name,), held) for name, held in found._asdict().items()]
+    rows.append((("total",), found.total))
+    said = _said(elements, plan.job)
+    _show(("",), rows, f"{said}, stage {plan.stage} with {plan.optimizer}: GB of one rank")
+    _tell_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
+
+
+def _plan(config: Config, parsed: argparse.Namespace) -> _Plan:
+    from hadal.zero.estimate import Job, Rest
+
+    zero = config.zero_optimization
+    weights, optimizer = zero.offload_param, zero.offload_optimizer
+    is_sharded = zero.stage == 3
+    job = Job(
+        parsed.devices_per_node,
+        parsed.nodes,
+        copy_devices=max(0, zero.mics_shard_size) if is_sharded else 0,
+        second_copy_devices=zero.zero_hpz_partition_size if is_sharded else 0,
+    )
+    rest = Rest(
+        weights.device if weights is not None and is_sharded else "none",
+        optimizer.device if optimizer is not None else "none",
+    )
+    name = "Adam (none is named)" if config.optimizer is None else config.optimizer.type
+    return _Plan(zero.stage, _cost(config), rest, job, name)
+
+
+def _cost(config: Config) -> Cost:
+    """Bytes of one trained element, by the dtypes that the engine would give it."""
+    import torch
+    from torch import nn
+
+    from hadal.engine.precision import precisions_of
+    from hadal.zero.estimate import Cost
+
+    module, weight = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8, 8))
+    module.weight = weight
+    precision = precisions_of(config, module, torch.device("cpu"))(weight)
+    return Cost(
+        weight=precision.compute.itemsize,
+        gradient=precision.accumulate.itemsize,
+        master=precision.master.itemsize if precision.keeps_master else 0,
+        state=precision.state_dtype.itemsize * _moments(config, weight),
+    )
+
+
+def _moments(config: Config, weight: nn.Parameter) -> int:
+    """How many values the optimizer remembers of each element: one update says it."""
+    import torch
+
+    from hadal.optim.build import build_optimizer
+
+    if config.optimizer is None:
+        return 2
+    kind = config.optimizer.type
+    # Of Muon the matrices are counted; its Adam remembers two values of the rest.
+    groups = [{"params": [weight], **({"use_muon": True} if kind == "Muon" else {})}]
+    made = build_optimizer(kind, config.optimizer.params, groups)
+    weight.grad = torch.ones_like(weight)
+    made.step()
+    kept = [value for value in made.state[weight].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() == weight.numel() for value in kept)
+
+
+# ---- what is printed -----------------------------------------------------------------------------
+
+
+def _said(model: Model, job: Job) -> str:
+    frozen = f" ({model.frozen / 1e6:,.1f} M frozen)" if model.frozen else ""
+    return f"{model.numel / 1e6:,.1f} M parameters{frozen} on {job.nodes} x {job.devices_per_node}"
+
+
+def _show(
+    titles: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], Held]], caption: str
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(caption, highlight=False, soft_wrap=True)
+    table = Table(*titles, box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("device", "host", "disk"):
+        table.add_column(title, justify="right")
+    for cells, held in rows:
+        table.add_row(*cells, *map(_gb, held), style="bold" if cells == ("total",) else None)
+    console.print(table)
+
+
+def _gb(nbytes: int) -> str:
+    if 0 < nbytes < 0.005 * _GB:
+        return "<0.01"
+    return f"{nbytes / _GB:,.2f}" if nbytes else "-"
+
+
+def _tell_rest(
+    model: Model, job: Job, cost: Cost, rest: Rest, *, stage: int, held: Held | None = None
+) -> None:
+    """What comes on top, and what a whole node has."""
+    from hadal.zero.estimate import host_nbytes, layer_nbytes
+
+    if stage == 3 and model.largest and (job.cuts > 1 or rest.weights != "none"):
+        print(f"stage 3: + {layer_nbytes(model, cost) / _GB:,.2f} GB, the largest layer whole")
+    if held is not None:
+        host, disk = (job.devices_per_node * nbytes / _GB for nbytes in (held.host, held.disk))
+        print(f"a node: {host:,.2f} GB of its host, {disk:,.2f} GB of its disk")
+    building = host_nbytes(model, job, born_sharded=False) / _GB
+    print(f"a node's host while each process builds the model in fp32: {building:,.2f} GB")
+    if stage == 3:
+        building = host_nbytes(model, job, born_sharded=True) / _GB
+        print(f"the same inside zero.Init: {building:,.2f} GB")
+    print("activations and buckets under way come on top")

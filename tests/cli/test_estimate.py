@@ -1,0 +1,115 @@
+"""`hadal estimate`: what is printed for a number of parameters, a model and a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hadal.cli.main import main
+
+MODEL = """
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(10_000, 10_000), nn.Linear(10_000, 10_000))
+    model[1].requires_grad_(False)
+    return model
+
+def nothing():
+    return 3
+"""
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[str, ...], list[str]]:
+    """The cells of the table's last three columns, by those before."""
+    assert main(["estimate", *arguments]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return {tuple(line[:-3]): line[-3:] for line in lines if len(line) > 3}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    def write(**config: Any) -> str:
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **config}))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "estimated_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    return "estimated_model"
+
+
+def test_all_stages_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    table = told(capsys, "--params", "7.5B", "--devices-per-node", "8", "--nodes", "8")
+    assert table["0", "none", "none"] == ["120.00", "-", "-"]
+    assert table["2", "none", "none"] == ["16.64", "-", "-"]
+    assert table["3", "none", "none"] == ["1.88", "-", "-"]
+    assert table["2", "cpu", "none"] == ["15.00", "1.64", "-"]
+    assert table["3", "nvme", "nvme"] == ["-", "0.23", "1.64"]
+
+
+def test_a_configuration_and_a_model(
+    written: Any, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(
+        bf16={"enabled": True},
+        optimizer={"type": "AdamW", "params": {}},
+        zero_optimization={
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+            "offload_param": {"device": "cpu"},
+        },
+    )
+    table = told(
+        capsys, "--model", f"{module}:build", "--config", config, "--devices-per-node", "2"
+    )
+    # 10,000 x 10,000 trained, as many frozen; the biases stay whole.
+    assert table["weights",] == ["<0.01", "0.20", "-"]
+    assert table["gradients",] == ["-", "0.10", "-"]
+    assert table["optimizer",] == ["-", "-", "0.60"]
+    assert table["total",] == ["<0.01", "0.30", "0.60"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "optimizer"),
+    [
+        ({"bf16": {"enabled": True}}, "12.00"),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "Lion", "params": {}}}, "8.00"),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 1}}}, "4.00"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "8.00"),
+        ({}, "8.00"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1}}}, "4.00"),
+    ],
+)
+def test_dtypes_and_optimizers(
+    keys: dict[str, Any], optimizer: str, written: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = {"zero_optimization": {"stage": 1}}
+    table = told(capsys, "--params", "2B", "--config", written(**keys, **zero), "--nodes", "2")
+    assert table["optimizer",][0] == optimizer
+
+
+def test_faults_are_told(module: str, written: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for function, reason in (
+        ("absent", "has no attribute"),
+        ("nothing", "it returned a int"),
+    ):
+        assert main(["estimate", "--model", f"{module}:{function}"]) == 2
+        assert reason in capsys.readouterr().err
+    assert main(["estimate", "--model", module]) == 2
+    assert "there is no colon" in capsys.readouterr().err
+    assert main(["estimate", "--params", "1M", "--config", written(bf16={"enabled": 3})]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError")
+    for wrong in (["--params", "many"], ["--params", "1M", "--model", "a:b"], []):
+        with pytest.raises(SystemExit):
+            main(["estimate", *wrong])
+        capsys.readouterr()
