@@ -74,8 +74,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """Bytes of host memory that an accelerator copies by itself; plain ones where there is none."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+    """Bytes of host memory that the accelerator copies by itself."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def is_host_memory(device: torch.device) -> bool:

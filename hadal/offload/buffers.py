@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hadal.device import page_locked
 from hadal.errors import OffloadError, UsageError
+from hadal.offload.direct import pages
 from hadal.offload.extents import ALIGNMENT
 
 
@@ -20,8 +21,11 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
         nbytes: how many.
         pinned: lock it into memory, where an accelerator is there to gain from it.
     """
-    wanted = nbytes + ALIGNMENT
-    whole = page_locked(wanted) if pinned else torch.empty(wanted, dtype=torch.uint8)
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    if not pinned or not torch.accelerator.is_available():
+        return torch.frombuffer(pages(nbytes), dtype=torch.uint8)
+    whole = page_locked(nbytes + ALIGNMENT)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start : start + nbytes]
 
@@ -29,7 +33,7 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
 def memory_of(buffer: Tensor) -> memoryview:
     """The bytes of a vector, which whoever looks at them must keep alive.
 
-    Not by way of numpy: storage that numpy has seen can never be resized.
+    Not by way of numpy: storage of torch's own that numpy has seen can never be resized.
     """
     nbytes = buffer.numel()
     if not nbytes:

@@ -6,9 +6,11 @@ program. What goes past it (O_DIRECT) begins on a page, in memory and in the fil
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from hadal.offload.extents import ALIGNMENT
@@ -16,13 +18,27 @@ from hadal.offload.extents import ALIGNMENT
 Move: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
+_HUGE_NBYTES = 1 << 21
+# Shared memory, the default, has pages of the usual size.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 # Transfers without a whole page in a row, after which there will be no more.
 _PATIENCE = 3
 
 
 def pages(nbytes: int) -> memoryview:
-    """Memory that begins on a page, full of zeros."""
-    return memoryview(mmap.mmap(-1, nbytes))
+    """Memory that begins on a page, full of zeros, on huge pages where it is long enough.
+
+    A disk takes a huge page in a few requests, pages of the usual size in hundreds.
+    """
+    if nbytes < _HUGE_NBYTES:
+        return memoryview(mmap.mmap(-1, max(nbytes, 1), **_PRIVATE))[:nbytes]
+    # A huge page begins at a multiple of its length: somewhere in what is longer by one.
+    memory = mmap.mmap(-1, nbytes + _HUGE_NBYTES, **_PRIVATE)
+    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_NBYTES
+    return memoryview(memory)[start : start + nbytes]
 
 
 def moved(move: Move, descriptor: int, parts: Sequence[memoryview], place: int) -> int:

@@ -23,8 +23,18 @@ def test_buffers_begin_on_a_page(nbytes: int, pinned: bool) -> None:
     assert buffer.is_pinned() == (pinned and nbytes > 0 and torch.accelerator.is_available())
 
 
+@pytest.mark.parametrize("nbytes", [1 << 21, (1 << 22) + 10])
+def test_long_buffers_begin_on_a_huge_page(nbytes: int) -> None:
+    buffer = aligned(nbytes)
+    assert buffer.data_ptr() % (1 << 21) == 0
+    assert buffer.fill_(3).numel() == nbytes
+    again = buffer[5:].clone()
+    del buffer
+    assert again.sum() == 3 * (nbytes - 5)
+
+
 def test_their_bytes_are_seen_and_they_can_still_be_resized() -> None:
-    buffer = aligned(10)
+    buffer = torch.empty(10, dtype=torch.uint8)
     memory_of(buffer)[:] = bytes(range(10))
     assert buffer.tolist() == list(range(10))
     buffer.untyped_storage().resize_(1 << 16)  # what numpy has seen refuses
