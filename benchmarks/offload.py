@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -44,14 +45,18 @@ class Load:
         return IoSettings(self.block_nbytes, self.depth, submits_singly=self.is_single)
 
 
-def fio_speed(load: Load, file: Path, engine: str, act: str, seconds: float) -> float:
+def fio_speed(load: Load, file: Path, act: str, options: argparse.Namespace) -> float:
     """GB/s of one job of fio's own asynchronous engine, past the cache."""
     command = [
         *("fio", "--name=disk", f"--filename={file}", f"--size={load.nbytes}", "--direct=1"),
-        *(f"--bs={load.block_nbytes}", f"--iodepth={load.depth}", f"--ioengine={engine}"),
-        *(f"--rw={act}", "--time_based", f"--runtime={seconds}", "--output-format=json"),
+        *(f"--bs={load.block_nbytes}", f"--iodepth={load.depth}", f"--ioengine={options.engine}"),
+        *(f"--rw={act}", "--time_based", f"--runtime={options.seconds}", "--output-format=json"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # glibc then asks the kernel for huge pages, as we do.
+    more = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if options.fio_huge_pages else {}
+    done = subprocess.run(
+        command, env={**os.environ, **more}, capture_output=True, text=True, check=True
+    )
     found = json.loads(done.stdout)["jobs"][0][act]
     return float(found["io_bytes"] / found["runtime"] / 1e6)
 
@@ -82,7 +87,7 @@ def measured(load: Load, options: argparse.Namespace) -> Row:
                 (row.hadal, ours[act]),
                 (
                     row.fio,
-                    partial(fio_speed, load, store.path, options.engine, act, options.seconds),
+                    partial(fio_speed, load, store.path, act, options),
                 ),
             ]
             for found, turn in turns if number % 2 else reversed(turns):
@@ -112,6 +117,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=2, help="how long each one reads or writes in a round")
     add("--rounds", type=int, default=7)
     add("--engine", default="libaio", help="fio's (libaio, io_uring)")
+    add("--fio-huge-pages", action="store_true", help="let fio's memory lie on huge pages, as ours")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--strict", action="store_true", help="exit with 1 if the goal is missed")
     return parser.parse_args(arguments)
