@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hadal import __version__
 from hadal.comm import get_local_rank, get_rank, get_world_size
+from hadal.compat.accessors import Accessors
 from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
 from hadal.compat.optimizer import DeepSpeedOptimizer
@@ -20,7 +21,6 @@ from hadal.compat.placeholders import placeholder, unbuilt
 from hadal.compat.surface import VERSION, Kind
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
-from hadal.engine.engine import Engine
 from hadal.engine.parts import Parts
 
 # Methods that programs call and that have nothing behind them yet.
@@ -36,7 +36,7 @@ _UNBUILT = frozenset(
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(Accessors):
     """A model under training, under the name and with the methods of DeepSpeed's engine."""
 
     def __init__(self, parts: Parts) -> None:

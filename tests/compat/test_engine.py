@@ -11,6 +11,7 @@ from engine.toys import assert_equal, batch_of, config_of, loss_of, model_of, tr
 from ranks import RankPools
 from torch import Tensor, nn
 
+from hadal.compat import accessors
 from hadal.compat.checkpointing import checkpoint, configure, is_configured
 from hadal.compat.engine import DeepSpeedEngine, initialize
 from hadal.compat.optimizer import DeepSpeedOptimizer
@@ -24,6 +25,7 @@ from hadal.compat.optimizers import (
 from hadal.compat.tools import clone_tensors_for_torch_save, move_to_device
 from hadal.compat.values import ZeroParamStatus
 from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
+from hadal.engine.engine import Engine
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
 from hadal.zero import GatheredParameters
 
@@ -76,6 +78,62 @@ def test_the_engine_has_every_member_that_programs_use() -> None:
     assert len(members) > 40
     set_by_programs = {"_is_accelerate_prepared"}
     assert {name for name in members if not hasattr(engine, name)} == set_by_programs
+
+
+def test_accessors_tell_the_configuration() -> None:
+    config = config_of(
+        3,
+        communication_data_type="fp32",
+        prescale_gradients=False,
+        checkpoint={"tag_validation": "Fail"},
+        gradient_accumulation_steps=2,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    )
+    config["zero_optimization"] |= {"stage3_max_reuse_distance": 7, "reduce_bucket_size": 99}
+    engine: Any = initialize(model=model_of(), config=config)[0]
+    assert engine.zero_max_reuse_distance() == 7
+    assert engine.zero_reduce_bucket_size() == 99
+    assert engine.zero_overlap_comm() is True
+    assert engine.zero_offload_param() is None
+    assert engine.communication_data_type is torch.float32
+    assert engine.postscale_gradients()
+    assert engine.checkpoint_tag_validation_fail()
+    assert engine.checkpoint_tag_validation_enabled()
+    assert not engine.checkpoint_writer_enabled()
+    assert not engine.use_node_local_storage()
+    assert engine.optimizer_params()["lr"] == 0.01
+    assert engine.scheduler_params()["warmup_num_steps"] == 5
+    assert engine.aio_config()["queue_depth"] > 0
+    assert engine.get_batch_info() == (6, 3, 2)
+    assert engine.get_data_parallel_rank() == engine.get_tensor_parallel_rank() == 0
+    assert engine.was_step_applied()
+    assert (engine.torch_autocast_enabled(), engine.torch_autocast_dtype()) == (None, None)
+    assert not engine.zero_cpu_offload()
+    assert not engine.dynamic_loss_scale()
+    assert engine.initial_dynamic_scale() == 1.0
+    assert engine.scale(torch.ones(())).item() == 1.0
+    engine.empty_partition_cache()
+    assert engine.is_map_style_dataset([1])
+    assert not engine.is_iterable_style_dataset([1])
+    with pytest.raises(NotImplementedError, match=r"DeepSpeedEngine\.allreduce_gradients is not"):
+        engine.allreduce_gradients()
+
+
+def test_accessors_stand_in_nobody_s_way_and_lead_somewhere() -> None:
+    engine: Any = engine_of(2, fp16={"enabled": True}, torch_autocast={"enabled": False})
+    named = {*accessors._PATHS, *accessors._UNBUILT.split()}
+    own = set(vars(accessors.Accessors)) - {"__module__", "__doc__"}
+    assert named < own
+    assert not own & {name for name in dir(Engine) if not name.startswith("__")}
+    sections = engine._parts.config.as_dict()
+    for name, path in accessors._PATHS.items():
+        getattr(engine, name)()
+        scope: Any = sections
+        for part in path.split("."):
+            if scope is None:
+                break
+            assert part in scope, name
+            scope = scope[part]
 
 
 def test_what_is_not_built_says_so_and_what_is_unknown_is_missing() -> None:

@@ -197,6 +197,22 @@ def test_the_environment_may_choose_the_cpu_and_nothing_that_is_not_there() -> N
     assert "the device chosen is 'meta'" in told["meta"]
 
 
+def test_the_cpu_may_be_chosen_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = torch.accelerator
+    monkeypatch.setattr(found, "is_available", lambda: True)
+    monkeypatch.setattr(found, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(found, "current_device_index", lambda: 0)
+    monkeypatch.setattr("hadal.device.accelerator._chosen", [])
+    assert get_accelerator().current_device_name() == "meta:0"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert get_accelerator().current_device_name() == "cpu"
+    assert get_accelerator().device_count() == 1
+    assert get_accelerator().communication_backend_name() == "gloo"
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    with pytest.raises(UsageError, match="torch finds cpu and meta here"):
+        init_distributed()
+
+
 def test_builders_say_what_can_be_had_and_build_nothing() -> None:
     builders = alias("deepspeed.ops.op_builder")
     assert COMPATIBLE_OPS is alias("deepspeed.ops").__compatible_ops__

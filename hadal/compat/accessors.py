@@ -1,0 +1,207 @@
+"""What engines of DeepSpeed say of their configuration: one method for each key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from hadal.compat.placeholders import placeholder
+from hadal.compat.surface import Kind
+from hadal.config.plain import plain
+from hadal.engine.engine import Engine
+
+# method -> the key that it tells
+_TOP = (
+    "dataloader_drop_last dump_state gradient_predivide_factor log_level"
+    " managed_gradient_accumulation memory_breakdown wall_clock_breakdown"
+    " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+)
+_ZERO = (
+    "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients"
+    " elastic_checkpoint ignore_unused_parameters legacy_stage1 load_from_fp32_weights"
+    " log_trace_cache_warnings overlap_comm parameter_alignment reduce_bucket_size reduce_scatter"
+    " round_robin_gradients save_muon_momentum_buffer_in_memory sub_group_size"
+    " offload_optimizer offload_param"
+)
+_STAGE_3 = (
+    "max_live_parameters max_reuse_distance model_persistence_threshold"
+    " module_granularity_threshold param_persistence_threshold prefetch_bucket_size"
+)
+_PATHS: dict[str, str] = {
+    **{name: name for name in _TOP.split()},
+    **{f"zero_{name}": f"zero_optimization.{name}" for name in _ZERO.split()},
+    **{f"zero_{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3.split()},
+    "aio_config": "aio",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_metric_path": "autotuning.metric_path",
+    "autotuning_model_info_path": "autotuning.model_info_path",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    "curriculum_learning_config": "curriculum_learning",
+    "curriculum_learning_enabled": "curriculum_learning.enabled",
+    "data_efficiency_config": "data_efficiency",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_sampling_config": "data_efficiency.data_sampling",
+    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "is_deepcompile_enabled": "compile.deepcompile",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "optimizer_params": "optimizer.params",
+    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
+    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
+    "scheduler_params": "scheduler.params",
+    "super_offload": "zero_optimization.offload_optimizer.super_offload",
+    "tensor_parallel_config": "tensor_parallel",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "zenflow_config": "zero_optimization.zenflow",
+    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": (
+        "zero_optimization.zero_quantized_nontrainable_weights"
+    ),
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+}
+# Their ways of reducing, compiling and saving, which are others here.
+_UNBUILT = (
+    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain"
+    " autotuning_profile_model_info buffered_allreduce_fallback checkpoint_serialization_enabled"
+    " clip_fp32_gradients coalesce_grad_reduction collect_python_gc compile_autosp compile_autotp"
+    " compile_zero_optimization_stage dynamic_loss_scale_args get_autosp_backend get_autotp_backend"
+    " get_data_types get_deepcompile_backend get_deepspeed_compile_backend"
+    " get_optimizer_configuration get_type get_wall_clock_timers is_deepcompile_active"
+    " is_first_weights_partition_group load_module_state_dict load_moe_state_dict"
+    " optimizer_legacy_fusion print_forward_breakdown random_ltd_initialize register_compile_pass"
+    " set_train_micro_batch_size sparse_all_gather sparse_allreduce sparse_allreduce_bucket"
+    " sparse_allreduce_no_retain swap_tensor_config uses_parallelization_pass_only"
+    " zero_nvme_offload_optimizer zero_partial_offload zero_use_cpu_optimizer"
+)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Accessors(Engine):
+    """An engine with these methods. Those of the table return what the key holds.
+
+    Sections are plain dicts; what stands in a section that is not there is None.
+    """
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """The dtype of gradients on the wire, where the configuration names one."""
+        return _DTYPES.get(self._parts.config.communication_data_type or "")
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of autocast, where the configuration names one."""
+        section = self._parts.config.torch_autocast
+        return None if section is None else _DTYPES.get(section.dtype or "")
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided after they are added up, and not before."""
+        return not self._parts.config.prescale_gradients
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether the ranks' tags are compared at a save."""
+        return self._parts.config.checkpoint.tag_validation != "Ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether it is an error that they differ."""
+        return self._parts.config.checkpoint.tag_validation == "Fail"
+
+    def checkpoint_writer_enabled(self) -> bool:
+        """Whether the configuration says how files are written."""
+        return self._parts.config.checkpoint.writer is not None
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state rests on the host."""
+        section = self._parts.config.zero_optimization.offload_optimizer
+        return section is not None and section.device == "cpu"
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The batch of an update, of a micro-step, and the micro-steps of an update."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def get_data_parallel_rank(self) -> int:
+        """My number among the ranks that see different samples."""
+        return self.topology.data_parallel.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """My number among the ranks that hold the other parts of my model."""
+        parts = self.topology.model_parallel
+        return 0 if parts is None else parts.rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        """The same, under another name."""
+        return self.get_model_parallel_rank()
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether overflows move the loss scale."""
+        return self._parts.scale_rule.dynamic
+
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale of the first update."""
+        return self._parts.scale_rule.initial
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss as `backward` multiplies it."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
+
+    def was_step_applied(self) -> bool:
+        """Whether the last update changed the weights: not where it overflowed."""
+        return not self.overflow
+
+    def empty_partition_cache(self) -> None:
+        """Free what is gathered, between training and generating, say."""
+        self._parts.runtime.reshard_all()
+
+    @staticmethod
+    def is_map_style_dataset(obj: object) -> bool:
+        """Whether samples are found by their number."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: object) -> bool:
+        """Whether samples come one after the other."""
+        return isinstance(obj, IterableDataset)
+
+
+def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
+    def tell(engine: Engine) -> Any:
+        value: Any = engine._parts.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        return plain(value)
+
+    tell.__name__ = name
+    tell.__doc__ = f"What `{path}` is."
+    return tell
+
+
+for _name, _path in _PATHS.items():
+    setattr(Accessors, _name, _accessor(_name, _path))
+for _name in _UNBUILT.split():
+    setattr(Accessors, _name, placeholder(f"deepspeed.DeepSpeedEngine.{_name}", Kind.FUNCTION))
