@@ -26,6 +26,7 @@ _KNOWN: dict[str, tuple[str, bool]] = {
     "PinMemoryBuilder": ("pin_memory", True),
     "QuantizerBuilder": ("quantizer", False),
     "RaggedUtilsBuilder": ("ragged_device_ops", False),
+    "SparseAttnBuilder": ("sparse_attn", False),
     "SpatialInferenceBuilder": ("spatial_inference", False),
     "TransformerBuilder": ("transformer", False),
     "UtilsBuilder": ("utils", True),

@@ -72,7 +72,8 @@ _ALIKE: dict[str, dict[str, str]] = {
         _BUILDERS: "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder"
         " EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder"
         " FusedLionBuilder GDSBuilder InferenceBuilder OpBuilder PinMemoryBuilder QuantizerBuilder"
-        " RaggedUtilsBuilder SpatialInferenceBuilder TransformerBuilder UtilsBuilder"
+        " RaggedUtilsBuilder SparseAttnBuilder SpatialInferenceBuilder TransformerBuilder"
+        " UtilsBuilder"
     },
     "deepspeed.ops.op_builder.builder": {_BUILDERS: "OpBuilder"},
     "deepspeed.ops.op_builder.evoformer_attn": {_BUILDERS: "EvoformerAttnBuilder"},
