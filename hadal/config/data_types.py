@@ -19,8 +19,10 @@ class DataTypes(Section):
     )
     buffer_dtype: Dtype | None = key(
         None,
-        "Dtype to which floating-point buffers are cast; null is the model's dtype under fp16 and "
-        "bf16, and leaves them otherwise.",
+        "Dtype to which floating-point buffers are cast; null leaves them as they are given, so "
+        "that a rotary embedding's frequencies stay exact. Only running statistics (of batch and "
+        "instance norms) then take their module's dtype, as torch requires. Where a module adds a "
+        "buffer to 16-bit values and hands the sum to a layer, give the model's dtype.",
     )
     keep_in_fp32_modules: Literal["auto"] | Texts = key(
         "auto",

@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 _SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Torch wants their running statistics in their weights' dtype.
+_WITH_STATISTICS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _SAFE_PATH = "torch_autocast.lower_precision_safe_modules"
 
 # Apex's dynamic scale, where the section says nothing else.
@@ -230,19 +232,24 @@ class BufferRule:
     """Which dtype each buffer of a model gets."""
 
     cast: torch.dtype | None
+    """Of all; None leaves them as they are given."""
+    statistics: torch.dtype | None
+    """Otherwise: of running statistics; None leaves them too."""
     kept: re.Pattern[str] | None
     """Buffers of these full names stay as they are given."""
     keeps_batch_norm: bool
 
     def dtype_of(self, name: str, module: nn.Module, buffer: Tensor) -> torch.dtype:
         """The dtype of a module's buffer of this full name."""
+        cast = self.cast
+        if cast is None and isinstance(module, _WITH_STATISTICS):
+            cast = self.statistics
         stays = (
-            self.cast is None
-            or not buffer.is_floating_point()
+            not buffer.is_floating_point()
             or (self.kept is not None and self.kept.search(name) is not None)
             or (self.keeps_batch_norm and isinstance(module, _BATCH_NORMS))
         )
-        return buffer.dtype if stays or self.cast is None else self.cast
+        return buffer.dtype if stays or cast is None else cast
 
 
 def buffer_rule_of(config: Config, model: nn.Module) -> BufferRule:
@@ -256,7 +263,8 @@ def buffer_rule_of(config: Config, model: nn.Module) -> BufferRule:
     whole_parts = "|".join(rf"(?:^|\.)(?:{pattern})(?:\.|$)" for pattern in patterns)
     level = _amp_level(config)
     return BufferRule(
-        dtype_named(config.data_types.buffer_dtype) or model_dtype(config),
+        dtype_named(config.data_types.buffer_dtype) or (level.cast if level else None),
+        model_dtype(config),
         re.compile(whole_parts) if whole_parts else None,
         level is not None and level.keeps_batch_norm,
     )

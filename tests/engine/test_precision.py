@@ -194,6 +194,7 @@ class Rooms(nn.Module):
             room.register_buffer("mean", torch.ones(2))
             room.register_buffer("count", torch.tensor(3))
             self.add_module(name, room)
+        self.batch = nn.BatchNorm1d(2)
         self.register_buffer("table", torch.ones(2, dtype=torch.float64))
 
 
@@ -202,7 +203,7 @@ def buffer_dtypes(**sections: Any) -> dict[str, str]:
     found = {
         name: str(buffer.dtype).removeprefix("torch.")
         for name, buffer in engine.module.named_buffers()
-        if not name.endswith("count")
+        if not name.endswith(("count", "num_batches_tracked", "running_var"))
     }
     counts = {b.dtype for name, b in engine.module.named_buffers() if name.endswith("count")}
     assert counts == {torch.int64}
@@ -213,26 +214,29 @@ def buffer_dtypes(**sections: Any) -> dict[str, str]:
     return found
 
 
-NAMES = ["table", "norm.mean", "rope.mean", "layernorm.mean", "block.mean"]
+NAMES = ["table", "norm.mean", "rope.mean", "layernorm.mean", "block.mean", "batch.running_mean"]
 BF, F16, F32, F64 = "bfloat16", "float16", "float32", "float64"
+IN_BF: dict[str, Any] = {"bf16": BF16, "data_types": {"buffer_dtype": "bf16"}}
+
+
+def with_kept(patterns: list[str]) -> dict[str, Any]:
+    return IN_BF | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": patterns}}
+
+
 BUFFERS = [
-    # The model's dtype where there is a mode, but for what the model's own lists keep.
-    ({}, [F64, F32, F32, F32, F32]),
-    ({"bf16": BF16}, [BF, F32, F32, BF, BF]),
-    # Named, it does not follow the mode.
-    ({"data_types": {"buffer_dtype": "fp16"}}, [F16, F32, F32, F16, F16]),
-    ({"bf16": BF16, "data_types": {"buffer_dtype": "fp32"}}, [F32, F32, F32, F32, F32]),
+    # As they are given, but for running statistics, which follow their module.
+    ({}, [F64, F32, F32, F32, F32, F32]),
+    ({"bf16": BF16}, [F64, F32, F32, F32, F32, BF]),
+    ({"bf16": BF16, "data_types": {"keep_in_fp32_modules": ["batch"]}}, [F64, *[F32] * 5]),
+    # Named; the model's own lists are kept.
+    (IN_BF, [BF, F32, F32, BF, BF, BF]),
+    ({"data_types": {"buffer_dtype": "fp16"}}, [F16, F32, F32, F16, F16, F16]),
+    ({"bf16": BF16, "data_types": {"buffer_dtype": "fp32"}}, [F32] * 6),
     # The user's patterns take the place of the model's lists.
-    ({"bf16": BF16, "data_types": {"keep_in_fp32_modules": []}}, [BF] * 5),
-    ({"bf16": BF16, "data_types": {"keep_in_fp32_modules": ["block"]}}, [BF, BF, BF, BF, F32]),
-    (
-        {"bf16": BF16, "data_types": {"keep_in_fp32_modules": [".*norm", "table"]}},
-        [F64, F32, BF, F32, BF],
-    ),
-    (
-        {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["norm.mean"]}},
-        [BF, F32, BF, BF, BF],
-    ),
+    (with_kept([]), [BF] * 6),
+    (with_kept(["block"]), [BF, BF, BF, BF, F32, BF]),
+    (with_kept([".*norm", "table"]), [F64, F32, BF, F32, BF, BF]),
+    (with_kept(["norm.mean"]), [BF, F32, BF, BF, BF, BF]),
 ]
 
 
