@@ -39,6 +39,8 @@ _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 class DeepSpeedEngine(Accessors):
     """A model under training, under the name and with the methods of DeepSpeed's engine."""
 
+    rounds_early = True
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._told_config: Any = None

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from hadal.config.section import AUTO_IS_A_WORD, Section, key
-from hadal.config.values import Dtype, Texts
+from hadal.config.values import Boolean, Dtype, Texts
 
 
 class DataTypes(Section):
@@ -32,4 +32,12 @@ class DataTypes(Section):
         "`_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`; [] is none. Parameters of "
         "these modules are cast like any other; their masters are fp32.",
         mark=AUTO_IS_A_WORD,
+    )
+    early_rounding: Boolean | None = key(
+        None,
+        "Round where DeepSpeed does: fp32 masters of weights that are cast start from the rounded "
+        "weights, and a micro-batch's mean gradient is rounded to the dtype in which sums are kept "
+        "before it is added. false: masters start from the weights as given, and a sum is rounded "
+        "once; that is nearer to training in fp32. null is true under the name of DeepSpeed, whose "
+        "numbers programs expect there, and false elsewhere. A key of Hadal's own.",
     )

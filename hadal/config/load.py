@@ -34,6 +34,7 @@ class Circumstances:
     data_parallel_size: int | None = None
     client_optimizer: bool = False
     client_scheduler: bool = False
+    rounds_early: bool = False
 
 
 def load_config(
@@ -44,15 +45,22 @@ def load_config(
     data_parallel_size: int | None = None,
     client_optimizer: bool = False,
     client_scheduler: bool = False,
+    rounds_early: bool = False,
     allow_unbuilt: bool = False,
 ) -> Config:
     """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
 
     `sequence_parallel_size` and `data_parallel_size` are what the program knows of its ranks, for
-    example by an mpu; None leaves them to the keys of the same names.
+    example by an mpu; None leaves them to the keys of the same names. `rounds_early` is what
+    `data_types.early_rounding` means where it is null.
     """
     brought = Circumstances(
-        world_size, sequence_parallel_size, data_parallel_size, client_optimizer, client_scheduler
+        world_size,
+        sequence_parallel_size,
+        data_parallel_size,
+        client_optimizer,
+        client_scheduler,
+        rounds_early,
     )
     name, raw = read(source)
     report = Report()
@@ -96,6 +104,11 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
         update = {"overlap_comm": managed or zero.stage >= 2}
         values["zero_optimization"] = zero.model_copy(update=update)
         inferred.append("zero_optimization.overlap_comm")
+    types = values.get("data_types") or default_of(Config.model_fields["data_types"])
+    if types.early_rounding is None:
+        update = {"early_rounding": brought.rounds_early}
+        values["data_types"] = types.model_copy(update=update)
+        inferred.append("data_types.early_rounding")
     return tuple(inferred)
 
 

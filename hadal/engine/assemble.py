@@ -124,7 +124,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         wish = topology_wish_of(mpu, mesh_param, world)
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
-        admitted = _admit(model, wishes, source, wish, world)
+        admitted = _admit(model, wishes, source, wish, world, engine_type)
     topology = make_topology(wish, admitted.config, world)
     engine = _assemble(admitted, wishes, topology, world, engine_type)
     if not memory_is_tuned():
@@ -147,7 +147,12 @@ class _Admitted:
 
 
 def _admit(
-    model: nn.Module | None, wishes: Wishes, source: Any, wish: TopologyWish, ranks: Ranks
+    model: nn.Module | None,
+    wishes: Wishes,
+    source: Any,
+    wish: TopologyWish,
+    ranks: Ranks,
+    engine_type: type[Engine],
 ) -> _Admitted:
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
@@ -161,6 +166,7 @@ def _admit(
         data_parallel_size=wish.data_parallel_size,
         client_optimizer=wishes.optimizer is not None,
         client_scheduler=wishes.schedule is not None,
+        rounds_early=engine_type.rounds_early,
     )
     open_log(config, ranks.rank)
     check_parameters(model.named_parameters(), current_device(), ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     Attributes that it does not have are the module's.
     """
+
+    rounds_early: ClassVar[bool] = False
+    """What `data_types.early_rounding` means where it is null."""
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module."""

@@ -175,6 +175,7 @@ def _precision(
         accumulate=accumulate,
         reduce=wire_dtype(config, config.sequence_parallel_size) or _narrower(wire, accumulate),
         state=state,
+        rounds_early=cast is not None and bool(config.data_types.early_rounding),
     )
 
 

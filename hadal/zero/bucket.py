@@ -128,7 +128,10 @@ class Bucket:
     # ---- laying down -----------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Take over the parameters' values, rank 0's on every rank, before any cast."""
+        """Take over the parameters' values, rank 0's on every rank.
+
+        Masters are made of them before any cast, but where the precision says otherwise.
+        """
         given = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             place = given[slot.offset : slot.stop]
@@ -146,7 +149,8 @@ class Bucket:
         if self.trainable:
             self._master = self._shard
             if self.has_own_master:
-                values = given[start:stop].to(self.precision.master, copy=True)
+                first = self.full if self.precision.rounds_early else given
+                values = first[start:stop].to(self.precision.master, copy=True)
                 self._master = self.home.rest_master(f"the masters of {self.name}", values)
         self._views = self.views_of(self.full)
         # One element each, so that a write to one freed parameter cannot reach another.

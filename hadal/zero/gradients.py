@@ -17,7 +17,7 @@ from hadal.comm.collectives import (
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors
-from hadal.comm.pending import Pending, followed_by
+from hadal.comm.pending import Pending, at_end, followed_by
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.zero.bucket import Bucket
 from hadal.zero.policy import Reduction, Route
@@ -266,6 +266,10 @@ class Gradients:
 
     def _start_cut(self, full: Tensor, out: Tensor, accumulate: bool, label: str) -> Pending:
         """This rank needs its shard of the result. Rows go straight to their owners."""
+        if accumulate and self.bucket.precision.rounds_early:
+            # The mean is rounded to the dtype of the sum before it is added.
+            mean = torch.empty_like(out)
+            return at_end(self._start_cut(full, mean, False, label), lambda: out.add_(mean))
         bucket, wire = self.bucket, self.bucket.precision.reduce
         shards = bucket.sharing.shards
         factors = self._factors.among(bucket.sharing.copies)

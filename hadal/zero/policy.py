@@ -45,6 +45,8 @@ class Precision:
     """Gradients on the wire."""
     state: torch.dtype | None = None
     """What the optimizer remembers of each element; None: as the master. See `state_dtype`."""
+    rounds_early: bool = False
+    """Whether masters start from rounded weights, and means are rounded before they are added."""
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -35,9 +35,9 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A few numbers."""
-        y = torch.tanh(self.first(x))
+        y = torch.tanh(self.first(x.to(self.first.weight.dtype)))
         y = torch.tanh(self.middle(torch.tanh(self.middle(y))))
-        return self.last(y).squeeze(-1) * self.scale * self.frozen.mean()
+        return self.last(y).squeeze(-1).float() * self.scale.float() * self.frozen.mean().float()
 
 
 def data() -> TensorDataset:
@@ -78,6 +78,47 @@ def plain() -> dict[str, Any]:
             schedule.step()
             schedule.step()  # Accelerate steps it once for each process
     return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def plain_as_deepspeed(stage: int) -> dict[str, Any]:
+    """The same in bf16 with DeepSpeed's roundings, written out: two ranks in one process.
+
+    Masters start from rounded weights. Gradients are averaged over the ranks, and added up over
+    micro-batches, in bf16: at stage 1 added up first, above it averaged first.
+    """
+    model = net().to(torch.bfloat16)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    masters = [p.detach().float().requires_grad_() for p in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    losses, norms = [], []
+    x, y = data().tensors
+    nothing = [torch.zeros_like(p) for p in weights]
+    sums = [nothing, nothing]
+    for batch in range(_STEPS * _ACCUMULATION):
+        found, of_ranks = [], []
+        for rank in range(2):
+            start = (2 * batch + rank) * _MICRO
+            rows = slice(start, start + _MICRO)
+            loss = _SHARE * nn.functional.mse_loss(model(x[rows]), y[rows])
+            of_ranks.append(torch.autograd.grad(loss / _ACCUMULATION, weights))
+            found.append(loss.item())
+        losses.append(sum(found) / 2)
+        if stage > 1:
+            of_ranks = [[(a + b) / 2 for a, b in zip(*of_ranks, strict=True)]] * 2
+        for rank, gradients in enumerate(of_ranks):
+            sums[rank] = [a + b for a, b in zip(sums[rank], gradients, strict=True)]
+        if batch % _ACCUMULATION:
+            for master, a, b in zip(masters, *sums, strict=True):
+                master.grad = ((a + b) / 2).float()
+            norms.append(float(nn.utils.clip_grad_norm_(masters, _CLIP)))
+            optimizer.step()
+            schedule.step()
+            schedule.step()
+            sums = [nothing, nothing]
+            for weight, master in zip(weights, masters, strict=True):
+                weight.data.copy_(master)
+    return {"losses": losses, "norms": norms}
 
 
 def run(folder: Path, stage: int, precision: str = "no") -> dict[str, Any]:

@@ -18,6 +18,11 @@ def _run(folder: Path, stage: int, precision: str) -> tuple[dict[str, Any], dict
     return a.run(folder, stage, precision), a.plain()
 
 
+def _run_bf16(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    a = load("accelerate_runs")
+    return a.run(folder, stage, "bf16"), a.plain_as_deepspeed(stage)
+
+
 def _run_configured() -> dict[str, Any]:
     return load("accelerate_runs").run_configured()
 
@@ -42,6 +47,16 @@ def test_it_trains_saves_and_goes_on(clients: RankPool, tmp_path: Path, stage: i
         assert {"latest", "pytorch_model"} <= set(found["files"])
         assert found["again"] == found["after"]
         assert found["gathered"] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_is_rounded_where_deepspeed_rounds(
+    clients: RankPool, tmp_path: Path, stage: int
+) -> None:
+    for found, plain in clients.run(_run_bf16, tmp_path, stage, timeout=180):
+        assert found["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+        assert found["norms"] == pytest.approx(plain["norms"], abs=1e-5)
+        assert found["again"] == found["after"]
 
 
 def test_fp16_skips_updates_that_overflow(clients: RankPool, tmp_path: Path) -> None:

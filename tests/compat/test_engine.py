@@ -27,6 +27,7 @@ from hadal.compat.values import ZeroParamStatus
 from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
 from hadal.engine.engine import Engine
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
+from hadal.utils import safe_get_full_fp32_param
 from hadal.zero import GatheredParameters
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,18 @@ def test_getters_tell_what_the_configuration_says() -> None:
     assert engine.scheduler_name() is None
     assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
     assert engine.data_parallel_group.size() == 1
+
+
+@pytest.mark.parametrize(("said", "expected"), [({}, 1.0), ({"early_rounding": False}, 1 + 2**-10)])
+def test_masters_start_from_rounded_weights(said: dict[str, bool], expected: float) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 1 + 2**-10)
+    config = config_of(2, bf16={"enabled": True}, data_types=said)
+    engine = initialize(model=model, config=config)[0]
+    assert engine.config == config
+    master = safe_get_full_fp32_param(model.weight)
+    assert master is not None
+    assert master.unique().tolist() == [expected]
 
 
 def test_the_engine_has_every_member_that_programs_use() -> None:

@@ -14,6 +14,7 @@ from engine.logs import logged
 from engine.toys import Leaves, engine_of
 from hadal import comm
 from hadal.config import load_config
+from hadal.utils import safe_get_full_fp32_param
 
 STAGES = [0, 1, 2, 3]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -59,6 +60,33 @@ def sums_of_all(stage: int) -> dict[tuple[str, str], float]:
 def test_gradients_are_summed_in_the_dtype_that_is_named(stage: int, ranks: RankPools) -> None:
     for (compute, summed), found in ranks(2).run(sums_of_all, stage)[0].items():
         assert found == pytest.approx(SUMS[summed or compute], rel=1e-6), (compute, summed)
+
+
+def round_as(stage: int, early: bool | None) -> tuple[float, float]:
+    """A master's first value, given as 1 + 2^-10, and the mean gradient of two micro-steps.
+
+    In the first all ranks have 2^-9, in the second they have 1 and 1 + 2^-7.
+    """
+    model = Leaves([(20,)])
+    nn.init.constant_(model.leaves[0], 1 + 2.0**-10)
+    sections = {"bf16": BF16, "data_types": {"early_rounding": early}, "optimizer": SGD}
+    engine = engine_of(stage, model, gradient_accumulation_steps=2, **sections)
+    master = safe_get_full_fp32_param(model.leaves[0])
+    for gradient in (2.0**-9, 1 + 2.0**-7 * comm.get_rank()):
+        engine.backward(engine([torch.full((20,), gradient, dtype=torch.bfloat16)]))
+        engine.step()
+    mean = 2 * engine.get_global_grad_norm() / math.sqrt(20)  # each counts a half
+    engine.destroy()
+    return master[0].item(), mean
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rounding_is_late_unless_it_is_asked_for(stage: int, ranks: RankPools) -> None:
+    for early in (None, False, True):
+        # Below stage 2 each rank adds up its own gradients, which rounds as it does everywhere.
+        mean = 1.0 if early or stage < 2 else 1 + 2.0**-7
+        for found in ranks(2).run(round_as, stage, early):
+            assert found == pytest.approx((1.0 if early else 1 + 2.0**-10, mean), abs=1e-6)
 
 
 # ---- bf16 ----------------------------------------------------------------------------------------
