@@ -8,6 +8,7 @@ from hadal.device.accelerator import (
     rank_device,
     synchronize,
 )
+from hadal.device.autograd import backward_watched, unwatched
 from hadal.device.compiler import spared_import
 from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryUse",
     "SgdRule",
     "accelerator_kind",
+    "backward_watched",
     "choose_kind",
     "collective_backend",
     "current_device",
@@ -59,4 +61,5 @@ __all__ = [
     "spared_import",
     "synchronize",
     "total_memory",
+    "unwatched",
 ]

@@ -149,9 +149,8 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         with (
             parts.clocks.backward,
             parts.runtime.backward(boundary=boundary),
-            parts.hooks.reading(),
         ):
-            scaled.backward(retain_graph=retain_graph)
+            parts.hooks.backward(scaled, retain_graph)
         self._cycle.backwards += 1
         return loss
 

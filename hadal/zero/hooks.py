@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from hadal.device import backward_watched, unwatched
 from hadal.zero.bucket import Bucket
 from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
@@ -144,6 +145,14 @@ class Hooks:
             self._depth = 0
             self._close(KeyboardInterrupt())
 
+    def backward(self, loss: Tensor, retain_graph: bool) -> None:
+        """Run a backward, in which every read of a parameter finds its values too."""
+        if not self._runtime.gathering.units:
+            loss.backward(retain_graph=retain_graph)
+            return
+        with self.reading():
+            backward_watched(loss, retain_graph)
+
     def reading(self) -> AbstractContextManager[None]:
         """A context in which every read of a parameter finds its values, announced or not.
 
@@ -155,9 +164,11 @@ class Hooks:
         self, bucket: Bucket, index: int, parameter: nn.Parameter
     ) -> RemovableHandle:
         on_gradient = self._runtime.on_gradient
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
-            lambda _: on_gradient(bucket, index)
-        )
+
+        def collect(_: Tensor) -> None:
+            _unseen(lambda: on_gradient(bucket, index))
+
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(collect)
         return handle
 
     def _watch_unit(self, unit: Unit) -> None:
@@ -342,12 +353,18 @@ class ReadWatcher(TorchFunctionMode):
                 self._look(value)
 
 
+def _unseen(act: Callable[[], None]) -> None:
+    """Call `act` past function modes: what the mechanism itself touches is no read."""
+    with unwatched():
+        act()
+
+
 def _on_gradient_of(value: Any, act: Callable[[], None]) -> None:
     """Call `act` each time the gradient of a tensor somewhere in `value` is complete."""
     if isinstance(value, Tensor):
         # A leaf would keep the hook beyond this graph.
         if value.requires_grad and not value.is_leaf:
-            value.register_hook(lambda _: act())
+            value.register_hook(lambda _: _unseen(act))
     elif isinstance(value, dict):
         for item in value.values():
             _on_gradient_of(item, act)

@@ -236,6 +236,52 @@ class ReentrantReused(Plain):
         return values
 
 
+class _InTiles(torch.autograd.Function):
+    """A module on one row after the other, forgotten and run again in backward, each row by itself.
+
+    As functions do that save memory on long sequences: weights are read in backward, their
+    gradients come once for each row, by a backward of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, values: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        ctx.save_for_backward(values)
+        return torch.cat([module(row) for row in values.split(1)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (values,) = ctx.saved_tensors
+        found = []
+        for row, its_gradient in zip(values.split(1), gradient.split(1), strict=True):
+            leaf = row.detach().requires_grad_()
+            enabled, dtype = ctx.autocast
+            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled):
+                output = ctx.module(leaf)
+            torch.autograd.backward(output, its_gradient)
+            found.append(leaf.grad)
+        return None, torch.cat(found)
+
+
+class _TiledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        tiled: Tensor = _InTiles.apply(self.inner.forward, values)  # past the module's hooks
+        return tiled
+
+
+class Tiled(Plain):
+    """Blocks that run in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_TiledBlock() for _ in range(2))
+
+
 class Branched(Plain):
     """Which block runs is an argument; branch 2 runs none."""
 
@@ -306,6 +352,7 @@ SUBJECTS: Mapping[str, Subject] = {
     "primes": Subject(Primes),
     "checkpointed": Subject(Checkpointed),
     "reentrant_reused": Subject(ReentrantReused),
+    "tiled": Subject(Tiled),
     "branches": Subject(Branched, micro_step=_by_branch),
     "late": Subject(Branched, micro_step=_late_branch),
     "two_losses": Subject(Plain, micro_step=_two_losses),
