@@ -16,7 +16,7 @@ from hadal.compat.accessors import Accessors
 from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
 from hadal.compat.optimizer import DeepSpeedOptimizer
-from hadal.compat.parameters import mark_stage_3, unmark_stage_3, watch_parameters
+from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
 from hadal.compat.placeholders import placeholder, unbuilt
 from hadal.compat.surface import VERSION, Kind
 from hadal.engine.arguments import choose_config
@@ -50,6 +50,8 @@ class DeepSpeedEngine(Accessors):
         parts.runtime.leaves_others_gradients = True
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
+        elif self.zero_optimization():
+            mark_stage_1_or_2(parts.runtime)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module, then to what is known and not built."""
@@ -74,7 +76,9 @@ class DeepSpeedEngine(Accessors):
         if inner is None:
             return None
         if self._outer is None or self._outer.optimizer is not inner:
-            self._outer = DeepSpeedOptimizer(inner, self)
+            moves = self._parts.scale_rule.dynamic
+            stage = self.zero_optimization_stage()
+            self._outer = DeepSpeedOptimizer(inner, self, stage=stage, moves_scale=moves)
         return self._outer
 
     @property
@@ -96,7 +100,7 @@ class DeepSpeedEngine(Accessors):
         """Take the hooks off, as `hadal.Engine.destroy`; called again it does nothing."""
         super().destroy()
         _engines.discard(self)
-        unmark_stage_3(self._parts.runtime)
+        unmark(self._parts.runtime)
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -160,11 +164,6 @@ class DeepSpeedEngine(Accessors):
         """The type of schedule that the configuration names."""
         section = self._parts.config.scheduler
         return None if section is None else section.type
-
-    @property
-    def moves_loss_scale(self) -> bool:
-        """Whether overflows move the loss scale."""
-        return self._parts.scale_rule.dynamic
 
     # ---- who takes part --------------------------------------------------------------------------
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from hadal.compat.engine import DeepSpeedEngine
+from hadal.engine.engine import Engine
+
+
+class Coordinator:
+    """What programs tell that weights were read past the mechanism; here it sees that itself."""
+
+    def is_invalid_trace(self) -> bool:
+        """Whether there is nothing to forget."""
+        return True
+
+    def _invalidate_trace(self) -> None:
+        """Forget the order of uses: ranks compare it each time, so none is trusted too long."""
 
 
 class ParameterOffload:
@@ -22,9 +32,33 @@ class ParameterOffload:
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
+        self.param_coordinator = Coordinator()
+
+    def get_param_coordinator(self) -> Coordinator:
+        """The same object, asked for in another way."""
+        return self.param_coordinator
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Hang hooks on a module again; none were taken off."""
+
+
+class EngineScale:
+    """The loss scale of an engine, as programs read it beside its optimizer."""
+
+    def __init__(self, engine: Engine, *, dynamic: bool) -> None:
+        self._engine = engine
+        self.dynamic = dynamic
+        """Whether overflows move it."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with."""
+        return self._engine.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under an older name."""
+        return self._engine.loss_scale
 
 
 class DeepSpeedOptimizer:
@@ -33,9 +67,13 @@ class DeepSpeedOptimizer:
     Attributes that it does not have are the inner optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: DeepSpeedEngine) -> None:
+    def __init__(
+        self, optimizer: Optimizer, engine: Engine, *, stage: int, moves_scale: bool
+    ) -> None:
         self.optimizer = optimizer
+        self.loss_scaler = EngineScale(engine, dynamic=moves_scale)
         self._engine = engine
+        self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the inner optimizer."""
@@ -53,32 +91,79 @@ class DeepSpeedOptimizer:
         """What the inner optimizer remembers."""
         return self.optimizer.state
 
+    # ---- what there is at some stages ------------------------------------------------------------
+
     @property
     def parameter_offload(self) -> ParameterOffload:
         """At stage 3: see `ParameterOffload`."""
-        if not self._engine.zero_optimization_partition_weights():
-            raise AttributeError("there is a parameter_offload at stage 3 only")
+        self._expect_stage("parameter_offload", 3)
         return ParameterOffload(self._engine.module)
+
+    @property
+    def param_coordinator(self) -> Coordinator:
+        """At stage 3: see `Coordinator`."""
+        self._expect_stage("param_coordinator", 3)
+        return Coordinator()
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """At stage 3: this rank's flat cuts of the masters."""
+        self._expect_stage("fp32_partitioned_groups_flat", 3)
+        return self._masters
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """At stages 1 and 2: this rank's flat cuts of the masters."""
+        self._expect_stage("single_partition_of_fp32_groups", 1, 2)
+        return self._masters
+
+    @property
+    def _masters(self) -> list[Tensor]:
+        return [piece for group in self.param_groups for piece in group["params"]]
+
+    def _expect_stage(self, name: str, *stages: int) -> None:
+        if self._stage not in stages:
+            raise AttributeError(f"there is no {name} at stage {self._stage}")
+
+    # ---- overflows -------------------------------------------------------------------------------
 
     @property
     def overflow(self) -> bool:
         """Whether the last update was skipped."""
         return self._engine.overflow
 
+    def check_overflow(self, external: bool = False) -> bool:
+        """Whether the next update would be skipped. All ranks must call it.
+
+        Programs that train two models ask it, to skip the update of one with the other's.
+        """
+        return self._engine.find_overflow()
+
+    @property
+    def skip_step(self) -> bool:
+        """Whether the next update is left out; programs set it, on all ranks."""
+        return self._engine.skips_next_update
+
+    @skip_step.setter
+    def skip_step(self, skips: bool) -> None:
+        self._engine.skips_next_update = skips
+
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied with."""
-        return self._engine.loss_scale
+        return self.loss_scaler.loss_scale
 
     @property
     def cur_scale(self) -> float:
         """The same, under an older name."""
-        return self._engine.loss_scale
+        return self.loss_scaler.cur_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether overflows move the loss scale."""
-        return self._engine.moves_loss_scale
+        return self.loss_scaler.dynamic
+
+    # ---- stepping --------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
         """Do as `engine.step` does."""

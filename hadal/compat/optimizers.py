@@ -5,171 +5,143 @@ What is made is an object of torch's or of Hadal's class: those are stepped in f
 
 from __future__ import annotations
 
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
 
+# Called here as elsewhere in the house.
+_RENAMED = {"adamw_mode": "adam_w_mode"}
+# Gradients are always set to None, and state has the dtype of the master.
+_WITHOUT_EFFECT = frozenset({"set_grad_none", "fp32_optimizer_states"})
+_REMEDIES = {
+    "amsgrad": "DeepSpeed refuses or ignores it; take torch.optim.AdamW(amsgrad=True), which trains"
+    " here",
+    "max_grad_norm": "give gradient_clipping in the configuration, which clips the gradients of all"
+    " parameters together",
+}
+
 
 class _Maker(type):
     """A class that is called and makes an optimizer of another one."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
-        return cls.make(*args, **kwargs)  # type: ignore[attr-defined]
+    __signature__: Signature
+    kind: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Optimizer:
+        """Make it.
+
+        Raises:
+            OptimizerError: an option asks for what there is not.
+        """
+        bound = cls.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        parameters, *_ = bound.arguments.values()
+        given = dict(list(bound.arguments.items())[1:])
+        for name, remedy in _REMEDIES.items():
+            if given.pop(name, None):
+                raise OptimizerError(f"{cls.__name__}({name}=...): {remedy}")
+        options = {
+            _RENAMED.get(name, name): value
+            for name, value in given.items()
+            if name not in _WITHOUT_EFFECT
+        }
+        return build_optimizer(cls.kind, options, list(parameters))
+
+
+def _signature(parameters: str, **defaults: Any) -> Signature:
+    """DeepSpeed's: the parameters first, then options in their order."""
+    either = Parameter.POSITIONAL_OR_KEYWORD
+    options = [Parameter(name, either, default=value) for name, value in defaults.items()]
+    return Signature([Parameter(parameters, either), *options])
+
+
+_BETAS = (0.9, 0.999)
 
 
 class FusedAdam(metaclass=_Maker):
     """Adam, or AdamW, in torch's fused kernels."""
 
-    @staticmethod
-    def make(  # noqa: PLR0913 - the signature is DeepSpeed's
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> Optimizer:
-        """Make it; gradients are always set to None."""
-        _refuse_amsgrad("FusedAdam", amsgrad)
-        return build_optimizer(
-            "Adam",
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "adam_w_mode": adam_w_mode,
-                "bias_correction": bias_correction,
-            },
-            list(params),
-        )
+    kind: ClassVar[str] = "Adam"
+    __signature__ = _signature(
+        "params",
+        lr=1e-3,
+        bias_correction=True,
+        betas=_BETAS,
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+        set_grad_none=True,
+    )
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):
     """Adam, or AdamW, on the host: torch's fused kernels too."""
 
-    @staticmethod
-    def make(  # noqa: PLR0913 - the signature is DeepSpeed's
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> Optimizer:
-        """Make it. State has the dtype of the master, whatever `fp32_optimizer_states` says."""
-        return FusedAdam.make(
-            model_params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            adam_w_mode=adamw_mode,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-        )
+    kind: ClassVar[str] = "Adam"
+    __signature__ = _signature(
+        "model_params",
+        lr=1e-3,
+        bias_correction=True,
+        betas=_BETAS,
+        eps=1e-8,
+        weight_decay=0.0,
+        amsgrad=False,
+        adamw_mode=True,
+        fp32_optimizer_states=True,
+    )
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Maker):
     """Adagrad on the host."""
 
-    @staticmethod
-    def make(
-        model_params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> Optimizer:
-        """Make it."""
-        _refuse_amsgrad("DeepSpeedCPUAdagrad", amsgrad)
-        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        return build_optimizer("Adagrad", options, list(model_params))
+    kind: ClassVar[str] = "Adagrad"
+    __signature__ = _signature(
+        "model_params",
+        lr=1e-2,
+        eps=1e-10,
+        weight_decay=0.0,
+        amsgrad=False,
+        fp32_optimizer_states=True,
+    )
 
 
 class FusedLion(metaclass=_Maker):
     """Lion."""
 
-    @staticmethod
-    def make(
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ) -> Optimizer:
-        """Make it; gradients are always set to None."""
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        return build_optimizer("Lion", options, list(params))
+    kind: ClassVar[str] = "Lion"
+    __signature__ = _signature(
+        "params", lr=1e-3, betas=_BETAS, weight_decay=0.0, set_grad_none=True
+    )
 
 
 class DeepSpeedCPULion(metaclass=_Maker):
     """Lion on the host."""
 
-    @staticmethod
-    def make(
-        model_params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> Optimizer:
-        """Make it."""
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        return build_optimizer("Lion", options, list(model_params))
+    kind: ClassVar[str] = "Lion"
+    __signature__ = _signature(
+        "model_params", lr=1e-3, betas=_BETAS, weight_decay=0.0, fp32_optimizer_states=True
+    )
 
 
 class FusedLamb(metaclass=_Maker):
     """Lamb."""
 
-    @staticmethod
-    def make(  # noqa: PLR0913 - the signature is DeepSpeed's
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> Optimizer:
-        """Make it."""
-        _refuse_amsgrad("FusedLamb", amsgrad)
-        if max_grad_norm:
-            raise OptimizerError(
-                "FusedLamb(max_grad_norm=...): give gradient_clipping in the configuration, which"
-                " clips the gradients of all parameters together"
-            )
-        options = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        return build_optimizer("Lamb", options, list(params))
-
-
-def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    if amsgrad:
-        raise OptimizerError(
-            f"{name}(amsgrad=True): DeepSpeed refuses or ignores it; take"
-            " torch.optim.AdamW(amsgrad=True), which trains here"
-        )
+    kind: ClassVar[str] = "Lamb"
+    __signature__ = _signature(
+        "params",
+        lr=1e-3,
+        bias_correction=True,
+        betas=_BETAS,
+        eps=1e-8,
+        eps_inside_sqrt=False,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        max_coeff=10.0,
+        min_coeff=0.01,
+        amsgrad=False,
+    )

@@ -1,11 +1,13 @@
 """What programs look for on parameters of stage 3: `ds_id`, `ds_shape`, `ds_status` and the like.
 
 They are read from the bucket when they are asked for: a parameter has them while its weights belong
-to stage 3 (or were born sharded), and `hasattr` is False else, as programs expect.
+to stage 3 (or were born sharded), and `hasattr` is False else, as programs expect. Parameters that
+are trained at stages 1 and 2 have `param_idx_in_group` alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -31,6 +33,7 @@ _numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _next = count()
 # Persistent ones, and all of them where there is one rank, look like any other's; an engine knows.
 _of_stage_3: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_place_in_group: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _runtimes: WeakSet[ZeroRuntime] = WeakSet()
 
 
@@ -38,9 +41,23 @@ def watch_parameters() -> None:
     """Let every parameter answer for them."""
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, property(_reader(name, read)))
+    nn.Parameter.param_idx_in_group = property(_index_in_group)  # type: ignore[attr-defined]
+    # Programs that run a part of a model several times in one backward set it to False before the
+    # last. Nothing hangs on it: how often gradients come is learned, and late ones are added.
+    nn.Parameter.ds_grad_is_ready = True  # type: ignore[attr-defined]
     nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
     # What autograd saved of a parameter comes back in backward as a tensor of no class of its own.
     Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
+
+
+def mark_stage_1_or_2(runtime: ZeroRuntime) -> None:
+    """Say that an engine trains the parameters of `runtime` with sharded optimizer states."""
+    numbers: Counter[int] = Counter()
+    for gradients in runtime.gradients:
+        bucket = gradients.bucket
+        for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
+            _place_in_group[parameter] = numbers[slot.group]
+            numbers[slot.group] += 1
 
 
 def mark_stage_3(runtime: ZeroRuntime) -> None:
@@ -50,11 +67,21 @@ def mark_stage_3(runtime: ZeroRuntime) -> None:
         _of_stage_3[parameter] = True
 
 
-def unmark_stage_3(runtime: ZeroRuntime) -> None:
-    """Undo `mark_stage_3`."""
+def unmark(runtime: ZeroRuntime) -> None:
+    """Undo both."""
     _runtimes.discard(runtime)
     for parameter in runtime.bucket_of:
         _of_stage_3.pop(parameter, None)
+        _place_in_group.pop(parameter, None)
+
+
+def _index_in_group(parameter: nn.Parameter) -> int:
+    found: int | None = _place_in_group.get(parameter)
+    if found is None:
+        raise AttributeError(
+            "this parameter has no param_idx_in_group: stages 1 and 2 train it not"
+        )
+    return found
 
 
 def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -89,7 +116,7 @@ def _number(parameter: nn.Parameter, bucket: Bucket) -> int:
 
 
 def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
-    """A copy of this rank's part of a parameter, 1-D."""
+    """A copy of this rank's part of a parameter, 1-D, with what programs look for on it."""
     index = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
     slot = bucket.layout.slots[index]
     low, high = bucket.span
@@ -97,7 +124,11 @@ def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
         min(max(edge, low), high) - low for edge in (slot.offset, slot.offset + slot.numel)
     )
     with torch.no_grad(), bucket.present(writes=False):
-        return bucket.shard[start:stop].clone()
+        fragment: Any = bucket.shard[start:stop].clone()
+    fragment.ds_numel = fragment.numel()
+    fragment.status = _STATUS[bucket.state]
+    fragment.final_location = None  # no tier below this device
+    return fragment  # type: ignore[no-any-return]
 
 
 def _count(parameter: nn.Parameter, bucket: Bucket) -> Callable[[], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -230,7 +231,11 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         with parts.clocks.step:
             parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
             parts.runtime.reshard_all()
-            found = self._cycle.last = measure(parts, self._scale.scale)
+            found = measure(parts, self._scale.scale)
+            if self._cycle.skips_next:
+                self._cycle.skips_next = False
+                found = found if found.overflow else replace(found, overflow=True, is_asked=True)
+            self._cycle.last = found
             if found.overflow:
                 counters.skipped_steps += 1
             else:
@@ -275,6 +280,27 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         """Forget the gradients collected since the last update."""
         self._parts.runtime.clear_gradients()
         super().zero_grad(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def find_overflow(self) -> bool:
+        """Whether gradients collected so far are such that their update would be skipped.
+
+        All ranks must call it. Behind an update it says what that one found.
+        """
+        if not self._cycle.backwards:
+            return self.overflow
+        self._expect_alive()
+        self._parts.runtime.reduce_all()
+        return measure(self._parts, self._scale.scale).overflow
+
+    @property
+    def skips_next_update(self) -> bool:
+        """Whether the next update is skipped as if its gradients overflowed; set on all ranks."""
+        return self._cycle.skips_next
+
+    @skips_next_update.setter
+    def skips_next_update(self, skips: bool) -> None:
+        self._cycle.skips_next = skips
 
     # ---- state -----------------------------------------------------------------------------------
 

@@ -117,6 +117,8 @@ class Finding:
     """Whether the update is skipped because they are not finite."""
     culprit: str | None = None
     """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
+    is_asked: bool = False
+    """Whether the update is skipped because the program wants it so."""
 
 
 @dataclass(slots=True)
@@ -130,5 +132,7 @@ class Cycle:
     """What the caller says of the boundary in place of the count."""
     unsynchronized: bool = False
     destroyed: bool = False
+    skips_next: bool = False
+    """Whether the program wants the next update skipped."""
     last: Finding = field(default_factory=Finding)
     """What the last boundary found."""

@@ -64,10 +64,16 @@ def moved_scale(before: ScaleState, found: Finding, number: int, parts: Parts) -
             _log.warning(
                 "update %d skipped: %s; loss scale %g, now %g",
                 number,
-                f"the gradient of {found.culprit} is not finite"
-                if found.culprit
-                else "all gradients are finite, but their norm is not",
+                _reason_of(found),
                 before.scale,
                 after.scale,
             )
     return after
+
+
+def _reason_of(found: Finding) -> str:
+    if found.is_asked:
+        return "the program asked for it"
+    if found.culprit:
+        return f"the gradient of {found.culprit} is not finite"
+    return "all gradients are finite, but their norm is not"

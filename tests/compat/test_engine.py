@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -227,6 +228,58 @@ def test_the_optimizer_tells_of_the_last_update() -> None:
     assert engine.global_steps == 1
 
 
+def _skip_together() -> list[Any]:
+    """Two models, of which one overflows on one rank: neither is stepped."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    actor, critic = engine_of(2, fp16=fp16), engine_of(3, fp16=fp16)
+    before = critic.state_dict()
+    inputs, targets = batch_of(0)
+    blown = torch.inf if torch.distributed.get_rank() else 1.0
+    actor.backward(loss_of(actor(inputs.half()), targets) * blown)
+    critic.backward(loss_of(critic(inputs.half()), targets))
+    assert actor.optimizer is not None
+    assert critic.optimizer is not None
+    seen = [each.optimizer.check_overflow(external=True) for each in (actor, critic)]
+    critic.optimizer.skip_step = seen[0] and not seen[1]
+    actor.step()
+    critic.step()
+    assert_equal(critic.state_dict(), before)
+    seen += [critic.optimizer.overflow, critic.skipped_steps, critic.loss_scale]
+    train_half(critic)
+    seen += [critic.skipped_steps, critic.optimizer.check_overflow()]
+    actor.destroy()
+    critic.destroy()
+    return seen
+
+
+def train_half(engine: DeepSpeedEngine) -> None:
+    inputs, targets = batch_of(1)
+    engine.backward(loss_of(engine(inputs.half()), targets))
+    engine.step()
+
+
+def test_one_model_s_update_may_be_skipped_with_another_s(ranks: RankPools) -> None:
+    for found in ranks(2).run(_skip_together):
+        assert found == [True, False, True, 1, 128.0, 1, False]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_masters_are_told_under_the_name_of_their_stage(stage: int) -> None:
+    optimizer: Any = engine_of(stage, bf16={"enabled": True}).optimizer
+    names = {1: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
+    names[2] = names[1]
+    for name in set(names.values()):
+        assert hasattr(optimizer, name) == (name == names.get(stage))
+    if stage:
+        masters = getattr(optimizer, names[stage])
+        assert {master.dtype for master in masters} == {torch.float32}
+        assert sum(master.numel() for master in masters) >= 6 * 9 + 9 + 9 + 9 + 9 * 4 + 4
+    assert hasattr(optimizer, "param_coordinator") == (stage == 3)
+    if stage == 3:
+        assert optimizer.parameter_offload.get_param_coordinator().is_invalid_trace()
+    assert (optimizer.loss_scaler.loss_scale, optimizer.loss_scaler.dynamic) == (1.0, False)
+
+
 # ---- parameters ----------------------------------------------------------------------------------
 
 
@@ -234,6 +287,8 @@ def _statuses() -> list[Any]:
     engine = engine_of(3)
     weight: Any = next(engine.module.parameters())
     seen = [weight.ds_status, weight.ds_numel, weight.ds_tensor.numel(), weight.ds_shape]
+    assert weight.ds_tensor.ds_numel == seen[2]
+    assert weight.ds_tensor.status is weight.ds_status
     with GatheredParameters([weight]):
         seen.append(weight.ds_status)
         fragment = weight.ds_tensor
@@ -339,6 +394,18 @@ def test_other_parameters_have_no_such_attributes(stage: int) -> None:
     assert not hasattr(nn.Parameter(torch.ones(2)), "ds_numel")
 
 
+def test_parameters_of_stages_1_and_2_have_a_place_in_their_group() -> None:
+    for stage in (1, 2):
+        engine = engine_of(stage)
+        parameters: list[Any] = list(engine.module.parameters())
+        found = sorted(parameter.param_idx_in_group for parameter in parameters)
+        assert found == list(range(len(parameters)))
+        parameters[0].ds_grad_is_ready = False  # by programs, for a while
+        engine.destroy()
+        assert not hasattr(parameters[0], "param_idx_in_group")
+    assert not any(hasattr(p, "param_idx_in_group") for p in engine_of(3).module.parameters())
+
+
 def test_alone_stage_3_is_told_all_the_same() -> None:
     engine = engine_of(3)
     statuses = {p.ds_status for p in engine.module.parameters()}  # type: ignore[attr-defined]
@@ -370,6 +437,11 @@ def test_optimizers_take_the_options_that_their_names_had() -> None:
     assert DeepSpeedCPUAdam(groups, lr=1.0).param_groups[0]["lr"] == 0.25
     assert DeepSpeedCPULion([parameter]).__class__.__name__ == "Lion"
     assert FusedLamb([parameter], max_coeff=5.0).param_groups[0]["max_coeff"] == 5.0
+    assert FusedAdam(params=[parameter], lr=2.0).param_groups[0]["lr"] == 2.0
+    assert FusedAdam([parameter], 1e-3, True, (0.5, 0.9)).param_groups[0]["betas"] == (0.5, 0.9)
+    assert "adamw_mode" in inspect.signature(DeepSpeedCPUAdam).parameters
+    with pytest.raises(TypeError, match="momentum"):
+        FusedAdam([parameter], momentum=0.5)
     with pytest.raises(OptimizerError, match="amsgrad"):
         FusedAdam([parameter], amsgrad=True)
     with pytest.raises(OptimizerError, match="gradient_clipping"):
