@@ -27,8 +27,6 @@ from hadal.engine.parts import Parts
 _UNBUILT = frozenset(
     {
         "get_compile_time",
-        "offload_states",
-        "reload_states",
         "set_custom_curriculum_learning_schedule",
         "set_data_post_process_func",
     }
