@@ -6,6 +6,7 @@ share by each rank. Nothing is copied here: tensors are views of what is being t
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from hadal.checkpoint.contents import (
 )
 from hadal.checkpoint.live import Live, plain_name, plain_slots
 from hadal.checkpoint.plain import encoded, encoded_state
+from hadal.checkpoint.shards import DTYPE_OF, DTYPES
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
 from hadal.optim.pieces import Held
@@ -74,6 +76,26 @@ class Rows:
     stretches: list[Stretch] = field(default_factory=list)
     singles: list[Single] = field(default_factory=list)
     state: list[StateRow] = field(default_factory=list)
+
+    def __getstate__(self) -> Any:
+        """For its way to another rank: plain tuples, and what is alike once."""
+        alike: dict[str, list[str]] = {}
+        for name, values in self.state:
+            alike.setdefault(json.dumps(values), []).append(name)
+        stretches = [
+            (*one[:5], DTYPES[one.dtype], one.rounds and DTYPES[one.rounds])
+            for one in self.stretches
+        ]
+        return stretches, self.singles, alike
+
+    def __setstate__(self, state: Any) -> None:
+        stretches, self.singles, alike = state
+        self.stretches = [
+            Stretch(rank, kind, bucket, start, numel, DTYPE_OF[word], rounds and DTYPE_OF[rounds])
+            for rank, kind, bucket, start, numel, word, rounds in stretches
+        ]
+        parsed = [(json.loads(text), names) for text, names in alike.items()]
+        self.state = [(name, values) for values, names in parsed for name in names]
 
 
 @dataclass(slots=True)

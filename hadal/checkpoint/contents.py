@@ -12,7 +12,7 @@ part      all of a model, or what one of several model-parallel ranks holds of i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +62,8 @@ class Stretch(NamedTuple):
     dtype: torch.dtype
     rounds: torch.dtype | None = None
     """The dtype of the masters that these weights are the rounding of; None: they are stored."""
+    holders: int = 1
+    """So many ranks, from `rank` on, hold as many elements each, one after the other."""
 
     @property
     def tensor(self) -> str:
@@ -77,7 +79,16 @@ class Stretch(NamedTuple):
     @property
     def stop(self) -> int:
         """The first element behind it."""
-        return self.start + self.numel
+        return self.start + self.numel * self.holders
+
+    def between(self, low: int, high: int) -> Iterator[Stretch]:
+        """What single ranks hold of it that has elements in [low, high)."""
+        if self.numel and low < high:
+            first = max(low - self.start, 0) // self.numel
+            last = min(-(-(high - self.start) // self.numel), self.holders)
+            for number in range(first, last):
+                start = self.start + number * self.numel
+                yield self._replace(rank=self.rank + number, start=start, holders=1)
 
 
 class Single(NamedTuple):
@@ -125,7 +136,7 @@ def part_as_json(part: Part) -> dict[str, Any]:
     rows: dict[tuple[str, int, str, str], list[list[int]]] = {}
     for one in part.stretches:
         key = (one.kind, one.bucket, DTYPES[one.dtype], DTYPES[one.stored])
-        rows.setdefault(key, []).append([one.rank, one.start, one.numel])
+        rows.setdefault(key, []).append([one.rank, one.start, one.numel, one.holders])
     alike: dict[str, list[str]] = {}
     for name, values in part.state.items():
         alike.setdefault(json.dumps(values), []).append(name)
@@ -144,7 +155,7 @@ def part_as_json(part: Part) -> dict[str, Any]:
             for bucket in part.buckets
         ],
         "stretches": [
-            [kind, bucket, word, cuts] + [stored] * (stored != word)
+            [kind, bucket, word, _joined(cuts)] + [stored] * (stored != word)
             for (kind, bucket, word, stored), cuts in rows.items()
         ],
         "singles": [
@@ -187,9 +198,10 @@ def part_of_json(content: Any) -> Part:
             _count(numel),
             _dtype(word),
             _rounds(kind, *stored) if stored else None,
+            *map(_count, holders),
         )
         for kind, bucket, word, cuts, *stored in content["stretches"]
-        for rank, start, numel in cuts
+        for rank, start, numel, *holders in cuts
     )
     singles = tuple(
         Single(
@@ -213,6 +225,21 @@ def part_of_json(content: Any) -> Part:
         ),
         aliases={str(one): str(other) for one, other in dict(content["aliases"]).items()},
     )
+
+
+def _joined(cuts: list[list[int]]) -> list[list[int]]:
+    """Cuts (rank, start, numel, holders), with even ones of consecutive ranks made one.
+
+    So the index does not grow with the ranks; where there is one holder that is left out.
+    """
+    joined: list[list[int]] = []
+    for cut in sorted(cuts):
+        rank, start, numel, holders = joined[-1] if joined else cut
+        if numel and joined and cut[:3] == [rank + holders, start + numel * holders, numel]:
+            joined[-1][3] += cut[3]
+        else:
+            joined.append([*cut])
+    return [cut[:3] if cut[3] == 1 else cut for cut in joined]
 
 
 def merged_state(

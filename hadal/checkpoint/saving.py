@@ -40,7 +40,7 @@ from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
-from hadal.comm.collectives import gather_objects
+from hadal.comm.collectives import gather_objects, gather_objects_at_first
 from hadal.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class Job:
     client: Plain
     index: dict[str, Any]
     told: list[_Told]
+    """What all ranks tell; for the one that writes the index."""
 
     @property
     def path(self) -> Path:
@@ -231,7 +232,9 @@ def begin(order: Order, live: Live) -> Job:
         share = collect(live, own_values, holders, without_frozen=order.without_frozen)
     head = head_of(live) if ranks.rank == 0 else None
     told = _Told(live.part, ranks.rank, mates, share.mine, share.replicated, head)
-    everybody = gather_objects(told, world)
+    # Whoever writes an index needs all of it: in one folder for all, the first rank.
+    gather = gather_objects if live.rules.is_node_local else gather_objects_at_first
+    everybody = gather(told, world)
     return Job(order, mark, mates, live.rules, share, own, client, index, everybody)
 
 

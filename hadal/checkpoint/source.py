@@ -6,7 +6,7 @@ A `Source` needs no model, no ranks and no memory beyond what is read. Hadal's o
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -214,32 +214,44 @@ class StoredSource:
             self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
 
     def _enter_stretches(self) -> None:
-        masters = {one for one in self.part.stretches if one.kind == MASTER}
         for one in self.part.stretches:
-            if (
-                one.rounds
-                and one._replace(kind=MASTER, dtype=one.rounds, rounds=None) not in masters
-            ):
-                raise ValueError(f"{one.tensor}, whose rounding weights are, is not told of")
-            if one.rank >= len(self.part.ranks):
-                raise ValueError(f"{one.tensor} lies on rank {one.rank}")
+            if not 0 < one.holders <= len(self.part.ranks) - one.rank:
+                raise ValueError(f"{one.tensor} lies on rank {one.rank + max(one.holders, 1) - 1}")
             self._runs.setdefault((one.kind, one.bucket), []).append(one)
+        self._expect_masters()
         for (kind, number), run in self._runs.items():
             run.sort(key=lambda one: one.start)
+            if run[-1].stop > self.part.buckets[number].numel:
+                raise ValueError(f"{kind} of bucket {number} is longer than that")
             if any(one.stop > after.start for one, after in pairwise(run)):
                 raise ValueError(f"{kind} of bucket {number} is told twice")
             starts = [one.start for one in run]
             for index, slot in enumerate(self.part.buckets[number].slots):
-                chunks = list(_chunks(run, starts, slot))
-                covered = sum(chunk.numel for chunk in chunks)
+                found = _overlapping(run, starts, slot.offset, slot.stop)
+                covered = sum(
+                    min(one.stop, slot.stop) - max(one.start, slot.offset) for one in found
+                )
                 if covered == slot.numel and (covered or kind in ("weight", "master")):
-                    is_rounded = bool(chunks) and all(c.stored != run[0].dtype for c in chunks)
+                    is_rounded = bool(found) and all(one.rounds for one in found)
                     entry = Entry(slot.shape, run[0].dtype, is_rounded)
                     self._enter(slot.name, kind, entry, (number, index))
                 elif covered:
                     raise ValueError(
                         f"{kind} of {slot.name} has {covered} elements of {slot.numel}"
                     )
+
+    def _expect_masters(self) -> None:
+        """See that the index tells of the masters that weights are the rounding of."""
+        for one in self.part.stretches:
+            masters = self._runs.get((MASTER, one.bucket), ())
+            if one.rounds and not any(
+                (known.numel, known.dtype) == (one.numel, one.rounds)
+                and known.start - one.start == one.numel * (known.rank - one.rank)
+                and known.start <= one.start
+                and one.stop <= known.stop
+                for known in masters
+            ):
+                raise ValueError(f"{one.tensor}, whose rounding weights are, is not told of")
 
     def _chunks_of(self, name: str, kind: str) -> list[_Chunk]:
         place = self._place[name, kind]
@@ -292,12 +304,11 @@ class StoredSource:
         if run is None or any((slot.name, kind) not in self.entries for slot in needed):
             return None
         found = []
-        for one in run[max(bisect_right([one.start for one in run], start) - 1, 0) :]:
-            first, last = max(one.start, start), min(one.stop, stop)
-            if first < last:
+        for several in _overlapping(run, [one.start for one in run], start, stop):
+            for one in several.between(start, stop):
                 name = rank_file(self.part.ranks[one.rank])
                 self._expect_tensor(name, one.tensor, one.stored, (one.numel,))
-                found.append((name, one, first, last))
+                found.append((name, one, max(one.start, start), min(one.stop, stop)))
         return self._blocks(found, start)
 
     def _blocks(
@@ -464,16 +475,22 @@ class _Lazily(Mapping[str, Tensor]):
         return len(self._file.keys())
 
 
+def _overlapping(
+    run: Sequence[Stretch], starts: Sequence[int], low: int, high: int
+) -> Sequence[Stretch]:
+    """Of stretches that are sorted by their starts, those that have elements in [low, high)."""
+    first = max(bisect_right(starts, low) - 1, 0)
+    found = run[first : max(bisect_left(starts, high), first)]
+    return [one for one in found if max(one.start, low) < min(one.stop, high)]
+
+
 def _chunks(run: Sequence[Stretch], starts: Sequence[int], slot: Slot) -> Iterator[_Chunk]:
     """The chunks of a parameter in stretches that are sorted by their starts."""
-    index = max(bisect_right(starts, slot.offset) - 1, 0)
-    while index < len(run) and run[index].start < slot.stop:
-        one = run[index]
-        first, last = max(one.start, slot.offset), min(one.stop, slot.stop)
-        if first < last:
+    for several in _overlapping(run, starts, slot.offset, slot.stop):
+        for one in several.between(slot.offset, slot.stop):
+            first, last = max(one.start, slot.offset), min(one.stop, slot.stop)
             place = first - one.start
             yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, place, one.stored)
-        index += 1
 
 
 def _layout_of(slots: Sequence[Slot]) -> tuple[tuple[str, tuple[int, ...], int], ...]:

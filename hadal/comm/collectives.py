@@ -356,6 +356,16 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
     return values
 
 
+def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
+    """The same for the first rank alone; the others are given nothing."""
+    if ranks.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
+    with watched("an exchange of objects between ranks"):
+        dist.gather_object(value, values, group=ranks.host_group, group_dst=0)
+    return values or []
+
+
 def gather_codes(code: int, ranks: Ranks, label: str = "an agreement between ranks") -> list[int]:
     """Every rank's whole number, by rank: one small exchange on the host, two where they differ."""
     if ranks.size == 1:

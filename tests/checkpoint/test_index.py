@@ -1,0 +1,72 @@
+"""What the index says of the ranks' cuts: even ones once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.checkpoint.collecting import Rows
+from hadal.checkpoint.contents import Part, Stretch, part_as_json, part_of_json
+
+
+def part_with(ranks: int, stretches: list[Stretch]) -> Part:
+    return Part(tuple(range(ranks)), (), tuple(stretches), (), {}, (), {})
+
+
+def read_again(part: Part) -> tuple[Stretch, ...]:
+    return part_of_json(json.loads(json.dumps(part_as_json(part)))).stretches
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=8), st.data())
+def test_every_cut_comes_back(cuts: list[tuple[int, bool]], data: st.DataObject) -> None:
+    """Uneven cuts, and ranks without one."""
+    stretches, start = [], 0
+    for rank, (numel, has_gap) in enumerate(cuts):
+        start += has_gap
+        if numel:
+            rounds = torch.float32 if data.draw(st.booleans()) else None
+            stretches.append(Stretch(rank, "weight", 2, start, numel, torch.bfloat16, rounds))
+        start += numel
+    joined = read_again(part_with(len(cuts), stretches))
+    single = [each for one in joined for each in one.between(0, start)]
+    assert sorted(single, key=lambda one: one.rank) == stretches
+    low = data.draw(st.integers(0, start))
+    high = data.draw(st.integers(low, start))
+    found = {each for one in joined for each in one.between(low, high)}
+    assert found == {one for one in stretches if max(one.start, low) < min(one.stop, high)}
+
+
+def test_the_index_does_not_grow_with_the_ranks() -> None:
+    kinds = ("weight", "master", "state.exp_avg", "state.exp_avg_sq")
+    lengths = []
+    for ranks in (4, 1000):
+        stretches = [
+            Stretch(rank, kind, bucket, rank * 64, 64, torch.float32)
+            for rank in range(ranks)
+            for kind in kinds
+            for bucket in range(5)
+        ]
+        part = part_with(ranks, stretches)
+        lengths.append(len(json.dumps(part_as_json(part)["stretches"])))
+        assert len(read_again(part)) == 5 * len(kinds)
+    assert lengths[1] < lengths[0] + 5 * len(kinds) * 3 + 1
+
+
+def test_rows_travel_short() -> None:
+    """What each rank tells of its tensors."""
+    state = [(f"layers.{number}.weight", {"step": {"tensor": 3.0}}) for number in range(400)]
+    stretches = [
+        Stretch(
+            7, kind, bucket, 448, 64, torch.bfloat16, torch.float32 if kind == "weight" else None
+        )
+        for kind in ("weight", "master", "state.exp_avg", "state.exp_avg_sq")
+        for bucket in range(200)
+    ]
+    rows = Rows(stretches, [], state)
+    told = pickle.dumps(rows)
+    assert len(told) < 40 * (len(stretches) + len(state))
+    assert pickle.loads(told) == rows
