@@ -275,6 +275,12 @@ class DeepSpeedSource:
             "DeepSpeed has written it, which saves neither random generators nor the training"
             " loader's place: these stay as they are"
         ]
+        if self.stage == 0 and self.scalars["scale"][0] != 1 and self.state:
+            told.append(
+                "DeepSpeed's updates at stage 0 in fp16 are of gradients divided by the loss scale"
+                " once more than here, and so are the moments: the first updates will be larger"
+                " than they should; with load_optimizer_states=False moments begin anew"
+            )
         kept = [key for key in _LEFT_OUT if self._model.get(key) is not None]
         kept += [name for name in self._model["module"] if _is_extra(name)]
         if kept:
