@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from hadal.checkpoint.collecting import Values
 from hadal.checkpoint.live import Live
 from hadal.checkpoint.saving import Job, Order, Plain, begin
 from hadal.checkpoint.together import together
@@ -24,9 +26,13 @@ class _Staging:
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def copied(self, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    def copied(self, tensors: Mapping[str, Values], prefix: str) -> dict[str, Values]:
         """The same tensors, in this memory."""
-        return {name: self._copied(f"{prefix}.{name}", value) for name, value in tensors.items()}
+        return {
+            name: self._copied(f"{prefix}.{name}", value)
+            for name, value in tensors.items()
+            if isinstance(value, Tensor)  # nothing rests on a disk, or the save is not detached
+        }
 
     def _copied(self, name: str, value: Tensor) -> Tensor:
         buffer = self.buffers.get(name)
@@ -55,6 +61,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._fault: CheckpointError | None = None
         self._staging = _Staging()
+        self._has_told = False
 
     def save(self, order: Order, live: Live) -> None:
         """Save; with `Rules.is_async`, return when all is copied. All ranks must call it.
@@ -64,7 +71,14 @@ class Saver:
         """
         self.wait()
         job = begin(order, live)
-        if not live.rules.is_async:
+        is_async = live.rules.is_async and not live.rests_on_disk
+        if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
+            self._has_told = True
+            _log.warning(
+                "checkpoint.async_save: state that rests on the disk is not copied to host memory,"
+                " so that training waits until the checkpoint is written"
+            )
+        if not is_async:
             job.write(self._world)
             return
         if self._apart is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,13 @@ from hadal.checkpoint.plain import encoded, encoded_state
 from hadal.checkpoint.shards import DTYPE_OF, DTYPES
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
+from hadal.offload.runs import RunCut
 from hadal.optim.pieces import Held
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
 
 _CPU_BLOCK_NUMEL = 1 << 17
+_PART_NUMEL = 1 << 20
 
 StateRow = tuple[str, dict[str, Any]]
 
@@ -98,11 +100,15 @@ class Rows:
         self.state = [(name, values) for values, names in parsed for name in names]
 
 
+Values = Tensor | RunCut
+"""In memory, or where they rest on the disk."""
+
+
 @dataclass(slots=True)
 class Share:
     """What one rank writes."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Values]
     mine: Rows
     """Of what lies on this rank alone."""
     replicated: Rows
@@ -179,9 +185,9 @@ class _Collecting:
 
     def add_bucket(self, number: int, bucket: Bucket) -> None:
         """Weights, and masters beside them."""
-        master = bucket.master if bucket.precision.keeps_master else None
+        master = bucket.master_at_rest if bucket.precision.keeps_master else None
         # Whole weights that were stepped in shards: each rank has its own shard as well.
-        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard, master)
+        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard_at_rest, master)
         if master is not None:
             self._add_run(bucket, number, MASTER, bucket.span[0], master)
 
@@ -191,8 +197,8 @@ class _Collecting:
         number: int,
         kind: str,
         start: int,
-        values: Tensor,
-        master: Tensor | None = None,
+        values: Values,
+        master: Values | None = None,
     ) -> None:
         """1-D values that begin at element `start` of a bucket: mine, or my share of them.
 
@@ -217,7 +223,7 @@ class _Collecting:
         if master is not None and is_rounding(values[mine], master[mine]):
             row = row._replace(rounds=master.dtype)
         else:
-            self._share.tensors[row.tensor] = values.detach()[mine]
+            self._share.tensors[row.tensor] = values[mine]
         rows.stretches.append(row)
 
     def add_replicated(
@@ -247,7 +253,8 @@ class _Collecting:
         everywhere: list[tuple[str, str, Tensor]] = []
         for held in live.stepper.held():
             known = live.optimizer.state.get(held.values, {})
-            self._add_elements(held, numbers[held.bucket], known)
+            at_rest = live.stepper.at_rest(held)
+            self._add_elements(held, numbers[held.bucket], known, at_rest)
             odd = self._add_plain(held, known)
             if _is_cut(held.bucket):
                 for kind, name, value in odd:
@@ -258,12 +265,14 @@ class _Collecting:
                 everywhere += odd
         self.add_replicated(everywhere)
 
-    def _add_elements(self, held: Held, number: int, known: dict[str, Any]) -> None:
+    def _add_elements(
+        self, held: Held, number: int, known: dict[str, Any], at_rest: Mapping[str, RunCut]
+    ) -> None:
         for key, value in known.items():
             if is_elementwise(key, value, held):
-                self._add_run(
-                    held.bucket, number, state_kind(key), held.start, value.detach().reshape(-1)
-                )
+                values = at_rest.get(key)
+                values = value.detach().reshape(-1) if values is None else values
+                self._add_run(held.bucket, number, state_kind(key), held.start, values)
 
     def _add_plain(self, held: Held, known: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
         """Note what has no elements; tensors of another shape than the parameter's are returned."""
@@ -290,8 +299,25 @@ class _Collecting:
         return odd
 
 
-def is_rounding(weights: Tensor, master: Tensor) -> bool:
+def is_rounding(weights: Values, master: Values) -> bool:
     """Whether 1-D weights are their masters' rounding, bit for bit, wherever that is done again."""
+    if isinstance(weights, Tensor) and isinstance(master, Tensor):
+        return _is_rounding(weights, master)
+    pairs = zip(_parts(weights), _parts(master), strict=True)
+    return all(_is_rounding(mine, exact) for mine, exact in pairs)
+
+
+def _parts(values: Values) -> Iterator[Tensor]:
+    """A million elements at a time, whatever their dtype."""
+    if isinstance(values, Tensor):
+        yield from values.split(_PART_NUMEL) if values.numel() else ()
+    else:
+        for start in range(0, values.numel(), _PART_NUMEL):
+            cut = values[start : start + _PART_NUMEL]
+            yield torch.cat([part.clone() for part in cut.parts(cut.numel() * cut.element_size())])
+
+
+def _is_rounding(weights: Tensor, master: Tensor) -> bool:
     # On a CPU in blocks that stay in its cache.
     block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else max(weights.numel(), 1)
     for start in range(0, weights.numel(), block):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
 from hadal.optim.step import Stepper
+from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
 from hadal.zero.runtime import ZeroRuntime
 
@@ -81,6 +83,17 @@ class Live:
     def ranks(self) -> Ranks:
         """The ranks that share this part of the model."""
         return self.runtime.ranks
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """Whether any state rests in files."""
+        return any(bucket.rests_on_disk for bucket in self.runtime.buckets)
+
+    def present(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """Have a bucket's weights, master and state in memory; what is written is kept."""
+        if self.stepper is None or not bucket.trainable:
+            return bucket.present()
+        return self.stepper.present(bucket)
 
     def names(self) -> dict[nn.Parameter, list[str]]:
         """All names of each parameter, as they are saved; a tied one has several."""

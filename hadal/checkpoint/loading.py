@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
 from hadal.device.memory import free_host_nbytes
 from hadal.errors import CheckpointError
+from hadal.zero.bucket import Bucket
 
 _log = logging.getLogger(__name__)
 _SHOWN = 4
@@ -69,6 +72,8 @@ class _Plan:
 
     fit: Fit
     readings: list[Reading] = field(default_factory=list)
+    resting: list[Bucket] = field(default_factory=list)
+    """Buckets on the disk: what to read into them is found again when they are in memory."""
     wholes: list[tuple[Tensor, str, str]] = field(default_factory=list)
     """Tensors outside of buckets, and the name and kind that each is read from."""
     groups: list[GroupFit] = field(default_factory=list)
@@ -217,7 +222,12 @@ def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
     found = plan.fit.found
     for bucket in live.runtime.buckets:
         uses_masters = live.rules.uses_masters
-        plan.readings += plan_bucket(bucket, found, source, uses_masters=uses_masters)
+        readings = plan_bucket(bucket, found, source, uses_masters=uses_masters)
+        if bucket.rests_on_disk:
+            deque(readings, maxlen=0)  # it raises what is to be raised
+            plan.resting.append(bucket)
+        else:
+            plan.readings += readings
     values = [(BUFFER, name, buffer) for name, buffer in live.buffers()]
     values += [(WEIGHT, name, parameter.detach()) for name, parameter in live.unmanaged()]
     for kind, name, value in values:
@@ -323,10 +333,15 @@ def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
         _load_by(wanted.custom, source, plan, live)
     for reading in plan.readings:
         reading.run(source)
+    for bucket in plan.resting:
+        with live.present(bucket):
+            found, uses_masters = plan.fit.found, live.rules.uses_masters
+            for reading in plan_bucket(bucket, found, source, uses_masters=uses_masters):
+                reading.run(source)
     for value, name, kind in plan.wholes:
         value.copy_(source.read_own(name, kind, live.ranks.rank % _ranks_of(source)))
     if live.optimizer is not None and _wants_optimizer(wanted):
-        _restore_optimizer(live.optimizer, source, plan)
+        _restore_optimizer(live, live.optimizer, source, plan)
     live.runtime.after_load()
     if _wants_schedule(source, live, wanted):
         _load_schedule(source, live)
@@ -334,15 +349,19 @@ def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
         randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
 
 
-def _restore_optimizer(optimizer: Optimizer, source: Source, plan: _Plan) -> None:
+def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _Plan) -> None:
     for group, fit in zip(optimizer.param_groups, plan.groups, strict=True):
         _restore_group(group, fit.options)
     restored = {memory.values for memory in plan.memory.memories}
     for values in [*optimizer.state]:
         if values not in restored:
             del optimizer.state[values]
-    for memory in plan.memory.memories:
-        memory.restore(optimizer, source)
+    bucket_of = {held.values: held.bucket for held in live.stepper.held()} if live.stepper else {}
+    # In the order of the buckets: each is read from the disk once, where it rests there.
+    for bucket, memories in groupby(plan.memory.memories, lambda one: bucket_of[one.values]):
+        with live.present(bucket):
+            for memory in memories:
+                memory.restore(optimizer, source)
 
 
 def _load_by(custom: CustomLoad, source: Source, plan: _Plan, live: Live) -> None:
@@ -398,9 +417,7 @@ def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> lis
             f" {', '.join(sorted(disputed))}, these stay as they are"
         )
     has_masters = any(kind == MASTER for _, kind in source.entries)
-    wants_masters = any(
-        b.master is not None and b.precision.keeps_master for b in live.runtime.buckets
-    )
+    wants_masters = any(b.trainable and b.precision.keeps_master for b in live.runtime.buckets)
     if wants_masters and (not has_masters or not live.rules.uses_masters):
         told.append("masters are taken from the saved weights")
     if isinstance(source, DeepSpeedSource) and not wanted.module_only:

@@ -214,6 +214,8 @@ def begin(order: Order, live: Live) -> Job:
     """
     world, ranks = live.world, live.ranks
     live.runtime.reshard_all()
+    for bucket in live.runtime.buckets:
+        bucket.settle()
     own_values = find_own_values(live)
     orders = gather_objects((new_mark(), order.tag, str(order.save_dir)), world)
     mark, tag, _ = orders[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hadal.checkpoint.files import Chunk, Seal, write_file
 from hadal.errors import CheckpointError
+from hadal.offload.runs import RunCut
 
 DTYPES = {
     torch.float64: "F64",
@@ -56,11 +57,13 @@ class Writing:
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | RunCut],
     texts: Mapping[str, str],
     writing: Writing | None = None,
 ) -> Seal:
     """Write tensors of any device, and texts into the header; a buffer at a time is copied.
+
+    What rests on another disk is read from there, as much at a time.
 
     Raises:
         CheckpointError: the file cannot be written, or a tensor is of a dtype without a name.
@@ -73,15 +76,20 @@ def write_tensors(
 
 
 def _chunks(
-    path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], nbytes: int
+    path: Path, tensors: Mapping[str, Tensor | RunCut], texts: Mapping[str, str], nbytes: int
 ) -> Iterator[Chunk]:
     rows = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     yield header_of(path, rows, texts)
     for tensor in tensors.values():
         if not tensor.numel():
             continue
-        for piece in tensor.detach().reshape(-1).split(max(1, nbytes // tensor.element_size())):
-            yield bytes_of(piece)
+        if isinstance(tensor, Tensor):
+            flat = tensor.detach().reshape(-1)
+            pieces: Iterable[Tensor] = flat.split(max(1, nbytes // tensor.element_size()))
+        else:
+            # A piece may still be written when the next is read.
+            pieces = (part.clone() for part in tensor.parts(nbytes))
+        yield from map(bytes_of, pieces)
 
 
 def header_of(

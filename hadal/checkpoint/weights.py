@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.fitting import exact_kind
 from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Source
+from hadal.offload.runs import RunCut
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
 
@@ -58,7 +60,10 @@ class CopyStretch:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Weights that are rounded from masters which have been read before."""
+    """Weights that are rounded from masters which have been read before.
+
+    Or masters from weights of their own dtype.
+    """
 
     target: Tensor
     master: Tensor
@@ -76,7 +81,8 @@ def plan_bucket(
 ) -> Iterator[Reading]:
     """What to read into a bucket's weights and its master on this rank.
 
-    `found` has the saved name of each parameter; those that it lacks keep their values.
+    `found` has the saved name of each parameter; those that it lacks keep their values. While the
+    bucket is on the disk this checks; inside `present` it tells what to run.
 
     Raises:
         CheckpointError: something of it cannot be read.
@@ -89,28 +95,40 @@ def plan_bucket(
     weights = {
         name: _weight_kind(saved, exact[name], bucket, source) for name, saved in names.items()
     }
-    master = bucket.master if bucket.precision.keeps_master else None
-    if master is None:
-        yield from _plan_run(bucket, bucket.shard, weights, names, source)
+    shard = _target(bucket.shard_at_rest)
+    at_rest = bucket.master_at_rest if bucket.precision.keeps_master else None
+    if at_rest is None:
+        yield from _plan_run(bucket, shard, weights, names, source)
+        if bucket.has_own_master:
+            yield Rounding(_target(bucket.master_at_rest), shard)
         return
+    master = _target(at_rest)
     yield from _plan_run(bucket, master, exact, names, source)
     saved = {name: kind for name, kind in weights.items() if kind != exact[name]}
-    yield from _plan_run(bucket, bucket.shard, saved, names, source)
+    yield from _plan_run(bucket, shard, saved, names, source)
     if not saved and len(names) == len(slots):
-        yield Rounding(bucket.shard, master)
+        yield Rounding(shard, master)
         return
     for fragment in bucket.layout.fragments(*bucket.span):
         name = slots[fragment.slot].name
         if name in names and name not in saved:
             place = slice(fragment.offset, fragment.offset + fragment.numel)
-            yield Rounding(bucket.shard[place], master[place])
+            yield Rounding(shard[place], master[place])
+
+
+def _target(values: Tensor | RunCut | None) -> Tensor:
+    """Where to read to; what rests on the disk is only planned for while it is away."""
+    assert values is not None  # it is trained
+    if isinstance(values, Tensor):
+        return values
+    return torch.empty(values.numel(), dtype=values.dtype, device="meta")
 
 
 def _weight_kind(saved: str, exact: str, bucket: Bucket, source: Source) -> str:
     entry = source.entries.get((saved, WEIGHT))
     if entry is None or entry.dtype != bucket.precision.compute:
         return exact
-    keeps_master = bucket.master is not None and bucket.precision.keeps_master
+    keeps_master = bucket.trainable and bucket.precision.keeps_master
     return exact if entry.is_rounded and keeps_master else WEIGHT
 
 

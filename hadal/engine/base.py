@@ -20,7 +20,7 @@ from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, Parts
 from hadal.engine.reading import Collate
 from hadal.engine.topology import Topology
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
 from hadal.zero import place
@@ -54,11 +54,6 @@ class EngineBase(nn.Module):
         self._parts.hooks.end_left_over()
 
     def _live(self) -> Live:
-        if any(bucket.rests_on_disk for bucket in self._parts.runtime.buckets):
-            raise NotBuiltYetError(
-                "saving and loading a checkpoint of state that rests on the disk"
-                ' (zero_optimization.offload_*.device "nvme") is not built yet; give "cpu"'
-            )
         scalars = {"counters": asdict(self._counters), "scale": list(self._scale)}
         return self._parts.live(self._training, self._loader, scalars)
 

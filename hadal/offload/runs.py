@@ -119,6 +119,57 @@ def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
 
 
+class RunCut:
+    """A stretch of a run, for who wants to know its length and dtype and read it part by part."""
+
+    def __init__(self, run: DiskRun, start: int = 0, stop: int | None = None) -> None:
+        self._run = run
+        self._start = start
+        self._stop = run.numel if stop is None else stop
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self._run.dtype
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The shape of the tensor that it stands for."""
+        return (self.numel(),)
+
+    def numel(self) -> int:
+        """How many elements."""
+        return self._stop - self._start
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self._run.dtype.itemsize
+
+    def __getitem__(self, place: slice) -> RunCut:
+        start, stop, _ = place.indices(self.numel())
+        return RunCut(self._run, self._start + start, self._start + max(start, stop))
+
+    def parts(self, nbytes: int) -> Iterator[Tensor]:
+        """All elements in order, in parts of about so many bytes; each lasts until the next.
+
+        Raises:
+            OffloadError: they cannot be read.
+        """
+        step = max(1, nbytes // self.element_size() // UNIT_NUMEL) * UNIT_NUMEL
+        memory = aligned(step * self.element_size()).view(self.dtype)
+        at = self._start
+        while at < self._stop:
+            # Reads begin at a page.
+            first = at // UNIT_NUMEL * UNIT_NUMEL
+            out = memory[: min(step, self._run.numel - first)]
+            request = self._run.start_read(first, out)
+            if request is not None:
+                request.wait()
+            stop = min(self._stop, first + out.numel())
+            yield out[at - first : stop - first]
+            at = stop
+
+
 @contextmanager
 def one_update(runs: Callable[[], Iterable[DiskRun]]) -> Iterator[None]:
     """Around an update of all these runs: they count where it succeeds, and else nothing does.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hadal.comm.faults import told_to_all
 from hadal.errors import OffloadError
 from hadal.offload.buffers import BufferPool
-from hadal.offload.runs import UNIT_NUMEL, DiskRun, one_update
+from hadal.offload.runs import UNIT_NUMEL, DiskRun, RunCut, one_update
 from hadal.offload.store import DiskStore
 from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.desk import Desk, Desks, blocks
@@ -89,8 +89,8 @@ class StateOnDisk:
                 state[key] = _placeholder(piece, state[key].dtype)
         for key, whole in wholes.items():
             self._run_of(key, whole.dtype, 0.0).write(whole)
-        for gone in [key for key in self._runs if writes and key not in wholes]:
-            self._runs.pop(gone).free()
+        if writes:
+            self._drop_unused()
         for piece in self._pieces:
             piece.values.data = _placeholder(piece, piece.values.dtype)
 
@@ -114,6 +114,11 @@ class StateOnDisk:
             name = f"the {key} of {self.bucket.name}"
             run = self._runs[key] = DiskRun(self._disk, name, self.numel, dtype, fill)
         return run
+
+    def cuts(self, piece: Piece) -> dict[str, RunCut]:
+        """Where each kind of state of a piece rests."""
+        keys = self._elementwise(piece)
+        return {key: RunCut(self._runs[key], piece.start, piece.stop) for key in keys}
 
     # ---- in an update ----------------------------------------------------------------------------
 
@@ -146,6 +151,8 @@ class StateOnDisk:
     def begin(self, begin: Beginner) -> list[tuple[Piece, Update, list[DiskRun]]]:
         """Begin an update of every piece; each with the runs of its state, in its order."""
         begun = []
+        self._drop_unused()
+        to_fill: list[tuple[Piece, str, float]] = []
         for piece in self._pieces:
             state = self._optimizer.state[piece.values]
             dtype = self.bucket.precision.state_dtype
@@ -159,10 +166,23 @@ class StateOnDisk:
             runs = []
             for key in keys:
                 fill = 0.0 if key in known else float(state[key])
+                if key not in known and key in self._runs and not self._runs[key].is_blank:
+                    to_fill.append((piece, key, fill))
                 runs.append(self._run_of(key, state[key].dtype, fill))
                 state[key] = _placeholder(piece, state[key].dtype)
             begun.append((piece, update, runs))
+        if to_fill:
+            # Other pieces have left values there.
+            with self.present():
+                for piece, key, fill in to_fill:
+                    self._state(piece)[key].fill_(fill)
         return begun
+
+    def _drop_unused(self) -> None:
+        """Free the runs of what the optimizer remembers of no piece any more."""
+        used = {key for piece in self._pieces for key in self._elementwise(piece)}
+        for key in [key for key in self._runs if key not in used]:
+            self._runs.pop(key).free()
 
     def stops(self, numel: int) -> list[Stop]:
         """The bucket's span in parts of `numel` elements; each with the master's run first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.offload.runs import RunCut
 from hadal.optim.desk import Desks, blocks
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
@@ -45,6 +46,9 @@ class Stepper(Protocol):
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
 
+    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
+        """Where state rests on the disk of what the optimizer has in its param groups, by key."""
+
 
 class StepperInMemory:
     """What steppers share whose masters and state are in memory."""
@@ -52,6 +56,10 @@ class StepperInMemory:
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's weights in memory too; what is written into them is kept."""
         return bucket.present(writes=writes)
+
+    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
+        """Nothing: all state is in memory."""
+        return {}
 
 
 class FlatStepper:
@@ -129,6 +137,14 @@ class FlatStepper:
         """The flat cuts."""
         for one, pieces in self._pieces.items():
             yield from held_pieces(one.bucket, pieces)
+
+    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
+        """Where state of a flat cut rests on the disk, by key."""
+        for one, on_disk in self._on_disk.items():
+            if one.bucket is held.bucket:
+                piece = next(p for p in self._pieces[one] if p.values is held.values)
+                return on_disk.cuts(piece)
+        return {}
 
     @contextmanager
     def present(self, bucket: Bucket, *, writes: bool = True) -> Iterator[None]:

@@ -21,7 +21,7 @@ from hadal.comm.collectives import (
 )
 from hadal.comm.pending import Pending
 from hadal.errors import ModelError, ShardedAccessError
-from hadal.offload.runs import DiskRun
+from hadal.offload.runs import DiskRun, RunCut
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
 from hadal.zero.policy import Partition, Precision, Refresh
@@ -189,6 +189,26 @@ class Bucket:
     def weights_on_disk(self) -> bool:
         """Whether my cut of the weights rests in a file."""
         return self._shard.is_on_disk
+
+    @property
+    def shard_at_rest(self) -> Tensor | RunCut:
+        """My cut of the weights where it rests."""
+        return self._shard.at_rest
+
+    @property
+    def master_at_rest(self) -> Tensor | RunCut | None:
+        """The master where it rests."""
+        return None if self._master is None else self._master.at_rest
+
+    def settle(self) -> None:
+        """Put the user's edits into a master on the disk too, which else the next update does."""
+        if self._master is None or not self._master.is_away or self.partition.weights:
+            return
+        with self._master.present(writes=False) as master:
+            is_changed = self._absorb_into(master, self.full[self.span[0] : self.span[1]])
+        if is_changed:
+            with self.present():
+                pass
 
     @property
     def rests_on_disk(self) -> bool:
@@ -453,7 +473,9 @@ class Bucket:
             self._absorb_into(values, self.full[first : first + values.numel()])
 
     @staticmethod
-    def _absorb_into(master: Tensor, weights: Tensor) -> None:
+    def _absorb_into(master: Tensor, weights: Tensor) -> bool:
+        """Put edited weights into a master; tell whether there were any."""
+        is_changed = False
         block = _CPU_BLOCK_NUMEL if master.device.type == "cpu" else weights.numel()
         buffer = torch.empty(min(block, weights.numel()), dtype=weights.dtype, device=master.device)
         for start in range(0, weights.numel(), max(block, 1)):
@@ -464,6 +486,8 @@ class Bucket:
                 # Elements that the user left alone keep the master's full precision.
                 edited = present.to(values.dtype)
                 values.copy_(torch.where(cast == present, values, edited))
+                is_changed = True
+        return is_changed
 
     def take_back(self) -> None:
         """Copy values that were assigned (`parameter.data = tensor`) into their place here."""

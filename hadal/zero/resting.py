@@ -13,7 +13,7 @@ from hadal.device import host_empty, is_host_memory
 from hadal.errors import ShardedAccessError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.requests import Request
-from hadal.offload.runs import DiskRun
+from hadal.offload.runs import DiskRun, RunCut
 from hadal.offload.store import DiskStore
 from hadal.zero.policy import Residence, Tier
 
@@ -133,6 +133,14 @@ class Resting:
                 " own: please report it with the lines above"
             )
         return self._values
+
+    @property
+    def at_rest(self) -> Tensor | RunCut:
+        """The values in memory, or where they rest on the disk."""
+        if self._values is not None:
+            return self._values
+        assert self.run is not None  # they are away
+        return RunCut(self.run)
 
     @contextmanager
     def present(

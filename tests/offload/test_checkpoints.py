@@ -1,0 +1,146 @@
+"""Checkpoints of state that rests on the disk: saved, and loaded, like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import Tensor
+
+import hadal
+from hadal.offload.runs import DiskRun, RunCut
+
+from .test_tiers import config_of, model_of, small_blocks, state_of, train
+
+DEVICE = (None, None)
+DISK = ("nvme", "nvme")
+
+
+def engine_of(stage: int, dtype: str, places: Any, path: str) -> Any:
+    engine, *_ = hadal.initialize(model=model_of(), config=config_of(stage, dtype, *places, path))
+    return engine
+
+
+def assert_alike(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def break_off(stage: int, dtype: str, before: Any, after: Any, path: str) -> None:
+    """Two updates, a checkpoint, two more; and the same in an engine that begins there."""
+    with small_blocks():
+        engine = engine_of(stage, dtype, before, path)
+        train(engine, 2)
+        engine.save_checkpoint(f"{path}/saved")
+        train(engine, 2, 2)
+        wanted = state_of(engine)
+        engine.destroy()
+        other = engine_of(stage, dtype, after, path)
+        train(other, 1, 7)  # it has been elsewhere
+        other.load_checkpoint(f"{path}/saved")
+        train(other, 2, 2)
+        assert_alike(state_of(other), wanted)
+        other.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "before", "after"),
+    [
+        (3, "bf16", DISK, DISK),
+        (3, "bf16", DISK, DEVICE),
+        (3, "bf16", DEVICE, DISK),
+        (3, "fp32", DISK, ("cpu", "nvme")),
+        (2, "fp16", ("nvme", None), ("nvme", None)),
+        (2, "fp32", DEVICE, ("nvme", None)),
+        (1, "bf16", ("nvme", None), ("cpu", None)),
+    ],
+)
+def test_training_goes_on_bit_for_bit(
+    stage: int, dtype: str, before: Any, after: Any, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(break_off, stage, dtype, before, after, str(tmp_path))
+
+
+def save(path: str) -> list[Tensor]:
+    with small_blocks():
+        engine = engine_of(3, "bf16", DISK, path)
+        train(engine, 2)
+        engine.save_checkpoint(f"{path}/saved")
+        state = state_of(engine)
+        engine.destroy()
+    return state
+
+
+def load(path: str, stage: int, places: Any) -> list[Tensor]:
+    with small_blocks():
+        engine = engine_of(stage, "bf16", places, path)
+        engine.load_checkpoint(f"{path}/saved")
+        state = state_of(engine)
+        engine.destroy()
+    return state
+
+
+def test_other_ranks_and_stages_load_it(ranks: RankPools, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    wanted = ranks(2).run(save, path)[0]
+    for world, stage, places in ((1, 2, ("nvme", None)), (2, 1, DEVICE), (1, 3, DISK)):
+        assert_alike(ranks(world).run(load, path, stage, places)[0], wanted)
+
+
+def save_edited(path: str) -> None:
+    """What the user wrote into whole weights since the last update is saved too."""
+    engine = engine_of(2, "bf16", ("nvme", None), path)
+    train(engine, 1)
+    weight = engine.module[0][0].weight
+    with torch.no_grad():
+        weight[0] = 2.0
+    engine.save_checkpoint(f"{path}/edited")
+    wanted = state_of(engine)
+    engine.destroy()
+    other = engine_of(2, "bf16", ("nvme", None), path)
+    other.load_checkpoint(f"{path}/edited", load_optimizer_states=False)
+    assert bool((other.module[0][0].weight[0] == 2.0).all())
+    masters = len(list(other.module.parameters()))
+    found = [hadal.utils.safe_get_full_fp32_param(p) for p in other.module.parameters()]
+    assert_alike(found, wanted[:masters])
+    train(other, 1)  # with new moments
+    other.destroy()
+
+
+def test_edits_are_saved(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(save_edited, str(tmp_path))
+
+
+def read_cuts(path: str) -> None:
+    from hadal.offload import DiskStore
+
+    with DiskStoreOf(DiskStore(path)) as store:
+        values = torch.arange(10_001, dtype=torch.float32)
+        run = DiskRun(store, "numbers", values.numel(), values.dtype)
+        assert bool((RunCut(run)[3:7].numel() == 4) and run.read().eq(0).all())
+        run.write(values)
+        for start, stop in ((0, 10_001), (5, 4097), (4096, 8192), (9000, 10_001), (7, 7)):
+            for nbytes in (1, 40_000, 1 << 20):
+                parts = [part.clone() for part in RunCut(run)[start:stop].parts(nbytes)]
+                joined = torch.cat(parts) if parts else values[:0]
+                assert torch.equal(joined, values[start:stop])
+
+
+class DiskStoreOf:
+    """A store that is closed at the end."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __enter__(self) -> Any:
+        return self.store
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+
+def test_a_stretch_is_read_from_wherever_it_begins(tmp_path: Path) -> None:
+    read_cuts(str(tmp_path))
