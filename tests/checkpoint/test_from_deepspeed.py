@@ -58,7 +58,7 @@ def assert_holds(engine: Any, saved: Unpacked) -> None:
             found = whole[name]
             if name == "shift":  # here buffers have the weights' dtype, unless told otherwise
                 expected = expected.to(found.dtype)
-        elif kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        elif kind in ("fp32", "exp_avg", "exp_avg_sq", "momentum_buffer"):
             parameter = dict(engine.module.named_parameters())[name]
             found = (
                 safe_get_full_fp32_param(parameter)
@@ -107,7 +107,8 @@ def goes_on(case: str, stage: int, folder: str) -> dict[str, float]:
     errors = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            for kind in ("fp32", "exp_avg")[: 1 if case.startswith("robin") else 2]:
+            moment = "momentum_buffer" if case.startswith("momentum") else "exp_avg"
+            for kind in ("fp32", moment)[: 1 if case.startswith("robin") else 2]:
                 found = (
                     safe_get_full_fp32_param(parameter)
                     if kind == "fp32"

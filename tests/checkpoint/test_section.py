@@ -113,6 +113,28 @@ def test_ranks_may_name_different_folders_whose_files_are_brought_together(
     ranks(3).run(load_joined, str(tmp_path))
 
 
+def save_copies(folder: str, nodes: tuple[int, ...]) -> None:
+    """Two copies of the model states, of two ranks each."""
+    zero = {"stage": 3, "mics_shard_size": 2}
+    engine = engine_of(3, Odd(), zero_optimization=zero, **LOCAL)
+    trained(engine, range(2))
+    engine.save_checkpoint(home_of(folder, nodes), "x")
+    saved = engine.state_dict()
+    other = engine_of(3, Odd(5), zero_optimization=zero, **LOCAL)
+    other.load_checkpoint(home_of(folder, nodes))
+    assert_equal(other.state_dict(), saved)
+    engine.destroy(), other.destroy()
+
+
+def test_a_nodes_folder_holds_a_whole_copy(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(4).run(save_copies, str(tmp_path / "blocks"), (0, 0, 1, 1))
+    for error in ranks(4).raises(save_copies, str(tmp_path / "across"), (0, 1, 0, 1)):
+        assert isinstance(error, CheckpointError), repr(error)
+        assert "holds 1 of the 2 shards of a copy (zero_optimization.mics_shard_size)" in str(error)
+        assert "leave checkpoint.use_node_local_storage out" in str(error)
+    assert not [name for node in (0, 1) for name in names_in(tmp_path / "across" / f"node{node}")]
+
+
 # ---- tags ----------------------------------------------------------------------------------------
 
 

@@ -36,11 +36,20 @@ class Case(NamedTuple):
         return f"{self.kind}{self.stage}_{self.dtype}_world{self.world_size}"
 
     @property
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.kind == "momentum" else ("exp_avg", "exp_avg_sq")
+
+    @property
     def changes(self) -> dict[str, Any]:
         return CHANGES.get(self.kind, {})
 
 
 CHANGES: dict[str, dict[str, Any]] = {
+    # Another optimizer, with one moment and no count of steps.
+    "momentum": {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+    },
     # torch's own optimizer is wrapped in another way than DeepSpeed's fused one.
     "torch": {
         "optimizer": {
@@ -78,6 +87,8 @@ CASES = [
     Case(2, "bf16", 2, "robin"),
     Case(1, "fp32", 2, "aligned"),
     Case(3, "bf16", 2, "offloaded"),
+    Case(2, "bf16", 2, "momentum"),
+    Case(3, "fp32", 2, "momentum"),
     Case(1, "bf16", 2, "offloading"),
     Case(2, "bf16", 2, "trained"),
     Case(3, "bf16", 2, "trained"),
@@ -196,7 +207,7 @@ def _masters(engine: Any, case: Case, prefix: str) -> dict[str, Any]:
         f"{prefix}{key}.{name}": read(parameter, key).detach().float().cpu().clone()
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
-        for key in ("fp32", "exp_avg", "exp_avg_sq")
+        for key in ("fp32", *case.moments)
     }
 
 
