@@ -87,7 +87,8 @@ def test_what_is_no_tensor_is_there_too(case: str, tmp_path: Path) -> None:
     count = 4.0 if source.stage == 0 and dtype != "fp32" else 3.0
     counts = {float(state["step"]) for state in source.state.values() if "step" in state}
     assert counts == (set() if case.startswith("momentum") else {count})
-    assert len(source.notes) == 1
+    # Moments of fp16 at stage 0 are of gradients that were not divided by the loss scale.
+    assert len(source.notes) == 1 + (source.stage == 0 and dtype == "fp16")
 
 
 def test_at_stage_0_values_find_their_names(tmp_path: Path) -> None:
