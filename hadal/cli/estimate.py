@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hadal.config import Config
     from hadal.zero.estimate import Cost, Held, Job, Model, Rest, States
+    from hadal.zero.policy import Tier
 
 _FAULTY = 2
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
@@ -114,6 +115,13 @@ def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: i
     return counted(model, persistence)
 
 
+def _tiers() -> dict[str, Tier]:
+    """By the names that the configuration has for them."""
+    from hadal.zero.policy import Tier
+
+    return {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
 # ---- all stages ----------------------------------------------------------------------------------
 
 
@@ -121,14 +129,16 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
     from hadal.zero.estimate import HALF, Job, Rest, states_of
 
     job = Job(parsed.devices_per_node, parsed.nodes)
-    rests = [(stage, Rest()) for stage in range(4)]
-    rests += [(stage, Rest(optimizer="cpu")) for stage in range(4)]
-    rests += [(stage, Rest(optimizer="nvme")) for stage in (1, 2, 3)]
-    rests += [(3, Rest("cpu", "cpu")), (3, Rest("nvme", "nvme"))]
-    rows = [
-        ((str(stage), rest.optimizer, rest.weights), states_of(stage, model, job, HALF, rest).total)
-        for stage, rest in rests
-    ]
+    plans = [(stage, "none", "none") for stage in range(4)]
+    plans += [(stage, "cpu", "none") for stage in range(4)]
+    plans += [(stage, "nvme", "none") for stage in (1, 2, 3)]
+    plans += [(3, "cpu", "cpu"), (3, "nvme", "nvme")]
+    tiers = _tiers()
+    rows = []
+    for stage, optimizer, weights in plans:
+        rest = Rest(tiers[weights], tiers[optimizer])
+        held = states_of(stage, model, job, HALF, rest).total
+        rows.append(((str(stage), optimizer, weights), held))
     titles = ("stage", "offload_optimizer", "offload_param")
     _show(titles, rows, f"{_said(model, job)}, in bf16 or fp16 with Adam: GB of one rank")
     _tell_rest(model, job, HALF, Rest(), stage=3)
@@ -177,10 +187,10 @@ def _plan(config: Config, parsed: argparse.Namespace) -> _Plan:
         copy_devices=max(0, zero.mics_shard_size) if is_sharded else 0,
         second_copy_devices=zero.zero_hpz_partition_size if is_sharded else 0,
     )
-    rest = Rest(
-        weights.device if weights is not None and is_sharded else "none",
-        optimizer.device if optimizer is not None else "none",
-    )
+    off = (optimizer.device, optimizer.ratio) if optimizer is not None else ("none", 1.0)
+    away = (weights.device, weights.max_in_cpu) if weights is not None else ("none", 0)
+    tiers = _tiers()
+    rest = Rest(tiers[away[0]] if is_sharded else tiers["none"], tiers[off[0]], away[1], off[1])
     name = "Adam (none is named)" if config.optimizer is None else config.optimizer.type
     return _Plan(zero.stage, _cost(config), rest, job, name)
 
@@ -259,7 +269,7 @@ def _tell_rest(
     """What comes on top, and what a whole node has."""
     from hadal.zero.estimate import host_nbytes, layer_nbytes
 
-    if stage == 3 and model.largest and (job.cuts > 1 or rest.weights != "none"):
+    if stage == 3 and model.largest and (job.cuts > 1 or rest.weights is not _tiers()["none"]):
         print(f"stage 3: + {layer_nbytes(model, cost) / _GB:,.2f} GB, the largest layer whole")
     if held is not None:
         host, disk = (job.devices_per_node * nbytes / _GB for nbytes in (held.host, held.disk))

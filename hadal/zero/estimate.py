@@ -8,7 +8,9 @@ is built, host memory is what every process of a node takes that builds it whole
 `initialize` (with `zero.Init`: its shard, and the largest layer).
 
 What rests off the device lies on the host or on a disk (Rajbhandari 2021). An optimizer that does
-so has its gradients, cut as it is, on the host, and masters of its own in fp32 too.
+so has its gradients, cut as it is, on the host. Beside weights that rest in another tier, or where
+either is on a disk, it has masters of its own in fp32 too. On a disk there are two generations of
+everything: what counts, and what an update is writing.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hadal.config.offload import Tier
+from hadal.zero.policy import Tier
 
 _GB = 1e9
 _FP32_NBYTES = 4
+_GENERATIONS = 2
+"""Of what rests on a disk: an update that fails leaves the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,15 @@ FULL = Cost(4, 4, 0, 8)
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where sharded weights and the optimizer rest between uses; none is the device."""
+    """Where a rank's shards rest between uses."""
 
-    weights: Tier = "none"
-    """Of stage 3; what is kept whole there stays on the device."""
-    optimizer: Tier = "none"
+    weights: Tier = Tier.DEVICE
+    """Those of stage 3; what is kept whole there stays on the device."""
+    optimizer: Tier = Tier.DEVICE
+    in_host_numel: int = 0
+    """Elements of weights that stay on the host where weights rest on a disk (`max_in_cpu`)."""
+    ratio: float = 1.0
+    """The share of the optimizer that rests where `optimizer` says; the rest is on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +112,10 @@ class Held(NamedTuple):
 
     @classmethod
     def at(cls, tier: Tier, nbytes: int) -> Held:
-        """All of them in one."""
-        place = ("none", "cpu", "nvme").index(tier)
-        return cls(*(nbytes * (number == place) for number in range(3)))
+        """So many bytes of values, where they rest in one tier."""
+        if tier is Tier.DISK:
+            return cls(disk=_GENERATIONS * nbytes)
+        return cls(host=nbytes) if tier is Tier.HOST else cls(nbytes)
 
     def plus(self, other: Held) -> Held:
         """Both together."""
@@ -160,24 +169,40 @@ def _weights(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held
         return Held(cost.weight * model.numel)
     sharded = model.numel - model.persistent
     second = math.ceil(sharded / job.second_copy_devices) if job.second_copy_devices > 1 else 0
-    shard = Held.at(rest.weights, cost.weight * math.ceil(sharded / job.cuts))
-    return shard.plus(Held(cost.weight * (model.persistent + second)))
+    shard = math.ceil(sharded / job.cuts)
+    on_host = min(shard, rest.in_host_numel) if rest.weights is Tier.DISK else 0
+    found = Held(cost.weight * (model.persistent + second), cost.weight * on_host)
+    return found.plus(Held.at(rest.weights, cost.weight * (shard - on_host)))
 
 
 def _gradients(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    """Those of an update, when all have arrived."""
     whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
-    found = Held(whole if stage < 2 else 0)
-    if rest.optimizer != "none":
-        return found.plus(Held(host=shard if stage else whole))
-    return found if stage < 2 else Held(shard)
+    landed = _part_off(rest, shard if stage else whole)
+    if stage < 2:
+        return Held(whole, landed)
+    return Held(shard - landed, landed)
 
 
 def _optimizer(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
     numel = math.ceil(model.trained / (job.cuts if stage else 1))
-    # Weights that rest elsewhere cannot be the masters of an optimizer that is off the device.
-    needs_own = rest.optimizer not in ("none", rest.weights if stage == 3 else "none")
-    own = cost.weight if needs_own and not cost.master else 0
-    return Held.at(rest.optimizer, (cost.optimizer + own) * numel)
+    off = _part_off(rest, numel)
+    weights = rest.weights if stage == 3 else Tier.DEVICE
+    found = Held()
+    for part, tier in ((off, rest.optimizer), (numel - off, Tier.DEVICE)):
+        master = cost.master or (cost.weight if _parts_master(weights, tier) else 0)
+        found = found.plus(Held.at(tier, (master + cost.state) * part))
+    return found
+
+
+def _part_off(rest: Rest, count: int) -> int:
+    """How much of the optimizer's leaves the device."""
+    return 0 if rest.optimizer is Tier.DEVICE else round(rest.ratio * count)
+
+
+def _parts_master(weights: Tier, optimizer: Tier) -> bool:
+    """Whether masters of the weights' own dtype are kept apart from them."""
+    return weights is not optimizer or Tier.DISK in (weights, optimizer)
 
 
 def device_nbytes(
@@ -254,7 +279,7 @@ def estimate_zero3_model_states_mem_needs(
 
 
 def _host_if(is_off: bool) -> Tier:
-    return "cpu" if is_off else "none"
+    return Tier.HOST if is_off else Tier.DEVICE
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -338,13 +363,14 @@ def _print_zero3(model: Model, job: Job, factor: float) -> None:
 
 
 _PRECISIONS: Sequence[tuple[str, Cost]] = (("bf16 or fp16", HALF), ("fp32", FULL))
-_TIERS: Sequence[Tier] = ("none", "cpu", "nvme")
+# As the configuration calls them.
+_TIERS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _RESTS: Sequence[tuple[Tier, Tier]] = (
-    ("none", "none"),
-    ("none", "cpu"),
-    ("none", "nvme"),
-    ("cpu", "cpu"),
-    ("nvme", "nvme"),
+    (Tier.DEVICE, Tier.DEVICE),
+    (Tier.DEVICE, Tier.HOST),
+    (Tier.DEVICE, Tier.DISK),
+    (Tier.HOST, Tier.HOST),
+    (Tier.DISK, Tier.DISK),
 )
 
 
@@ -362,7 +388,7 @@ class _Row(NamedTuple):
 def _row(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> _Row:
     held = states_of(stage, model, job, cost, rest).total
     # Alone on a device all layers are whole, if they rest there.
-    in_turn = stage == 3 and (job.cuts > 1 or rest.weights != "none")
+    in_turn = stage == 3 and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
     resting = job.devices_per_node * held.host
     return _Row(
         held.device + in_turn * layer_nbytes(model, cost),
@@ -374,7 +400,9 @@ def _row(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> _Row:
 
 def _line(cells: Iterable[float], precision: str, **rests: Tier) -> str:
     shown = " | ".join(f"{nbytes / _GB:11.2f} GB" for nbytes in cells)
-    off = [f"offload_{name} {tier}" for name, tier in rests.items() if tier != "none"]
+    off = [
+        f"offload_{name} {_TIERS[tier]}" for name, tier in rests.items() if tier is not Tier.DEVICE
+    ]
     return f"  {shown} | {', '.join([precision, *off])}"
 
 

@@ -54,7 +54,7 @@ def test_all_stages_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["2", "none", "none"] == ["16.64", "-", "-"]
     assert table["3", "none", "none"] == ["1.88", "-", "-"]
     assert table["2", "cpu", "none"] == ["15.00", "1.64", "-"]
-    assert table["3", "nvme", "nvme"] == ["-", "0.23", "1.64"]
+    assert table["3", "nvme", "nvme"] == ["-", "0.23", "3.28"]
 
 
 def test_a_configuration_and_a_model(
@@ -75,8 +75,8 @@ def test_a_configuration_and_a_model(
     # 10,000 x 10,000 trained, as many frozen; the biases stay whole.
     assert table["weights",] == ["<0.01", "0.20", "-"]
     assert table["gradients",] == ["-", "0.10", "-"]
-    assert table["optimizer",] == ["-", "-", "0.60"]
-    assert table["total",] == ["<0.01", "0.30", "0.60"]
+    assert table["optimizer",] == ["-", "-", "1.20"]
+    assert table["total",] == ["<0.01", "0.30", "1.20"]
 
 
 @pytest.mark.parametrize(

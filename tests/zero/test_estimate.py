@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as some
 from ranks import RankPools
 from torch import nn
 
+import hadal
 from hadal import zero
 from hadal.zero.estimate import (
     FULL,
@@ -26,6 +29,7 @@ from hadal.zero.estimate import (
     host_nbytes,
     states_of,
 )
+from hadal.zero.policy import Tier
 
 
 @given(
@@ -75,6 +79,42 @@ def test_an_engine_holds_what_was_estimated(
         assert estimated - 16 <= held.before_step <= most(estimated)
 
 
+def disk_of_a_rank(stage: int, precision: str, weights: Tier, path: str) -> tuple[int, int]:
+    """Elements of a model, and the bytes that this rank has in files after an update."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    nvme = {"device": "nvme", "nvme_path": path}
+    away = nvme | {"max_in_cpu": 100_000, "buffer_size": 1_000_000}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": nvme}
+    zero |= {"offload_param": away} if weights is Tier.DISK else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": zero,
+    }
+    engine, *_ = hadal.initialize(model=model, config=config)
+    inputs = torch.ones(1, 512, dtype=next(model.parameters()).dtype)
+    engine.backward(engine(inputs).float().sum())
+    engine.step()
+    nbytes = sum(file.stat().st_size for file in Path(path).glob(f"*-{os.getpid()}-*/states"))
+    engine.destroy()
+    return 2 * 512 * 513, nbytes
+
+
+@pytest.mark.parametrize(("stage", "weights"), [(1, Tier.DEVICE), (3, Tier.DEVICE), (3, Tier.DISK)])
+@pytest.mark.parametrize(("precision", "cost"), [("bf16", HALF), ("fp32", FULL)])
+def test_an_engine_has_on_the_disk_what_was_estimated(
+    stage: int, weights: Tier, precision: str, cost: Cost, ranks: RankPools, tmp_path: Path
+) -> None:
+    rest = Rest(weights, Tier.DISK, in_host_numel=100_000)
+    for numel, nbytes in ranks(2).run(disk_of_a_rank, stage, precision, weights, str(tmp_path)):
+        held = states_of(stage, Model(numel), Job(2), cost, rest).total
+        pages = 2 * 4 * 3 * 4096  # two generations of four kinds in at most three buckets
+        # One bucket's weights more go to the disk than there is room for on the host.
+        more = 2 * cost.weight * 100_000 if weights is Tier.DISK else 0
+        assert held.disk <= nbytes <= held.disk * (1 + PADDING) + pages + more
+
+
 numels = some.integers(10_000, 10**11)
 
 
@@ -82,30 +122,43 @@ numels = some.integers(10_000, 10**11)
 def test_an_optimizer_rests_off_the_device(stage: int, numel: int, devices: int) -> None:
     model, job = Model(numel), Job(devices)
     shard = math.ceil(numel / (devices if stage else 1))
-    for tier, place in (("cpu", 1), ("nvme", 2)):
-        weights, gradients, optimizer = states_of(stage, model, job, HALF, Rest(optimizer=tier))
+    for tier, place, copies in ((Tier.HOST, 1, 1), (Tier.DISK, 2, 2)):
+        rest = Rest(optimizer=tier)
+        weights, gradients, optimizer = states_of(stage, model, job, HALF, rest)
         assert weights == states_of(stage, model, job).weights
         assert gradients == Held(device=2 * numel if stage < 2 else 0, host=2 * shard)
-        assert optimizer[place] == 12 * shard and sum(optimizer) == optimizer[place]
+        assert optimizer[place] == copies * 12 * shard and sum(optimizer) == optimizer[place]
         # Weights of fp32 that stay on the device need masters where the optimizer is.
-        *_, optimizer = states_of(stage, model, job, FULL, Rest(optimizer=tier))
-        assert optimizer[place] == 12 * shard
+        *_, optimizer = states_of(stage, model, job, FULL, rest)
+        assert optimizer[place] == copies * 12 * shard
+
+
+def test_a_part_of_the_optimizer_rests_off_the_device() -> None:
+    rest = Rest(optimizer=Tier.HOST, ratio=0.75)
+    _, gradients, optimizer = states_of(3, Model(8000), Job(2), HALF, rest)
+    assert optimizer == Held(device=12 * 1000, host=12 * 3000)
+    assert gradients == Held(device=2 * 1000, host=2 * 3000)
 
 
 @given(numel=numels, frozen=some.integers(0, 10**9), devices=some.integers(1, 64))
 def test_weights_rest_off_the_device(numel: int, frozen: int, devices: int) -> None:
     model, job = Model(numel, frozen, persistent=1000), Job(devices)
     shard = math.ceil((numel + frozen - 1000) / devices)
-    assert states_of(3, model, job, HALF, Rest("cpu")).weights == Held(2000, 2 * shard)
-    assert states_of(3, model, job, HALF, Rest("nvme")).weights == Held(2000, disk=2 * shard)
+    host, disk = Rest(Tier.HOST), Rest(Tier.DISK)
+    assert states_of(3, model, job, HALF, host).weights == Held(2000, 2 * shard)
+    assert states_of(3, model, job, HALF, disk).weights == Held(2000, disk=2 * 2 * shard)
+    some_stay = states_of(3, model, job, HALF, Rest(Tier.DISK, in_host_numel=50)).weights
+    assert some_stay == Held(2000, 2 * min(shard, 50), 2 * 2 * max(0, shard - 50))
     # Only stage 3 can put them there.
-    assert states_of(2, model, job, HALF, Rest("cpu")) == states_of(2, model, job)
-    # In fp32 they are the masters of an optimizer that rests beside them.
-    both = states_of(3, model, job, FULL, Rest("cpu", "cpu"))
+    assert states_of(2, model, job, HALF, host) == states_of(2, model, job)
+    # In fp32 they are the masters of an optimizer that rests beside them on the host.
+    both = states_of(3, model, job, FULL, Rest(Tier.HOST, Tier.HOST))
     assert both.optimizer == Held(host=8 * math.ceil(numel / devices))
     assert both.total == Held(
         4000, sum(kind.host for kind in (both.weights, both.gradients, both.optimizer))
     )
+    apart = states_of(3, model, job, FULL, host)
+    assert apart.optimizer == Held(12 * math.ceil(numel / devices))
 
 
 def test_copies_cost_what_they_hold() -> None:
@@ -137,7 +190,7 @@ def test_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(two)[:4] == [
         ["16.64 GB", "360.00 GB", "0.00 GB", "bf16 or fp16"],
         ["15.00 GB", "360.00 GB", "0.00 GB", "bf16 or fp16, offload_optimizer cpu"],
-        ["15.00 GB", "360.00 GB", "11.25 GB", "bf16 or fp16, offload_optimizer nvme"],
+        ["15.00 GB", "360.00 GB", "22.50 GB", "bf16 or fp16, offload_optimizer nvme"],
         ["31.41 GB", "360.00 GB", "0.00 GB", "fp32"],
     ]
     zero.estimate_zero3_model_states_mem_needs_all_cold(7_500_000_000, 100_000_000, 8, 8)
@@ -146,9 +199,9 @@ def test_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert three[:6] == [
         ["2.27 GB", "10.43 GB", "360.00 GB", "0.00 GB", "bf16 or fp16"],
         ["0.63 GB", "19.69 GB", "360.00 GB", "0.00 GB", "bf16 or fp16, offload_optimizer cpu"],
-        ["0.63 GB", "10.43 GB", "360.00 GB", "11.25 GB", "bf16 or fp16, offload_optimizer nvme"],
+        ["0.63 GB", "10.43 GB", "360.00 GB", "22.50 GB", "bf16 or fp16, offload_optimizer nvme"],
         ["0.40 GB", "22.50 GB", "360.00 GB", "0.00 GB", f"bf16 or fp16, {both.format('cpu')}"],
-        ["0.40 GB", "10.43 GB", "360.00 GB", "13.12 GB", f"bf16 or fp16, {both.format('nvme')}"],
+        ["0.40 GB", "10.43 GB", "360.00 GB", "26.25 GB", f"bf16 or fp16, {both.format('nvme')}"],
         ["2.67 GB", "10.43 GB", "360.00 GB", "0.00 GB", "fp32"],
     ]
     assert len(three) == 10
