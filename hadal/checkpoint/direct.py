@@ -10,21 +10,17 @@ size in hundreds, which is two to four times as slow.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
+from hadal.offload.direct import pages, set_direct
+from hadal.offload.extents import ALIGNMENT
 
 _BLOCK_NBYTES = 1 << 22
-_PAGE_NBYTES = 4096
 _DIRECT_NBYTES = 1 << 18
-_HUGE_NBYTES = 1 << 21
-# Shared memory, the default, has pages of the usual size.
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class Output:
@@ -106,7 +102,7 @@ class Output:
 
     def _go_direct(self, wanted: bool) -> None:
         if wanted != self._is_direct:
-            self._is_direct = _set_direct(self._descriptor, wanted)
+            self._is_direct = set_direct(self._descriptor, wanted)
 
 
 @dataclass(slots=True)
@@ -133,7 +129,7 @@ class Kept:
         """Keep a copy of the block at `place` of the file, if there is room for it."""
         if place == self.nbytes and self.room >= _BLOCK_NBYTES:
             # Memory of its own, which the system has back when this is let go of.
-            memory = memoryview(mmap.mmap(-1, _BLOCK_NBYTES, **_PRIVATE))
+            memory = pages(_BLOCK_NBYTES)
             memory[:] = block
             self.room -= _BLOCK_NBYTES
             self.blocks.append(memory)
@@ -159,7 +155,7 @@ def blocks_of(
     if start == stop:
         return
     with _two_blocks() as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
-        file, place = _Input(descriptor), start - start % _PAGE_NBYTES
+        file, place = _Input(descriptor), start - start % ALIGNMENT
         pending = pool.submit(file.fill, _up_to(blocks[0], stop - place), place)
         while start < stop:
             following = place + _BLOCK_NBYTES
@@ -189,7 +185,7 @@ def _read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
 
 def _up_to(block: memoryview, nbytes: int) -> memoryview:
     """As much of a block as whole pages of so many bytes take."""
-    return block[: nbytes + -nbytes % _PAGE_NBYTES]
+    return block[: nbytes + -nbytes % ALIGNMENT]
 
 
 class _Input:
@@ -209,11 +205,11 @@ class _Input:
         filled = 0
         if self.is_cached:
             # A page first: what misses the cache begins to be read into it.
-            for limit in (_PAGE_NBYTES, len(block)):
+            for limit in (ALIGNMENT, len(block)):
                 filled += self._take_cached(block[filled:limit], place + filled)
             self.is_cached = filled == len(block)
         while filled < len(block):
-            self._go_direct(filled % _PAGE_NBYTES == 0)
+            self._go_direct(filled % ALIGNMENT == 0)
             count = self._read(block[filled:], place + filled)
             if not count:
                 break
@@ -242,27 +238,7 @@ class _Input:
 
     def _go_direct(self, wanted: bool) -> None:
         if wanted != self._is_direct:
-            self._is_direct = _set_direct(self._descriptor, wanted)
-
-
-def _set_direct(descriptor: int, wanted: bool) -> bool:
-    """Turn the cache off or on for a file, and say whether it is off now.
-
-    Where a file system does not know it, the cache stays on.
-    """
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    import fcntl  # such systems have it
-
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, changed)
-    except OSError:
-        if not wanted:
-            raise
-        return False
-    return wanted
+            self._is_direct = set_direct(self._descriptor, wanted)
 
 
 # Blocks that nobody uses: fresh memory is slow to fill.
@@ -283,11 +259,4 @@ def _block() -> memoryview:
     try:
         return _free.pop()
     except IndexError:
-        pass
-    # A huge page begins at a multiple of its size: somewhere in what is longer by one.
-    memory = mmap.mmap(-1, _BLOCK_NBYTES + _HUGE_NBYTES, **_PRIVATE)
-    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_NBYTES
-    return memoryview(memory)[start : start + _BLOCK_NBYTES]
+        return pages(_BLOCK_NBYTES)

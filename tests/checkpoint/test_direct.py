@@ -46,10 +46,10 @@ def test_what_goes_in_comes_out(data: st.DataObject, doubled: bool, knows_direct
     whole = b"".join(pieces)
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
-    real = direct._set_direct
+    real = direct.set_direct
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if not knows_direct:
-            patch.setattr(direct, "_set_direct", lambda descriptor, wanted: False)
+            patch.setattr(direct, "set_direct", lambda descriptor, wanted: False)
         path = Path(folder, "x")
         written(path, pieces, doubled)
         assert path.read_bytes() == whole
@@ -67,7 +67,7 @@ def test_what_goes_in_comes_out(data: st.DataObject, doubled: bool, knows_direct
             )
             with pytest.raises(OSError, match="ends too early"):
                 list(blocks_of(file.fileno(), start, len(whole) + BLOCK))
-    assert direct._set_direct is real
+    assert direct.set_direct is real
 
 
 def test_what_is_not_in_the_cache_is_read_once(
