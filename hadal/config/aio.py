@@ -43,6 +43,11 @@ class Aio(Section):
         "Begin another block as soon as one is done. Else a queue waits until all that it has under"
         " way is done, and then begins queue_depth more.",
     )
+    verify_checksums: Boolean = key(
+        False,
+        "Sum up what is written, and compare what is read with it: a page that the disk has damaged"
+        " is an error, and never trained with. A key of Hadal's own.",
+    )
     use_gds: Boolean = key(
         False, "Let the GPU read the disk by itself (GPUDirect Storage).", mark=_NO_GDS
     )

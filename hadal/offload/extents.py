@@ -22,9 +22,9 @@ class Extent(NamedTuple):
         return self.stop - self.start
 
 
-def rounded(nbytes: int) -> int:
-    """The least multiple of the alignment that holds so many bytes."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def rounded(nbytes: int, step: int = ALIGNMENT) -> int:
+    """The least multiple of `step` that holds so many bytes."""
+    return -(-nbytes // step) * step
 
 
 def cut(start: int, stop: int, step: int) -> list[Extent]:

@@ -152,12 +152,12 @@ class Call:
         if last:
             self._contents[-len(last) :] = last
         sums = self._request.region.sums
-        damaged = sums and sums.damaged(self._extent(), self._contents)
-        if damaged:
+        place = sums.damaged(self._extent(), self._contents) if sums else None
+        if place is not None:
             raise OffloadError(
-                f"{self._file.path}: {self._what()} is damaged: its bytes {damaged.start} to"
-                f" {damaged.stop} are not what was written there (the checksums differ); look at"
-                " the disk's health, and go on from the last checkpoint"
+                f"{self._file.path}: {self._what()} is damaged at byte {place} of it: what is read"
+                " there was not written there (the checksums differ); look at the disk's health,"
+                " and go on from the last checkpoint"
             )
 
     def _write(self) -> None:
@@ -166,10 +166,7 @@ class Call:
             last[:] = self._contents[-len(last) :]
         self._file.write(parts, self._place(), self._what())
         if self._request.region.sums is not None:
-            start = self._extent().start
-            for block in self._blocks:
-                contents = self._contents[block.start - start : block.stop - start]
-                self._request.region.sums.keep(block, contents)
+            self._request.region.sums.keep(self._extent(), self._contents)
 
     def _parts(self) -> tuple[list[memoryview], memoryview]:
         """What moves, in whole pages; of a last page that is not in the buffer, the used part."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hadal.config.aio import Aio
-from hadal.offload.extents import rounded
 
 # So many system calls share a queue's depth where blocks go in batches.
 _CALLS_IN_A_QUEUE = 4
@@ -27,11 +26,8 @@ class IoSettings:
     overlaps: bool = True
     """What is done makes place for more at once; else a queue waits until all that it has under
     way is done before it begins more."""
-
-    @property
-    def step(self) -> int:
-        """A block's bytes, in whole pages."""
-        return rounded(self.block_nbytes)
+    verifies: bool = False
+    """What is read is compared with checksums of what was written."""
 
     @property
     def blocks_in_a_call(self) -> int:
@@ -56,11 +52,12 @@ def settings_of(section: Aio) -> IoSettings:
         threads=section.intra_op_parallelism,
         submits_singly=section.single_submit,
         overlaps=section.overlap_events,
+        verifies=section.verify_checksums,
     )
 
 
 def section_of(settings: IoSettings) -> dict[str, int | bool]:
-    """The keys of the section that ask for these settings."""
+    """The keys of the section that say how fast these settings are."""
     return {
         "block_size": settings.block_nbytes,
         "queue_depth": settings.queue_depth,

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from hadal.errors import OffloadError, UsageError
 from hadal.offload.buffers import check_buffer
-from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped
+from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, rounded
 from hadal.offload.file import Act, DiskFile
 from hadal.offload.folder import STATES, OwnFolder
 from hadal.offload.queues import Queue
 from hadal.offload.requests import Call, Open, Region, Request
 from hadal.offload.settings import IoSettings
-from hadal.offload.sums import Sums
+from hadal.offload.sums import CELL_NBYTES, Sums
 
 _log = logging.getLogger(__name__)
 
@@ -38,15 +38,19 @@ class DiskStore:
     Args:
         folder: a folder on the disk, for all processes.
         settings: how requests are cut, and how many are under way.
-        checksums: compare what is read with what was written. Reads and writes must then begin
-            and end alike.
+        checksums: compare what is read with what was written; offsets and lengths are then
+            multiples of 8192. None: as the settings say.
 
     Raises:
         OffloadError: nothing can be written there.
     """
 
     def __init__(
-        self, folder: str | Path, settings: IoSettings | None = None, *, checksums: bool = False
+        self,
+        folder: str | Path,
+        settings: IoSettings | None = None,
+        *,
+        checksums: bool | None = None,
     ) -> None:
         self.settings = settings = settings or IoSettings()
         self._folder = OwnFolder(Path(folder))
@@ -59,7 +63,8 @@ class DiskStore:
         self._next_queue = 0
         self._room = Room()
         self._lock = threading.Lock()
-        self._checksums = checksums
+        self._checksums = settings.verifies if checksums is None else checksums
+        self._step = rounded(settings.block_nbytes, CELL_NBYTES if self._checksums else ALIGNMENT)
         self._regions: set[Region] = set()
         self._open = Open()
         self._process = os.getpid()
@@ -95,7 +100,7 @@ class DiskStore:
             except BaseException:
                 self._room.give_back(extent)
                 raise
-        region = Region(name, nbytes, extent, Sums(name) if self._checksums else None)
+        region = Region(name, nbytes, extent, Sums(name, nbytes) if self._checksums else None)
         self._regions.add(region)
         return region
 
@@ -158,9 +163,8 @@ class DiskStore:
         extent = Extent(offset, offset + buffer.numel())
         _check_extent(extent, region)
         if region.sums is not None:
-            if act == "read":
-                region.sums.check_covered(extent)
-            else:
+            region.sums.check_borders(extent)
+            if act == "written":
                 region.sums.forget(extent)
         shares = self._shares(extent)
         request = Request(act, region, extent, self._open)
@@ -173,7 +177,7 @@ class DiskStore:
 
     def _shares(self, extent: Extent) -> Sequence[list[list[Extent]]]:
         """For each queue the calls of its share: neighbouring blocks."""
-        blocks = cut(*extent, self.settings.step)
+        blocks = cut(*extent, self._step)
         shares = dealt(blocks, min(len(self._queues), len(blocks))) if blocks else []
         return [grouped(share, self.settings.blocks_in_a_call) for share in shares]
 

@@ -1,85 +1,70 @@
 """Checksums of what was written: what is read must be that.
 
-Each block that is written is summed by itself, so a read must begin and end where writes did, or at
-the borders of blocks. The sum is a CRC-32, as in checkpoints.
+A region is summed in cells of a fixed length, so reads and writes begin and end at their borders or
+at the region's end. The sum is a CRC-32, as in checkpoints: it finds damage, and is no proof
+against a forger.
 """
 
 from __future__ import annotations
 
-import threading
 import zlib
-from bisect import bisect_left
+from array import array
 
 from hadal.errors import UsageError
 from hadal.offload.extents import Extent
 
+CELL_NBYTES = 8192
+"""Two pages: what holds 4096 elements of two bytes, the least that a training reads apart."""
+
 
 class Sums:
-    """The checksums of one region."""
+    """The checksums of one region. Each cell is written or read by one thread at a time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, nbytes: int) -> None:
         self._name = name
-        # In order, none over another.
-        self._extents: list[Extent] = []
-        self._found: dict[Extent, int] = {}
-        self._lock = threading.Lock()
+        self._nbytes = nbytes
+        # For each cell its sum and one bit above it; 0 where nothing was written.
+        self._found = array("Q", bytes(8 * -(-nbytes // CELL_NBYTES)))
 
-    def forget(self, extent: Extent) -> None:
-        """Drop those of what will be written over.
-
-        Raises:
-            UsageError: a part of a written block would be left.
-        """
-        with self._lock:
-            for inside in self._inside(extent):
-                self._extents.remove(inside)
-                del self._found[inside]
-
-    def keep(self, extent: Extent, contents: memoryview) -> None:
-        """Remember the sum of a block that is written."""
-        found = zlib.crc32(contents)
-        with self._lock:
-            self._extents.insert(bisect_left(self._extents, extent), extent)
-            self._found[extent] = found
-
-    def check_covered(self, extent: Extent) -> None:
-        """See that all of an extent was written, and is known by whole blocks.
+    def check_borders(self, extent: Extent) -> None:
+        """See that a read or write consists of whole cells.
 
         Raises:
-            UsageError: it is not.
+            UsageError: it does not.
         """
-        with self._lock:
-            place = extent.start
-            for inside in self._inside(extent):
-                if inside.start != place:
-                    break
-                place = inside.stop
-        if place != extent.stop:
+        start, stop = extent
+        if start % CELL_NBYTES or (stop % CELL_NBYTES and stop != self._nbytes):
             raise UsageError(
-                f"bytes {place} to {extent.stop} of {self._name} are read and were not written"
-                " before; wait for the write first"
+                f"bytes {start} to {stop} of '{self._name}' cannot be moved: with checksums both"
+                f" ends are multiples of {CELL_NBYTES}, or the region's end"
             )
 
-    def damaged(self, extent: Extent, contents: memoryview) -> Extent | None:
-        """The first block inside an extent that is not what was written."""
-        with self._lock:
-            expected = [(inside, self._found[inside]) for inside in self._inside(extent)]
-        for (start, stop), found in expected:
-            if zlib.crc32(contents[start - extent.start : stop - extent.start]) != found:
-                return Extent(start, stop)
+    def forget(self, extent: Extent) -> None:
+        """Drop those of what is being written over."""
+        for cell in _cells(extent):
+            self._found[cell] = 0
+
+    def keep(self, extent: Extent, contents: memoryview) -> None:
+        """Remember those of what was written."""
+        for cell, part in zip(_cells(extent), _parts(contents), strict=True):
+            self._found[cell] = _sum(part)
+
+    def damaged(self, extent: Extent, contents: memoryview) -> int | None:
+        """Where the first cell begins that does not read as it was written, or never was."""
+        for cell, part in zip(_cells(extent), _parts(contents), strict=True):
+            if self._found[cell] != _sum(part):
+                return cell * CELL_NBYTES
         return None
 
-    def _inside(self, extent: Extent) -> list[Extent]:
-        first = bisect_left(self._extents, Extent(extent.start, extent.start))
-        if first and self._extents[first - 1].stop > extent.start:
-            first -= 1
-        last = bisect_left(self._extents, Extent(extent.stop, extent.stop))
-        overlapping = self._extents[first:last]
-        for start, stop in overlapping[:1] + overlapping[-1:]:
-            if start < extent.start or extent.stop < stop:
-                raise UsageError(
-                    f"bytes {extent.start} to {extent.stop} of {self._name} cut through {start} to"
-                    f" {stop}, which were written together; with checksums they are read and"
-                    " written together again"
-                )
-        return overlapping
+
+def _cells(extent: Extent) -> range:
+    return range(extent.start // CELL_NBYTES, -(-extent.stop // CELL_NBYTES))
+
+
+def _parts(contents: memoryview) -> list[memoryview]:
+    starts = range(0, len(contents), CELL_NBYTES)
+    return [contents[start : start + CELL_NBYTES] for start in starts]
+
+
+def _sum(part: memoryview) -> int:
+    return 1 << 32 | zlib.crc32(part)

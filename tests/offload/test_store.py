@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from hadal.errors import UsageError
+from hadal.errors import OffloadError, UsageError
 from hadal.offload import DiskStore, IoSettings, aligned
 
 PAGE = 4096
@@ -46,15 +47,16 @@ def test_what_is_read_is_what_was_written(
     nbytes: list[int], keys: IoSettings, checksums: bool, pages: int, tmp_path: Path
 ) -> None:
     """Regions of any length, in portions of so many pages, all of them under way at once."""
+    portion = pages * (2 if checksums else 1) * PAGE
     store = DiskStore(tmp_path, keys, checksums=checksums)
     regions = [store.allocate(f"region {number}", n) for number, n in enumerate(nbytes)]
     written = [filled(n, seed) for seed, n in enumerate(nbytes)]
     read = [aligned(n) for n in nbytes]
     for start, buffers in ((store.start_write, written), (store.start_read, read)):
         requests = [
-            start(region, offset, buffer[offset : offset + pages * PAGE])
+            start(region, offset, buffer[offset : offset + portion])
             for region, buffer in zip(regions, buffers, strict=True)
-            for offset in range(0, max(region.nbytes, 1), pages * PAGE)
+            for offset in range(0, max(region.nbytes, 1), portion)
         ]
         for request in requests:
             request.wait()
@@ -116,21 +118,25 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         store.allocate("more", 1)
 
 
-def test_checksums_want_whole_blocks(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, IoSettings(block_nbytes=4 * PAGE), checksums=True)
-    region = store.allocate("it", 16 * PAGE)
-    with pytest.raises(UsageError, match="read and were not written"):
-        store.start_read(region, 0, aligned(PAGE))
-    store.start_write(region, 0, filled(10 * PAGE)).wait()
-    store.start_read(region, 4 * PAGE, aligned(6 * PAGE)).wait()  # block by block
-    with pytest.raises(UsageError, match="cut through 0 to 16384"):
-        store.start_read(region, PAGE, aligned(PAGE))
-    with pytest.raises(UsageError, match="cut through 32768 to 40960"):
-        store.start_write(region, 9 * PAGE, aligned(3 * PAGE))
-    store.start_write(region, 8 * PAGE, filled(4 * PAGE, 2)).wait()
-    again = aligned(12 * PAGE)
-    store.start_read(region, 0, again).wait()
-    assert again[8 * PAGE :].equal(filled(4 * PAGE, 2))
+def test_checksums_are_of_cells(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, IoSettings(block_nbytes=3 * PAGE), checksums=True)
+    region = store.allocate("it", 17 * PAGE + 1)
+    buffer = filled(17 * PAGE + 1)
+    for offset, nbytes in ((PAGE, PAGE), (2 * PAGE, PAGE), (0, 3 * PAGE)):
+        with pytest.raises(UsageError, match="both ends are multiples of 8192"):
+            store.start_write(region, offset, buffer[:nbytes])
+    store.start_write(region, 0, buffer).wait()
+    # Other portions than were written, and over a part of them.
+    store.start_write(region, 4 * PAGE, buffer[: 6 * PAGE]).wait()
+    again = aligned(17 * PAGE + 1)
+    store.start_read(region, 2 * PAGE, again[2 * PAGE :]).wait()
+    assert again[4 * PAGE : 10 * PAGE].equal(buffer[: 6 * PAGE])
+    assert again[10 * PAGE :].equal(buffer[10 * PAGE :])
+    other = store.allocate("other", 8 * PAGE)
+    store.start_write(other, 0, buffer[: 4 * PAGE]).wait()
+    store.start_read(other, 0, again[: 4 * PAGE]).wait()
+    with pytest.raises(OffloadError, match=r"'other' is damaged at byte 16384 .*not written"):
+        store.start_read(other, 0, again[: 8 * PAGE]).wait()
     store.close()
 
 
@@ -159,4 +165,23 @@ def test_nothing_is_left_of_stores(tmp_path: Path) -> None:
         del store
         gc.collect()
     assert held() == before
+    assert files_under(tmp_path) == []
+
+
+def test_a_store_may_be_collected_by_its_own_thread(tmp_path: Path) -> None:
+    """The garbage collector runs in whichever thread it likes."""
+    box = [DiskStore(tmp_path)]
+    queue = box[0]._queues[0]
+
+    class LetsGo:
+        count = 1
+
+        def run(self) -> None:
+            box.clear()
+
+    assert files_under(tmp_path)
+    queue.put([LetsGo()])
+    end = time.monotonic() + 30
+    while files_under(tmp_path) and time.monotonic() < end:
+        time.sleep(0.01)
     assert files_under(tmp_path) == []
