@@ -23,8 +23,6 @@ from hadal.optim.pieces import Piece
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
-_WIDEST_NBYTES = 8
-
 
 class StateOnDisk:
     """The masters and the optimizer's memory of one bucket's pieces.
@@ -210,8 +208,30 @@ class DiskSteps:
         return max(1, min(room, self.numel) // block) * block
 
 
+class PartBuffers:
+    """The buffers that parts are read into, kept from one update to the next.
+
+    In fresh memory every page is cleared and mapped first, which takes a good part of the time that
+    the disk does.
+    """
+
+    def __init__(self) -> None:
+        self._pool: BufferPool | None = None
+
+    def pool(self, count: int, nbytes: int, *, pinned: bool) -> BufferPool:
+        """So many buffers of this length: the last ones, where they are alike."""
+        pool = self._pool
+        if pool is None or (pool.count, pool.nbytes) != (count, nbytes):
+            pool = self._pool = BufferPool(count, nbytes, pinned=pinned)
+        return pool
+
+
 def step_on_disk(
-    on_disk: Mapping[Gradients, StateOnDisk], begin: Beginner, desks: Desks, steps: DiskSteps
+    on_disk: Mapping[Gradients, StateOnDisk],
+    begin: Beginner,
+    desks: Desks,
+    steps: DiskSteps,
+    buffers: PartBuffers,
 ) -> None:
     """Make one update of these buckets, part by part. All ranks must call it.
 
@@ -226,7 +246,7 @@ def step_on_disk(
             one_update(lambda: _runs_of(states)),
             told_to_all(ranks, "an update", OffloadError),
         ):
-            _walk(on_disk, begin, desks, steps)
+            _walk(on_disk, begin, desks, steps, buffers)
     except OffloadError as error:
         for state, memory in zip(states, before, strict=True):
             state.take_back(memory)
@@ -241,7 +261,11 @@ def _runs_of(states: Iterable[StateOnDisk]) -> Iterator[DiskRun]:
 
 
 def _walk(
-    on_disk: Mapping[Gradients, StateOnDisk], begin: Beginner, desks: Desks, steps: DiskSteps
+    on_disk: Mapping[Gradients, StateOnDisk],
+    begin: Beginner,
+    desks: Desks,
+    steps: DiskSteps,
+    buffers: PartBuffers,
 ) -> None:
     begun = {one: state.begin(begin) for one, state in on_disk.items()}
     desk = desks.on(torch.device("cpu"))
@@ -250,14 +274,12 @@ def _walk(
             run.lay_out()
     widest = max(len(state.runs) for state in on_disk.values())
     numel = steps.part_numel(widest, desk.numel)
-    largest = max(state.numel for state in on_disk.values())
-    nbytes = min(numel, -(-largest // UNIT_NUMEL) * UNIT_NUMEL) * _WIDEST_NBYTES
-    pool = BufferPool(widest * steps.pace.parts, nbytes, pinned=steps.pins)
     stops = [(one, stop) for one, state in on_disk.items() for stop in state.stops(numel)]
+    pool = buffers.pool(
+        widest * steps.pace.parts, _largest_nbytes(stop for _, stop in stops), pinned=steps.pins
+    )
     owners = iter(stops)
-    with ExitStack() as stack:
-        stack.callback(pool.close)
-        rewriting = stack.enter_context(ExitStack())
+    with ExitStack() as rewriting:
         present: Gradients | None = None
         for stop, values in walk([stop for _, stop in stops], pool, steps.pace):
             one, _ = next(owners)
@@ -266,6 +288,15 @@ def _walk(
                 rewriting.enter_context(one.bucket.rewriting())
                 present = one
             _step_part(one, stop, dict(zip(stop.runs, values, strict=True)), begun[one], desk)
+
+
+def _largest_nbytes(stops: Iterable[Stop]) -> int:
+    """Bytes of the longest stretch of a run, in whole pages for each of their bytes."""
+    return max(
+        -(-stop.numel // UNIT_NUMEL) * UNIT_NUMEL * run.dtype.itemsize
+        for stop in stops
+        for run in stop.runs
+    )
 
 
 def _step_part(

@@ -20,7 +20,13 @@ from hadal.offload.runs import RunCut
 from hadal.optim.desk import Desks, blocks
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
-from hadal.optim.on_disk import DiskSteps, StateOnDisk, bring_weights_to_disk, step_on_disk
+from hadal.optim.on_disk import (
+    DiskSteps,
+    PartBuffers,
+    StateOnDisk,
+    bring_weights_to_disk,
+    step_on_disk,
+)
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -70,6 +76,7 @@ class FlatStepper:
     ) -> None:
         self._optimizer = optimizer
         self._steps = steps
+        self._part_buffers = PartBuffers()
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[Piece]] = {}
         self._on_disk: dict[Gradients, StateOnDisk] = {}
@@ -115,7 +122,7 @@ class FlatStepper:
         desks = Desks(multiplier)
         refreshing: list[Pending | None] = []
         if self._on_disk:
-            step_on_disk(self._on_disk, begin, desks, self._steps)
+            step_on_disk(self._on_disk, begin, desks, self._steps, self._part_buffers)
             refreshing += [one.bucket.start_refresh() for one in self._on_disk]
         in_memory = [one for one in self._gradients if one not in self._on_disk]
         if any(one.bucket.weights_on_disk for one in in_memory):

@@ -312,8 +312,8 @@ def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
     config = config_of(2, "bf16", "nvme", None, path, offload_optimizer=section)
     with small_blocks():
         engine, *_ = hadal.initialize(model=model_of(), config=config)
-        train(engine, 1)
         buffers.BufferPool.__init__ = pool
+        train(engine, 1)
         DiskRun.start_read, DiskRun.start_write = read, write
         try:
             train(engine, 1, 1)
@@ -323,7 +323,7 @@ def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
         files = [file for file in Path(path).rglob("*") if file.is_file() and file.stat().st_size]
         assert isinstance(engine._parts.homes._stores[Path(path)], store.DiskStore)
         engine.destroy()
-    (count, nbytes), largest = pools[0], max(reads)
+    [(count, nbytes)], largest = pools, max(reads)  # kept from one update to the next
     return {
         "buffers": count,
         "nbytes": nbytes * count,
