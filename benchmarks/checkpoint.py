@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from peers.install import deepspeed_variables, environment_python, is_installed
-from peers.launch import GroupFailure, Interpreter, run_ranks
+from peers.install import DEFAULT_ENVIRONMENT, is_installed
+from peers.launch import GroupFailure, Interpreter, deepspeed_interpreter, run_ranks
 from peers.settings import Workload
 
-_DEFAULT_ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-deepspeed"
 _LIBRARIES = ("hadal", "hadal async", "deepspeed", "torch")
 # Of DeepSpeed's seconds, at most so much.
 _GOALS = {
@@ -74,7 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=600.0, help="seconds one start may take")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--strict", action="store_true", help="exit with 1 if a goal is missed")
-    add("--deepspeed", type=Path, metavar="DIR", default=_DEFAULT_ENVIRONMENT)
+    add("--deepspeed", type=Path, metavar="DIR", default=DEFAULT_ENVIRONMENT)
     return parser.parse_args(arguments)
 
 
@@ -88,10 +87,7 @@ def _measure(
         vocabulary=options.vocabulary,
         world_size=options.processes,
     )
-    deepspeed = Interpreter(
-        str(environment_python(options.deepspeed.absolute())),
-        deepspeed_variables(options.deepspeed),
-    )
+    deepspeed = deepspeed_interpreter(options.deepspeed)
     found = {library: Measured() for library in libraries}
     for number in range(options.repeat):
         # Every other round runs backwards, so that a steady drift favours nobody.

@@ -1,5 +1,7 @@
-"""How near to the speed of a disk its requests come: beside fio, in turns, in one run.
+"""How near offloading comes to what bounds it, in one run and in turns.
 
+Requests to a disk stand beside fio; with ``--step`` updates stand beside a copy of memory, torch's
+and DeepSpeed's own, and with a disk beside what that gives.
 See ``benchmarks/README.md``.
 """
 
@@ -12,11 +14,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from peers.install import DEFAULT_ENVIRONMENT, is_installed
+from peers.launch import deepspeed_interpreter
 
 from hadal.offload import DiskStore, IoSettings
 from hadal.offload.speed import Track
@@ -111,23 +117,27 @@ def print_row(load: Load, row: Row) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--disk", type=Path, metavar="PATH", required=True, help="a folder on the disk to measure")
+    add("--disk", type=Path, metavar="PATH", help="a folder on the disk to measure")
     add("--loads", default="1024x8,1024x32,256x16", help="KiB of a block x depth, with commas")
     add("--gib", type=float, default=1.0, help="length of each contestant's file")
     add("--seconds", type=float, default=2, help="how long each one reads or writes in a round")
     add("--rounds", type=int, default=7)
     add("--engine", default="libaio", help="fio's (libaio, io_uring)")
     add("--fio-huge-pages", action="store_true", help="let fio's memory lie on huge pages, as ours")
+    add("--step", action="store_true", help="measure updates, with --disk those of state on it too")
+    add("--numel", type=int, default=1 << 25, help="elements that are updated")
+    add("--threads", type=int, default=1, help="threads of an update; with 1, one core is kept")
+    add("--deepspeed", type=Path, metavar="DIR", default=DEFAULT_ENVIRONMENT)
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--strict", action="store_true", help="exit with 1 if the goal is missed")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.disk is None and not options.step:
+        parser.error("there is nothing to measure: name a folder (--disk PATH), or ask for --step")
+    return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if shutil.which("fio") is None:
-        print("fio is not installed, and there is nothing to compare with: apt install fio")
-        return 1
+def measure_requests(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Print what is found beside fio; every measurement, and whether all goals are met."""
     heads = [f"{act}, {what}" for act in ACTS for what in ("fio GB/s", "Hadal GB/s", "share")]
     print(f"| blocks x depth | {' | '.join(heads)} |")
     print("|---" * (len(heads) + 1) + "|")
@@ -141,9 +151,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept[str(load)] = vars(row)
     for name, share in verdicts:
         print(f"{name}: {share:.2f} of fio's, goal {GOAL}: {'met' if share >= GOAL else 'MISSED'}")
+    return kept, all(share >= GOAL for _, share in verdicts)
+
+
+def measure_updates(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Print what is found of updates; every measurement, and whether all goals are met."""
+    from peers import updating  # it needs torch, which fio's part does without
+
+    update = updating.Update(options.numel, options.rounds, options.threads)
+    deepspeed = deepspeed_interpreter(options.deepspeed)
+    has_deepspeed = is_installed(options.deepspeed)
+    if not has_deepspeed:
+        print(f"DeepSpeed is not installed in {options.deepspeed}; going on without it.")
+    print(f"{options.numel} elements, {options.threads} thread(s)\n")
+    with updating.prepared(options.threads):
+        tables = {"in memory": updating.in_memory(update, deepspeed if has_deepspeed else None)}
+        if options.disk is not None:
+            tables["on the disk"] = updating.on_disk(update, options.disk, options.seconds)
+    for name, rows in tables.items():
+        print(f"State {name}:\n\n{updating.table(rows)}\n")
+    verdicts = updating.verdicts(tables["in memory"])
+    for text, _ in verdicts:
+        print(text)
+    kept = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
+    return kept, all(met for _, met in verdicts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not options.step and shutil.which("fio") is None:
+        print("fio is not installed, and there is nothing to compare with: apt install fio")
+        return 1
+    kept, is_met = measure_updates(options) if options.step else measure_requests(options)
     if options.json:
         options.json.write_text(json.dumps(kept, indent=1))
-    return 1 if options.strict and any(share < GOAL for _, share in verdicts) else 0
+    return 1 if options.strict and not is_met else 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +35,7 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.policy import Partition, Precision
+from hadal.zero.resting import Home
 from hadal.zero.sharing import Sharing
 
 # The share of a copy's bytes per second that AdamW must reach.
@@ -41,7 +44,11 @@ GOAL_CPU, GOAL_ACCELERATOR = 0.90, 0.85
 CLIP = 0.7
 F32, BF16 = torch.float32, torch.bfloat16
 
+_ON_DEVICE = Home()
+
 Action = Callable[[], object]
+Stopwatch = Callable[[], float]
+"""Acts, and says how many seconds that took."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,9 @@ class Row:
     of_copy: float
 
 
-def _gradients(numel: int, precisions: Precisions, device: torch.device) -> Gradients:
+def gradients_of(
+    numel: int, precisions: Precisions, device: torch.device, home: Home = _ON_DEVICE
+) -> Gradients:
     """A bucket of one parameter, with a mean gradient as a reduction would have left it."""
     parameter = nn.Parameter(torch.randn(numel, device=device).to(precisions.weights))
     plan = BucketPlan("benchmark", Partition(), [Member("weight", parameter, 0)], [])
@@ -115,26 +124,34 @@ def _gradients(numel: int, precisions: Precisions, device: torch.device) -> Grad
         reduce=precisions.gradient,
         state=precisions.state,
     )
-    gradients = Gradients(Bucket(plan, precision, Sharing.over(Ranks.world()), device))
+    sharing = Sharing.over(Ranks.world())
+    gradients = Gradients(Bucket(plan, precision, sharing, device, home=home))
     gradients.count_as_zero()
     gradients.mean.normal_(std=1e-3)
     return gradients
 
 
-def _hadal(kind: Kind, gradients: Gradients, multiplier: float) -> Action:
+def hadal_step(kind: Kind, gradients: Gradients, multiplier: float) -> Action:
+    """Hadal's update of these gradients."""
     optimizer = kind.make(list(gradients.bucket.parameters))
     stepper = FlatStepper(optimizer, [gradients])
     return lambda: stepper.step(multiplier)
 
 
-def _torch(gradients: Gradients, options: dict[str, bool]) -> Action:
-    """torch's AdamW as a program would use it: beside 16-bit weights, on a master of its own."""
+def torch_step(
+    gradients: Gradients, options: dict[str, bool], *, keeps_cast: bool = False
+) -> Action:
+    """torch's AdamW as a program would use it: beside 16-bit weights, on a master of its own.
+
+    With `keeps_cast` gradients are cast into the same memory each time.
+    """
     bucket = gradients.bucket
     master = nn.Parameter(bucket.full.to(F32, copy=True))
     optimizer = torch.optim.AdamW([master], lr=1e-4, weight_decay=0.01, **options)
+    kept = torch.empty_like(master) if keeps_cast else None
 
     def step() -> None:
-        master.grad = gradients.mean.to(F32)
+        master.grad = gradients.mean.to(F32) if kept is None else kept.copy_(gradients.mean)
         optimizer.step()
         if bucket.full.dtype != F32:
             bucket.full.copy_(master.detach())
@@ -142,18 +159,27 @@ def _torch(gradients: Gradients, options: dict[str, bool]) -> Action:
     return step
 
 
-def _timed(actions: dict[str, Action], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each action in each round; every other round goes backwards."""
-    for action in actions.values():
+def clocked(action: Action, device: torch.device) -> Stopwatch:
+    """The seconds of an action, until the device is done with it."""
+
+    def act() -> float:
+        synchronize(device)
+        start = time.perf_counter()
         action()
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return act
+
+
+def in_turns(watches: Mapping[str, Stopwatch], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each one in each round; every other round goes backwards."""
+    for watch in watches.values():
+        watch()
+    seconds: dict[str, list[float]] = {name: [] for name in watches}
     for number in range(rounds):
-        for name in list(actions)[:: -1 if number % 2 else 1]:
-            synchronize(device)
-            start = time.perf_counter()
-            actions[name]()
-            synchronize(device)
-            seconds[name].append(time.perf_counter() - start)
+        for name in list(watches)[:: -1 if number % 2 else 1]:
+            seconds[name].append(watches[name]())
     return seconds
 
 
@@ -165,20 +191,20 @@ def measure(name: str, precision: str, numel: int, rounds: int, device: torch.de
     # A copy reads and writes each byte: its bytes are counted twice as well.
     source = torch.randn(nbytes * numel // 8, device=device)
     target = torch.empty_like(source)
-    gradients = _gradients(numel, precisions, device)
+    gradients = gradients_of(numel, precisions, device)
     actions: dict[str, Action] = {
         "copy": lambda: target.copy_(source),
-        "Hadal": _hadal(kind, gradients, 1.0),
-        "Hadal, clipping": _hadal(kind, gradients, CLIP),
+        "Hadal": hadal_step(kind, gradients, 1.0),
+        "Hadal, clipping": hadal_step(kind, gradients, CLIP),
     }
     if name == "AdamW" and precisions.master == F32:
-        actions["torch, fused"] = _torch(gradients, {"fused": True})
-        actions["torch, foreach"] = _torch(gradients, {"foreach": True})
+        actions["torch, fused"] = torch_step(gradients, {"fused": True})
+        actions["torch, foreach"] = torch_step(gradients, {"foreach": True})
     counted = dict.fromkeys(actions, nbytes)
     if name == "AdamW":
         actions["the norm"] = lambda: global_norm([gradients], gradients.bucket.sharing)
         counted["the norm"] = precisions.gradient.itemsize
-    seconds = _timed(actions, rounds, device)
+    seconds = in_turns({who: clocked(act, device) for who, act in actions.items()}, rounds)
     rows = []
     for who, times in seconds.items():
         # Ratios are formed within a round, so that a machine that slows down does not decide.
@@ -232,14 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and judge."""
     options = _parse(arguments)
     torch.manual_seed(0)
-    torch.set_num_threads(options.threads)
-    if options.threads == 1 and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     hadal.init_distributed()
     device = current_device()
     rows: list[Row] = []
-    for name in KINDS:
-        for precision in PRECISIONS:
+    with kept_to_threads(options.threads):
+        for name, precision in product(KINDS, PRECISIONS):
             if _is_wanted(options, name, precision):
                 rows += measure(name, precision, options.numel, options.rounds, device)
                 print(".", end="", file=sys.stderr, flush=True)
@@ -252,6 +275,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     torch.distributed.destroy_process_group()
     return 1 if options.strict and not reached else 0
+
+
+@contextmanager
+def kept_to_threads(threads: int) -> Iterator[None]:
+    """Compute with so many threads on a CPU; one alone stays on one core."""
+    torch.set_num_threads(threads)
+    if threads > 1 or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _is_wanted(options: argparse.Namespace, name: str, precision: str) -> bool:

@@ -14,23 +14,18 @@ from pathlib import Path
 from statistics import median
 
 from peers import report
-from peers.install import (
-    deepspeed_variables,
-    environment_python,
-    install_deepspeed,
-    is_installed,
-)
+from peers.install import DEFAULT_ENVIRONMENT, install_deepspeed, is_installed
 from peers.launch import (
     GroupFailure,
     Interpreter,
     Run,
+    deepspeed_interpreter,
     imports_after_torch,
     run_contestant,
     run_ranks,
 )
 from peers.settings import LIBRARIES, TRAFFIC, Contestant, Workload, select_contestants
 
-_DEFAULT_ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-deepspeed"
 _PEERS = LIBRARIES[1:]
 _IMPORT_RUNS = 5
 _IMPORTS = {"hadal": "from hadal import initialize", "deepspeed": "import deepspeed"}
@@ -85,12 +80,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
     add("--output", type=Path, metavar="FILE", help="draw a bar chart (PNG)")
     add("--strict", action="store_true", help="exit with 1 if a goal is missed")
-    add("--deepspeed", type=Path, metavar="DIR", default=_DEFAULT_ENVIRONMENT)
+    add("--deepspeed", type=Path, metavar="DIR", default=DEFAULT_ENVIRONMENT)
     add(
         "--install-deepspeed",
         type=Path,
         nargs="?",
-        const=_DEFAULT_ENVIRONMENT,
+        const=DEFAULT_ENVIRONMENT,
         metavar="DIR",
         help="install DeepSpeed into a virtual environment of its own and stop",
     )
@@ -98,10 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _machinery(environment: Path, timeout: float) -> Machinery:
-    deepspeed = Interpreter(
-        str(environment_python(environment.absolute())), deepspeed_variables(environment)
-    )
-    return Machinery(Interpreter(sys.executable), deepspeed, timeout)
+    return Machinery(Interpreter(sys.executable), deepspeed_interpreter(environment), timeout)
 
 
 def _workload(options: argparse.Namespace) -> Workload:

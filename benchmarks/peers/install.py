@@ -9,6 +9,7 @@ from pathlib import Path
 
 TORCH_VERSION = "2.13.0"
 DEEPSPEED_VERSION = "0.19.8"
+DEFAULT_ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-deepspeed"
 
 _BUILD_TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "py-cpuinfo", "numpy")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from peers.install import deepspeed_variables, environment_python
 from peers.settings import Contestant, Workload
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -46,6 +47,12 @@ class Run:
     peak_mib: float
     parameters: int
     trouble: str | None
+
+
+def deepspeed_interpreter(directory: Path) -> Interpreter:
+    """DeepSpeed's, in the environment in ``directory``."""
+    python = str(environment_python(directory.absolute()))
+    return Interpreter(python, deepspeed_variables(directory))
 
 
 class GroupFailure(Exception):
