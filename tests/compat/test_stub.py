@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from test_install import _FOUND, _LOOK, ROOT, told
+from torch import nn
 
 from hadal.compat.surface import VERSION
 
@@ -73,3 +77,53 @@ def test_it_refuses_to_take_the_place_of_deepspeed(tmp_path: Path) -> None:
 
 def test_its_version_is_the_one_that_hadal_tells() -> None:
     assert re.search(r'version = "(.+)"', (STUB / "pyproject.toml").read_text())[1] == VERSION
+
+
+@pytest.mark.slow
+@pytest.mark.runs("accelerate")
+@pytest.mark.parametrize("says", ["flags", "configuration"])
+def test_accelerate_launch_starts_a_program_that_knows_nothing(
+    site: Path, tmp_path: Path, says: str
+) -> None:
+    program = str(ROOT / "tests/compat/programs/launched.py")
+    always = ["--use_deepspeed", "--num_processes=2"]
+    flags = [*always, "--zero_stage=2", "--gradient_clipping=1.0"]
+    if says == "configuration":
+        auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        warm_up = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+        config = {
+            **dict.fromkeys(auto, "auto"),
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(warm_up, "auto")},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1},
+        }
+        (tmp_path / "ds_config.json").write_text(json.dumps(config))
+        flags = [*always, "--deepspeed_config_file", "ds_config.json"]
+    path = os.pathsep.join((str(site), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *flags, program],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    told = next(line for line in done.stdout.splitlines() if line.endswith("]"))
+    stage, processes, losses = told.split(" ", 2)
+    assert (stage, processes) == (("2", "2") if says == "flags" else ("3", "2"))
+    if says == "flags":
+        # What torch's own data parallel gives.
+        expected = [6.127239, 2.747085, 4.759770, 2.448286]
+        assert json.loads(losses) == pytest.approx(expected, abs=1e-5)
+    else:
+        # A warm-up of none counts as one of two updates, whose rates are 0 by its logarithm: the
+        # third is the first that moves the weights.
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = torch.randn(32, 4)
+        *still, last = (model(x).squeeze(-1) - x.sum(1)).square().view(4, 8).mean(1).tolist()
+        *mine, moved = json.loads(losses)
+        assert mine == pytest.approx(still, abs=1e-5)
+        assert moved < last - 0.01
