@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from hadal import __version__
@@ -79,14 +79,28 @@ class _Loader(Loader):
         """Nothing runs: names are resolved when they are asked for."""
 
 
+class _ProgramLoader(Loader):
+    """Loads what runs for `python -m` and the name of a module."""
+
+    def get_code(self, name: str) -> CodeType:
+        """A call of the program's home."""
+        program = name.rpartition(".")[0]
+        text = f"from hadal.compat.programs import start\nraise SystemExit(start({program!r}))\n"
+        return compile(text, __file__, "exec")
+
+
 class _Finder(DistributionFinder):
     """Finds the modules of the surface, and the distribution that they would come in."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_ours = name.partition(".")[0] == ROOT and name in modules()
-        return _spec(name) if is_ours else None
+        if name.partition(".")[0] != ROOT:
+            return None
+        program, _, leaf = name.rpartition(".")
+        if leaf == "__main__" and program in modules():  # python -m PROGRAM
+            return ModuleSpec(name, _ProgramLoader(), origin=__file__)
+        return _spec(name) if name in modules() else None
 
     def find_distributions(
         self,

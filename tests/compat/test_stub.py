@@ -79,6 +79,24 @@ def test_its_version_is_the_one_that_hadal_tells() -> None:
     assert re.search(r'version = "(.+)"', (STUB / "pyproject.toml").read_text())[1] == VERSION
 
 
+def test_a_module_of_it_runs_as_a_program(site: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    done = run("deepspeed.utils.zero_to_fp32", str(site), str(site / "out"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("CheckpointError:")
+    done = run("deepspeed.checkpoint.ds_to_universal", "--help")
+    assert done.returncode == 1
+    assert "python -m deepspeed.checkpoint.ds_to_universal is not built yet" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.runs("accelerate")
 @pytest.mark.parametrize("says", ["flags", "configuration"])

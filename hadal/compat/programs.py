@@ -1,0 +1,23 @@
+"""`python -m deepspeed....`: which of DeepSpeed's programs lead to one of Hadal's."""
+
+from __future__ import annotations
+
+import importlib
+
+from hadal.compat.placeholders import unbuilt
+
+_HOMES = {"deepspeed.utils.zero_to_fp32": "hadal.cli.zero_to_fp32:main"}
+
+
+def start(name: str) -> int:
+    """Run a program; return its exit code.
+
+    Raises:
+        NotBuiltYetError: nothing stands behind it.
+    """
+    home = _HOMES.get(name)
+    if home is None:
+        raise unbuilt(f"python -m {name}")
+    module, _, function = home.partition(":")
+    code: int = getattr(importlib.import_module(module), function)()
+    return code
