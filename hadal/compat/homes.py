@@ -98,7 +98,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal": "add_tuning_arguments",
     },
     "deepspeed.runtime.utils": {
-        _TOOLS: "call_to_str move_to_device see_memory_usage set_random_seed"
+        _TOOLS: "call_to_str clip_grad_norm_ move_to_device see_memory_usage set_random_seed"
     },
     "deepspeed.runtime.zero": {
         _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter"
@@ -141,6 +141,7 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.utils.logging": {_LOG: "log_dist logger"},
     "deepspeed.utils.numa": {_TOOLS: "parse_range_list"},
     "deepspeed.utils.nvtx": {_TOOLS: "instrument_w_nvtx"},
+    "deepspeed.utils.timer": {"hadal.compat.timers": "SynchronizedWallClockTimer trim_mean"},
     "deepspeed.utils.torch": {_TOOLS: "required_torch_version"},
     "deepspeed.utils.zero_to_fp32": {
         _FILES: "get_model_state_file get_optim_files",

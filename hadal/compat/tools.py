@@ -13,7 +13,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from hadal.compat.log import log_dist
+from hadal.compat.placeholders import unbuilt
 from hadal.device import current_device, memory_use
+from hadal.errors import UsageError
+from hadal.zero.access import is_kept_by_engine
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -94,6 +97,26 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
             linear.bias = module.bias  # type: ignore[assignment]
             recursive_setattr(model, name, linear)
     return model
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Clip the gradients of parameters that no engine trains, as torch does.
+
+    Raises:
+        UsageError: an engine trains one of them: its gradients are not in `.grad`.
+        NotBuiltYetError: the model lies in parts on several ranks.
+    """
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(is_kept_by_engine(parameter) for parameter in given):
+        raise UsageError(
+            "clip_grad_norm_ got parameters that an engine trains, whose gradients are not in"
+            " .grad: give gradient_clipping in the configuration, which clips all of them together"
+        )
+    if mpu is not None:
+        raise unbuilt("deepspeed.runtime.utils.clip_grad_norm_(mpu=...)")
+    return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

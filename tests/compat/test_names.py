@@ -34,8 +34,10 @@ from hadal.compat.leaves import (
 )
 from hadal.compat.log import set_log_level_from_string
 from hadal.compat.loss_scaler import DynamicLossScaler, LossScaler
+from hadal.compat.timers import SynchronizedWallClockTimer, trim_mean
 from hadal.compat.tools import (
     call_to_str,
+    clip_grad_norm_,
     convert_conv1d_to_linear,
     instrument_w_nvtx,
     parse_range_list,
@@ -369,6 +371,40 @@ def test_files_of_deepspeed_are_found_and_those_of_hadal_are_said_to_be_others(
 
 
 # ---- tools ---------------------------------------------------------------------------------------
+
+
+def test_gradients_of_an_engine_are_not_clipped_for_nothing() -> None:
+    engine = initialize(model=model_of(), config=config_of(1))[0]
+    with pytest.raises(UsageError, match="give gradient_clipping in the configuration"):
+        clip_grad_norm_(engine.parameters(), 1.0)
+    own = nn.Parameter(torch.ones(4))
+    own.grad = torch.full((4,), 3.0)
+    assert clip_grad_norm_(own, 3.0).item() == 6.0
+    assert own.grad.norm().item() == pytest.approx(3.0, abs=1e-4)
+    with pytest.raises(NotBuiltYetError, match="mpu"):
+        clip_grad_norm_(own, 3.0, mpu=_Mpu())
+
+
+def test_clocks_add_up_and_tell_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr("hadal.engine.clocks.time.perf_counter", lambda: next(now))
+    timers = SynchronizedWallClockTimer()
+    timers("step").start()
+    timers("step").stop(record=True)
+    timers("step").start()
+    timers("step").stop(record=True)
+    assert timers("step").elapsed(reset=False) == 2000.0
+    timers("step").start()
+    assert timers("step").elapsed() == 3000.0
+    assert timers("step").started_
+    timers("step").stop(reset=True)
+    assert timers("step").elapsed() == 1000.0
+    assert timers.has_timer("step")
+    assert not timers.has_timer("other")
+    timers.log(["step", "other"])
+    assert timers.get_mean(["step", "other"], normalizer=2.0) == {"step": 500.0}
+    assert timers("step").mean() == 0.0
+    assert trim_mean([9.0, 1.0, 2.0, 3.0, -9.0], 0.2) == 2.0
 
 
 class _Conv1D(nn.Module):

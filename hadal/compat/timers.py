@@ -1,0 +1,107 @@
+"""`deepspeed.utils.timer`: named clocks that wait for the device at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from hadal.compat.log import log_dist
+from hadal.device import current_device
+from hadal.engine.clocks import Stopwatch
+
+
+class Timer:
+    """A clock that is started and stopped; times are milliseconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._records: list[float] = []
+        self._watch = Stopwatch(current_device())
+
+    def start(self) -> None:
+        """Let it run."""
+        self.started_ = True
+        self._watch.start()
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """Stop it; `reset` forgets what was before, `record` counts what was measured in `mean`."""
+        before = 0.0 if reset else self._watch.seconds
+        self._watch.seconds = 0.0
+        self._watch.stop()
+        if record:
+            self._records.append(1000.0 * self._watch.seconds)
+        self._watch.seconds += before
+        self.started_ = False
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.started_ = False
+        self._records.clear()
+        self._watch.seconds = 0.0
+
+    def elapsed(self, reset: bool = True) -> float:
+        """What it has measured; it goes on if it was running."""
+        was_started = self.started_
+        if was_started:
+            self.stop()
+        measured = 1000.0 * self._watch.seconds
+        if reset:
+            self._watch.seconds = 0.0
+        if was_started:
+            self.start()
+        return measured
+
+    def mean(self) -> float:
+        """The mean of what was recorded, without the outer tenth at both ends."""
+        return trim_mean(self._records, 0.1)
+
+
+class SynchronizedWallClockTimer:
+    """Clocks by name: `timers("forward").start()`."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        """The clock of this name, a new one where there is none."""
+        return self.timers.setdefault(name, Timer(name))
+
+    def has_timer(self, name: str) -> bool:
+        """Whether there is one of this name."""
+        return name in self.timers
+
+    def get_timers(self) -> dict[str, Timer]:
+        """All of them."""
+        return self.timers
+
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
+        """The mean of each that there is, divided by `normalizer`."""
+        known = [name for name in names if name in self.timers]
+        means = {name: self.timers[name].mean() / normalizer for name in known}
+        if reset:
+            for name in known:
+                self.timers[name].reset()
+        return means
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool | None = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log what those of `names` have measured that there are."""
+        known = [name for name in names if name in self.timers]
+        told = (f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
+        log_dist(f"time (ms) | {' | '.join(told)}", ranks)
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """The mean without so large a share of the values at each end; 0 of none."""
+    cut = int(trim_percent * len(data))
+    kept = sorted(data)[cut : len(data) - cut]
+    return fmean(kept) if kept else 0.0
