@@ -223,7 +223,8 @@ def begin(order: Order, live: Live) -> Job:
     what = f"checkpoint {order.save_dir / tag} was not saved"
     mates = tuple(range(world.size))
     # Some programs give each rank a folder of its own, and bring the files together afterwards.
-    if live.rules.is_node_local or len({folder for _, _, folder in orders}) > 1:
+    has_several = live.rules.is_node_local or len({folder for _, _, folder in orders}) > 1
+    if has_several:
         mates = _mates(order.save_dir, mark, world, what)
     # Of this part's ranks, those that write into the same folder.
     holders = Holders(tuple(rank for rank in ranks.numbers if rank in mates), world.rank)
@@ -235,7 +236,7 @@ def begin(order: Order, live: Live) -> Job:
     head = head_of(live) if ranks.rank == 0 else None
     told = _Told(live.part, ranks.rank, mates, share.mine, share.replicated, head)
     # Whoever writes an index needs all of it: in one folder for all, the first rank.
-    gather = gather_objects if live.rules.is_node_local else gather_objects_at_first
+    gather = gather_objects if has_several else gather_objects_at_first
     everybody = gather(told, world)
     return Job(order, mark, mates, live.rules, share, own, client, index, everybody)
 
