@@ -37,6 +37,10 @@ class UnbuiltConfigError(ConfigError, NotBuiltYetError):
     """The configuration is sound, but asks for things that this version does not do yet."""
 
 
+class LaunchError(HadalError, ValueError):
+    """A job cannot be started as asked: its hosts, its slots or its flags."""
+
+
 class ModelError(HadalError, ValueError):
     """The model, or one of its parameters, cannot be trained as it is."""
 

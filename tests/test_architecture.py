@@ -109,7 +109,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hadal", "hadal.errors", "hadal.config", "hadal.cli.main", "hadal.utils"]
+    "module",
+    [
+        "hadal",
+        "hadal.errors",
+        "hadal.config",
+        "hadal.launcher.front",
+        "hadal.cli.main",
+        "hadal.utils",
+    ],
 )
 def test_imports_no_torch(module: str) -> None:
     importlib.import_module(module)  # a missing module should read as one
@@ -150,7 +158,7 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
-@pytest.mark.parametrize("folder", ["comm", "offload", "zero", "optim", "engine", "compat"])
+@pytest.mark.parametrize("folder", ["launcher", "comm", "offload", "zero", "optim", "engine", "compat"])
 def test_the_design_names_every_room(folder: str) -> None:
     page = (ROOT / "docs/design.md").read_text()
     inside = page.split(f"\nInside `{folder}/`", 1)[1].split("\n\n", 1)[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from hadal import __version__
-from hadal.cli import bench, checkpoint, estimate, explain, plot_schedule, schema
+from hadal.cli import bench, checkpoint, estimate, explain, plot_schedule, run, schema
 
-SUBCOMMANDS = (bench, checkpoint, estimate, explain, plot_schedule, schema)
+SUBCOMMANDS = (run, bench, checkpoint, estimate, explain, plot_schedule, schema)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subparsers)
-    parsed = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    program: list[str] = []
+    if words[:1] == ["run"]:  # what follows a program's name is not for any parser of ours
+        own, program = run.divided(words[1:])
+        words = ["run", *own]
+    parsed = parser.parse_args(words, argparse.Namespace(program=program))
     code: int = parsed.run(parsed)
     return code

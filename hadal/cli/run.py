@@ -1,0 +1,204 @@
+"""`hadal run [FLAG ...] script.py [ARGUMENT ...]`: start a program on one machine or on many."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hadal.cli.arguments import positive
+from hadal.errors import HadalError, LaunchError
+
+_FAULTY = 2
+_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
+_LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")
+
+
+class Flag(NamedTuple):
+    """One flag of the command."""
+
+    names: tuple[str, ...]
+    help: str
+    keywords: dict[str, Any]
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether the next word belongs to it."""
+        return self.keywords.get("action") != "store_true"
+
+
+def _flag(names: str, told: str, **keywords: Any) -> Flag:
+    return Flag(tuple(names.split()), told, keywords)
+
+
+def _switch(names: str, told: str) -> Flag:
+    return _flag(names, told, action="store_true")
+
+
+_WHERE = (
+    _flag("-H --hostfile", "lines `NAME slots=N` (%(default)s)", default="/job/hostfile"),
+    _flag("-i --include", "take these alone: NAME[:SLOT,SLOT][@NAME...]", default=""),
+    _flag("-e --exclude", "take all but these", default=""),
+    _flag("--num_nodes", "take the first N hosts", type=positive, metavar="N"),
+    _flag(
+        "--num_gpus --num_accelerators",
+        "start N ranks on each host (default: one for each accelerator)",
+        dest="num_slots",
+        type=positive,
+        metavar="N",
+    ),
+)
+_MEETING = (
+    _flag("--master_addr", "address of rank 0's host", default=""),
+    _flag(
+        "--master_port", "port of rank 0's host (default 29500; on one host a free one)", type=int
+    ),
+    _flag("--launcher", f"how other hosts are started: {', '.join(_LAUNCHERS)}", default="ssh"),
+    _flag("--launcher_args", "more words for that program, in quotes", default=""),
+    _flag("--ssh_port", "port of sshd on the other hosts", type=int),
+    _switch("--no_ssh", "start this host's ranks alone; each host runs this command itself"),
+    _flag("--node_rank", "with --no_ssh: which host of the hostfile this is", type=int),
+    _switch("--no_ssh_check", "start ranks without waiting for every host to answer"),
+    _switch("--force_multi", "take ssh even for this machine"),
+    _flag("--venv_script", "sourced on other hosts before Python is started", default=""),
+)
+_PROGRAM = (
+    _switch("--module", "the program is a module: python -m"),
+    _switch("--no_python", "the program is not started by Python"),
+    _switch("--no_local_rank", "do not give --local_rank=N as first argument"),
+    _switch("--as-deepspeed", "`import deepspeed` finds Hadal, in every rank"),
+    _switch("--bind_cores_to_rank", "give each rank cores of its own"),
+    _flag("--bind_core_list", "which cores, such as 0-3,8", default=""),
+    _flag(
+        "--enable_each_rank_log",
+        "write each rank's output to DIR/rankN.log",
+        metavar="DIR",
+        default="",
+    ),
+    _switch("--save_pid", "write this process's number to a file in the temporary folder"),
+    _flag("--log_level", f"how much this command says: {', '.join(_LEVELS)}", default="info"),
+    _switch("-q --quiet", "say nothing but what has failed"),
+)
+_LATER = (
+    _flag("--autotuning", "tune or run (not built yet)", choices=("tune", "run"), default=""),
+    _switch("--elastic_training", "(not built yet)"),
+    _flag("--min_elastic_nodes", "(not built yet)", type=int),
+    _flag("--max_elastic_nodes", "(not built yet)", type=int),
+)
+_GROUPS = {
+    "where": _WHERE,
+    "how hosts are reached": _MEETING,
+    "the program": _PROGRAM,
+    "for later": _LATER,
+}
+
+
+def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "run",
+        help="start a program on one machine, or on many over ssh, Slurm or MPI",
+        usage="hadal run [FLAG ...] script.py [ARGUMENT ...]",
+        description="The flags of the `deepspeed` command. What follows the program's name is the"
+        " program's, untouched.",
+        allow_abbrev=False,
+    )
+    for title, flags in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            group.add_argument(*flag.names, help=flag.help, **flag.keywords)
+    parser.set_defaults(run=run)
+
+
+def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of `hadal run` up to the program's name, and the program's own."""
+    takes = {
+        name: flag.takes_value
+        for flags in _GROUPS.values()
+        for flag in flags
+        for name in flag.names
+    }
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            return list(words[:at]), list(words[at + 1 :])
+        at += 1 + takes.get(words[at], False)
+    return list(words[:at]), list(words[at:])
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the program; return the exit code of the rank that ended worst."""
+    from hadal.launcher.choices import planned
+
+    said = _Said(parsed)
+    try:
+        choices = _choices(parsed)
+        plan = planned(choices, os.environ, Path.cwd())
+    except (HadalError, OSError) as error:
+        print(f"hadal run: {error}", file=sys.stderr)
+        return _FAULTY
+    from hadal.launcher.front import Front, printer_for
+
+    for note in plan.notes:
+        said.note(note)
+    with _pid_file(parsed.save_pid):
+        front = Front(
+            plan.job,
+            plan.ways,
+            printer_for(plan.job),
+            said.report,
+            address=plan.address,
+            waits_for_all=not choices.no_ssh_check,
+        )
+        return front.run()
+
+
+class _Said:
+    """What this command says itself, on the standard error."""
+
+    def __init__(self, parsed: argparse.Namespace) -> None:
+        self._is_quiet = parsed.quiet or parsed.log_level in ("warning", "error", "critical")
+
+    def note(self, text: str) -> None:
+        if not self._is_quiet:
+            self.report(text)
+
+    def report(self, text: str) -> None:
+        print(f"hadal run: {text}", file=sys.stderr, flush=True)
+
+
+def _choices(parsed: argparse.Namespace) -> Any:
+    from hadal.launcher.choices import Choices
+
+    if not parsed.program:
+        raise LaunchError("no program: expected hadal run [FLAG ...] script.py [ARGUMENT ...]")
+    if parsed.log_level not in _LEVELS:
+        raise LaunchError(f"--log_level {parsed.log_level}: expected one of {', '.join(_LEVELS)}")
+    if parsed.launcher.lower() not in _LAUNCHERS:
+        raise LaunchError(f"--launcher {parsed.launcher}: expected one of {', '.join(_LAUNCHERS)}")
+    told = {key: value for key, value in vars(parsed).items() if key in Choices.__slots__}
+    told.update(
+        words=tuple(parsed.program),
+        launcher=parsed.launcher.lower(),
+        launcher_args=tuple(shlex.split(parsed.launcher_args)),
+    )
+    return Choices(**told)
+
+
+@contextmanager
+def _pid_file(is_wanted: bool) -> Iterator[None]:
+    """The file by which programs that start this one find it: its number is name and content."""
+    path = Path(tempfile.gettempdir(), f"{os.getpid()}.ds")
+    if is_wanted:
+        path.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if is_wanted:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Hosts and processes: what `hadal run` starts where, and how it ends."""

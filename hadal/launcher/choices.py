@@ -1,0 +1,298 @@
+"""From what the command line says to a job: which hosts, which slots, and how they are reached."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hadal.errors import LaunchError, NotBuiltYetError
+from hadal.launcher.cores import read_cores
+from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
+from hadal.launcher.job import GRACE_S, Job, Kind, Program
+from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on
+from hadal.launcher.ways import Way, by_ssh, free_port, here, is_here
+
+DEFAULT_PORT = 29500
+DEFAULT_HOSTFILE = "/job/hostfile"
+LOCALHOST = "localhost"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Where there is none of these, there is no accelerator, and torch need not be asked (2 seconds).
+_DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dri", "davinci0", "accel", "hl0", "dxg")
+_COUNT = "import torch; print(torch.accelerator.device_count())"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the command line says, flag by flag."""
+
+    words: tuple[str, ...]
+    hostfile: str = DEFAULT_HOSTFILE
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    num_slots: int | None = None
+    master_addr: str = ""
+    master_port: int | None = None
+    node_rank: int | None = None
+    launcher: str = "ssh"
+    launcher_args: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    no_local_rank: bool = False
+    no_ssh: bool = False
+    no_ssh_check: bool = False
+    ssh_port: int | None = None
+    enable_each_rank_log: str = ""
+    force_multi: bool = False
+    bind_cores_to_rank: bool = False
+    bind_core_list: str = ""
+    venv_script: str = ""
+    autotuning: str = ""
+    elastic_training: bool = False
+    min_elastic_nodes: int | None = None
+    max_elastic_nodes: int | None = None
+    as_deepspeed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job, and how its hosts are reached."""
+
+    job: Job
+    ways: dict[str, Way]
+    address: str
+    notes: tuple[str, ...]
+    """What the user did not say, and may want to know."""
+
+
+def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Plan:
+    """Decide what runs where.
+
+    Raises:
+        LaunchError: the choices contradict each other, or what is there.
+        NotBuiltYetError: a choice asks for what this version does not do.
+    """
+    _refuse(choices)
+    hostfile = _hostfile(choices, folder)
+    if hostfile is None:
+        pool, notes, shows = _here(choices, variables)
+        if choices.hostfile != DEFAULT_HOSTFILE:
+            notes = (f"--hostfile {choices.hostfile}: no such file; on this machine alone", *notes)
+    else:
+        pool, notes, shows = _narrowed(choices, hostfile), (), True
+    is_one = _is_one(choices, pool, is_told=hostfile is not None)
+    if choices.num_nodes is not None and hostfile is None and choices.num_nodes > 1:
+        raise LaunchError(
+            f"--num_nodes {choices.num_nodes}, but there is no hostfile at {choices.hostfile};"
+            " write one with a line `NAME slots=N` for each host, and give it by --hostfile"
+        )
+    told = of_env_files((Path.home(), folder), _env_names(variables))
+    job = Job(
+        program=_program(choices, folder, variables),
+        pool=pool,
+        variables=told if is_one else {**_passed_on(variables, folder), **told},
+        shows_slots=shows,
+        port=choices.master_port or (free_port() if is_one else DEFAULT_PORT),
+    )
+    address = choices.master_addr or ("127.0.0.1" if is_one else "")
+    return Plan(job, _ways(choices, pool, is_one), address, notes)
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+def _refuse(choices: Choices) -> None:
+    if choices.autotuning:
+        raise NotBuiltYetError(
+            f"--autotuning {choices.autotuning} is not built yet; leave it out, and set the batch"
+            " and ZeRO keys of the configuration by hand"
+        )
+    if choices.elastic_training or choices.min_elastic_nodes or choices.max_elastic_nodes:
+        raise NotBuiltYetError(
+            "--elastic_training, --min_elastic_nodes and --max_elastic_nodes are not built yet;"
+            " start the job anew on the hosts that are left: checkpoints load at any number of"
+            " ranks"
+        )
+    if choices.launcher != "ssh":
+        raise NotBuiltYetError(f"--launcher {choices.launcher} is not built yet; take ssh")
+    if choices.as_deepspeed and choices.no_python:
+        raise LaunchError("--as-deepspeed needs Python to run the program; leave out --no_python")
+    if choices.module and choices.no_python:
+        raise LaunchError("--module and --no_python contradict each other; give one")
+    if (choices.include or choices.exclude) and (choices.num_nodes or choices.num_slots):
+        raise LaunchError(
+            "--include and --exclude say which slots are taken: leave out --num_nodes,"
+            " --num_gpus and --num_accelerators"
+        )
+    if choices.no_ssh and choices.node_rank is None:
+        raise LaunchError(
+            "--no_ssh starts this host's ranks alone: say which host of the hostfile it is by"
+            " --node_rank (0 for the first)"
+        )
+    if choices.node_rank is not None and not choices.no_ssh:
+        raise LaunchError(
+            "--node_rank says which host this is, for --no_ssh; without it every host is started"
+            " from here"
+        )
+
+
+# ---- which slots -----------------------------------------------------------------------------
+
+
+def _hostfile(choices: Choices, folder: Path) -> Pool | None:
+    path = folder / choices.hostfile
+    if not path.is_file():
+        return None
+    return read_hostfile(path.read_text("utf-8"), str(path))
+
+
+def _narrowed(choices: Choices, pool: Pool) -> Pool:
+    return narrowed(
+        filtered(pool, choices.include, choices.exclude), choices.num_nodes, choices.num_slots
+    )
+
+
+def _here(choices: Choices, variables: Mapping[str, str]) -> tuple[Pool, tuple[str, ...], bool]:
+    """This machine's slots; what to tell of them; whether ranks must be shown them."""
+    shown = variables.get(_VISIBLE, "").strip()
+    filters = choices.include or choices.exclude
+    if filters:
+        notes = (f"{_VISIBLE}={shown} gives way to --include and --exclude",) if shown else ()
+        named = [LOCALHOST, *_hosts_in(filters)]
+        strange = [host for host in named if host != LOCALHOST and not is_here(host)]
+        if strange:
+            raise LaunchError(
+                f"--include or --exclude names {strange[0]!r}, but there is no hostfile at"
+                f" {choices.hostfile}: only {LOCALHOST} is known"
+            )
+        pool = {LOCALHOST: tuple(range(_highest(choices)))}
+        return _localised(pool, choices), notes, True
+    if shown:
+        entries = [entry.strip() for entry in shown.split(",")]
+        count = choices.num_slots or len(entries)
+        if all(entry.isdecimal() for entry in entries) and count <= len(entries):
+            return {LOCALHOST: tuple(int(entry) for entry in entries[:count])}, (), True
+        return {LOCALHOST: tuple(range(count))}, (), False
+    if choices.num_slots is not None:
+        return {LOCALHOST: tuple(range(choices.num_slots))}, (), False
+    count = devices_here()
+    if count:
+        return {LOCALHOST: tuple(range(count))}, (), False
+    note = "no accelerator here: 1 process; --num_accelerators N starts N"
+    return {LOCALHOST: (0,)}, (note,), False
+
+
+def _hosts_in(text: str) -> list[str]:
+    return [part.partition(":")[0].strip() for part in text.split("@")]
+
+
+def _highest(choices: Choices) -> int:
+    """How many slots this machine counts as: its accelerators, or on CPUs as many as are named."""
+    count = devices_here()
+    if count:
+        return count
+    slots = [
+        int(slot)
+        for part in (choices.include or choices.exclude).split("@")
+        for slot in part.partition(":")[2].split(",")
+        if slot.strip().isdecimal()
+    ]
+    return max(slots, default=0) + 1
+
+
+def _localised(pool: Pool, choices: Choices) -> Pool:
+    """Filter this machine's slots by names that it has, all of which mean `localhost`."""
+
+    def renamed(text: str) -> str:
+        parts = (part.partition(":") for part in text.split("@"))
+        return "@".join(f"{LOCALHOST}{colon}{slots}" for _, colon, slots in parts)
+
+    return filtered(
+        pool,
+        renamed(choices.include) if choices.include else "",
+        renamed(choices.exclude) if choices.exclude else "",
+    )
+
+
+def devices_here() -> int:
+    """How many accelerators torch sees on this machine."""
+    if not any(Path("/dev", name).exists() for name in _DEVICE_FILES):
+        return 0
+    asked = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, cwd="/")
+    return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
+
+
+# ---- how they are reached, and what they run -------------------------------------------------
+
+
+def _is_one(choices: Choices, pool: Pool, *, is_told: bool) -> bool:
+    if len(pool) > 1 or choices.force_multi:
+        return False
+    return not is_told or is_here(next(iter(pool)))
+
+
+def _ways(choices: Choices, pool: Pool, is_one: bool) -> dict[str, Way]:
+    if is_one:
+        return dict.fromkeys(pool, here())
+    if choices.no_ssh:
+        if not choices.master_addr:
+            raise LaunchError("--no_ssh: say where rank 0's host is, by --master_addr")
+        rank = choices.node_rank
+        if rank is None or not 0 <= rank < len(pool):
+            raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(pool) - 1}")
+        return {list(pool)[rank]: here()}
+    return {
+        host: here()
+        if is_here(host) and not choices.force_multi
+        else by_ssh(
+            host,
+            port=choices.ssh_port,
+            arguments=choices.launcher_args,
+            venv_script=choices.venv_script,
+        )
+        for host in pool
+    }
+
+
+def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Program:
+    kind = Kind.BARE if choices.no_python else Kind.MODULE if choices.module else Kind.SCRIPT
+    cores = choices.bind_core_list
+    logs = choices.enable_each_rank_log
+    return Program(
+        words=choices.words,
+        folder=str(folder),
+        kind=kind,
+        as_deepspeed=choices.as_deepspeed,
+        tells_local_rank=not choices.no_local_rank,
+        binds=choices.bind_cores_to_rank or bool(cores),
+        cores=read_cores(cores) if cores else None,
+        logs=str(folder / logs) if logs else "",
+        grace_s=_grace_s(variables),
+    )
+
+
+def _grace_s(variables: Mapping[str, str]) -> float:
+    told = variables.get("HADAL_GRACE_S", "") or str(GRACE_S)
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise LaunchError(
+            f"the variable HADAL_GRACE_S must be a number of seconds, or 0, found {told!r}"
+        )
+    return seconds
+
+
+def _env_names(variables: Mapping[str, str]) -> Sequence[str]:
+    return (variables.get("DS_ENV_FILE") or DEEPSPEED_ENV, HADAL_ENV)
+
+
+def _passed_on(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """What other hosts get of this one's environment; the job's folder comes first for imports."""
+    told = passed_on(variables)
+    paths = filter(None, (str(folder), told.get("PYTHONPATH", "")))
+    return {**told, "PYTHONPATH": ":".join(paths)}

@@ -1,0 +1,303 @@
+"""The command's own process: starts each host's, shows what ranks print, and ends it all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+
+from hadal.launcher.ending import Failure, report, worst
+from hadal.launcher.frames import Began, Ended, Frame, Hello, Left, Said, decoded
+from hadal.launcher.job import Job, packed, share_of, where_hadal_is
+from hadal.launcher.printing import Printer
+from hadal.launcher.processes import exit_code
+from hadal.launcher.ways import Way, address_towards
+
+HELLO_S = 30.0
+"""How long a host may take to say hello."""
+_BEAT_S = 5.0
+_LOOK_S = 0.2
+_PIECE_NBYTES = 1 << 16
+_LOST = 255
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class State(Enum):
+    """How far a host is."""
+
+    REACHED_FOR = auto()
+    READY = auto()
+    RUNNING = auto()
+    GONE = auto()
+
+
+class Channel:
+    """One host's process, as seen from here."""
+
+    def __init__(self, host: str, way: Way, variables: Mapping[str, str]) -> None:
+        self.host = host
+        self.is_ssh = way.is_ssh
+        self.state = State.REACHED_FOR
+        self.hello: Hello | None = None
+        self.left: Left | None = None
+        self.complaints = b""
+        self._rest = b""
+        self.process = subprocess.Popen(
+            way.words,
+            env=dict(variables),
+            cwd=None if way.is_ssh else "/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def tell(self, word: str) -> None:
+        """Send a word (or a sign of life)."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(word.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def lines(self, piece: bytes) -> list[bytes]:
+        """The lines that are whole now."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return lines
+
+
+class Front:
+    """A job under way."""
+
+    def __init__(
+        self,
+        job: Job,
+        ways: Mapping[str, Way],
+        printer: Printer,
+        say: Callable[[str], None],
+        *,
+        address: str = "",
+        waits_for_all: bool = True,
+    ) -> None:
+        self._job = job
+        self._printer = printer
+        self._say = say
+        self._address = address
+        self._waits_for_all = waits_for_all
+        self._failures: list[Failure] = []
+        self._lost: list[str] = []
+        self._stopped_at: float | None = None
+        self._interrupted_by: signal.Signals | None = None
+        self._selector = selectors.DefaultSelector()
+        paths = filter(None, (os.environ.get("PYTHONPATH"), where_hadal_is()))
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self._channels = {host: Channel(host, way, variables) for host, way in ways.items()}
+        self._began_at = self._beat_at = time.monotonic()
+
+    def run(self) -> int:
+        """Stay until every process on every host has ended; return the exit code."""
+        for each in _STOPPING:
+            signal.signal(each, lambda number, _: self._interrupted(signal.Signals(number)))
+        for channel in self._channels.values():
+            for is_error, pipe in ((False, channel.process.stdout), (True, channel.process.stderr)):
+                assert pipe is not None
+                self._selector.register(pipe, selectors.EVENT_READ, (channel, is_error))
+        while self._selector.get_map():
+            for key, _ in self._selector.select(_LOOK_S):
+                self._read(key.fd, *key.data)
+            self._look()
+        return self._end()
+
+    # ---- what comes in -----------------------------------------------------------------------
+
+    def _read(self, source: int, channel: Channel, is_error: bool) -> None:
+        piece = os.read(source, _PIECE_NBYTES)
+        if not piece:
+            self._selector.unregister(source)
+            if not is_error:
+                self._gone(channel)
+        elif is_error:
+            channel.complaints = (channel.complaints + piece)[-4000:]
+        else:
+            for line in channel.lines(piece):
+                frame = decoded(line)
+                if frame is not None:
+                    self._take(channel, frame)
+                elif line.strip():
+                    self._say(f"{channel.host}: {line.decode(errors='replace')}")
+
+    def _take(self, channel: Channel, frame: Frame) -> None:
+        match frame:
+            case Hello():
+                channel.hello, channel.state = frame, State.READY
+                self._send_shares()
+            case Said():
+                self._printer.said(frame.rank, frame.is_error, frame.text)
+            case Ended():
+                self._rank_ended(channel, frame)
+            case Left():
+                channel.left = frame
+                if frame.code != 0:
+                    self._stop(signal.SIGTERM)
+            case Began():
+                pass
+
+    def _rank_ended(self, channel: Channel, frame: Ended) -> None:
+        began_at, text = self._printer.ended(frame.rank, shows=frame.code == 0)
+        if frame.code == 0:
+            return
+        before_stop = self._stopped_at is None or (began_at or 0) < self._stopped_at
+        if frame.was_stopped and (began_at is None or not before_stop):
+            return
+        if self._interrupted_by is not None:
+            return
+        code = 1 if frame.was_stopped else frame.code
+        at = began_at or time.monotonic()
+        self._failures.append(Failure(frame.rank, channel.host, code, at, text))
+        self._stop(signal.SIGTERM)
+
+    def _gone(self, channel: Channel) -> None:
+        """A host's process is gone: is it lost?"""
+        was, channel.state = channel.state, State.GONE
+        if channel.left is None and self._stopped_at is None:
+            code = channel.process.wait()
+            self._drain(channel)
+            said = channel.complaints.decode(errors="replace").strip()
+            how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
+            self._lost.append(f"host {channel.host} {how} ({_end_of(channel, code)}): {said}")
+            self._stop(signal.SIGTERM)
+
+    def _drain(self, channel: Channel) -> None:
+        assert channel.process.stderr is not None
+        os.set_blocking(channel.process.stderr.fileno(), False)
+        channel.complaints += channel.process.stderr.read() or b""
+
+    # ---- what goes out -----------------------------------------------------------------------
+
+    def _send_shares(self) -> None:
+        """Tell each host its share once it is known where rank 0 is, and who is there."""
+        states = [channel.state for channel in self._channels.values()]
+        if self._stopped_at is not None or (self._waits_for_all and State.REACHED_FOR in states):
+            return
+        first = self._channels.get(next(iter(self._job.pool)))
+        if not self._address and (first is None or first.hello is None):
+            return
+        self._address = self._address or self._address_of(first)
+        for channel in self._channels.values():
+            if channel.state is State.READY:
+                channel.tell(packed(share_of(self._job, channel.host, self._address)))
+                channel.state = State.RUNNING
+
+    def _address_of(self, first: Channel | None) -> str:
+        """The address of rank 0's host that the others can reach."""
+        assert first is not None and first.hello is not None
+        if len(self._job.pool) == 1:
+            return "127.0.0.1"
+        if first.is_ssh and not _is_loopback(first.hello.reached_at):
+            return first.hello.reached_at
+        for other in self._channels.values():  # then rank 0 is here
+            if other.is_ssh and other.hello and not _is_loopback(other.hello.reached_at):
+                return address_towards(other.hello.reached_at) or first.hello.addresses[0]
+        return (*first.hello.addresses, "127.0.0.1")[0]
+
+    def _look(self) -> None:
+        """What is due by time."""
+        now = time.monotonic()
+        self._printer.look()
+        if now - self._beat_at > _BEAT_S:
+            self._beat_at = now
+            for channel in self._channels.values():
+                if channel.state is State.RUNNING:
+                    channel.tell("")
+        if self._stopped_at is None and now - self._began_at > HELLO_S:
+            silent = [c.host for c in self._channels.values() if c.state is State.REACHED_FOR]
+            if silent:
+                self._lost += [f"host {host} has not answered in {HELLO_S:g} s" for host in silent]
+                self._stop(signal.SIGTERM)
+        if self._stopped_at is not None and now - self._stopped_at > self._job.program.grace_s + 4:
+            self._kill()
+
+    def _stop(self, sent: signal.Signals) -> None:
+        """Ask every process on every host to end, once."""
+        if self._stopped_at is not None:
+            return
+        self._stopped_at = time.monotonic()
+        for channel in self._channels.values():
+            if channel.state is State.RUNNING:
+                channel.tell(sent.name)
+            elif channel.state is not State.GONE:
+                channel.process.terminate()
+
+    def _interrupted(self, sent: signal.Signals) -> None:
+        if self._interrupted_by is not None:
+            self._kill()
+        elif self._stopped_at is None:
+            self._say(f"{sent.name}: ending all {self._job.world_size} ranks")
+        self._interrupted_by = sent
+        self._stop(sent)
+
+    def _kill(self) -> None:
+        """End what did not end when it was asked to."""
+        for channel in self._channels.values():
+            if channel.state is State.RUNNING:
+                channel.tell(signal.SIGKILL.name)
+            late = time.monotonic() - (self._stopped_at or 0) > self._job.program.grace_s + 6
+            if late and channel.process.poll() is None:
+                channel.process.kill()
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def _end(self) -> int:
+        for channel in self._channels.values():
+            channel.process.wait()
+        self._printer.flush()
+        if self._interrupted_by is not None:
+            took = time.monotonic() - (self._stopped_at or 0)
+            self._say(f"all {self._job.world_size} ranks have ended ({took:.1f} s)")
+            return exit_code(-self._interrupted_by)
+        for told in self._lost:
+            self._say(told)
+        if self._failures:
+            names_hosts = len(self._job.pool) > 1
+            logs = self._job.program.logs
+            for line in report(self._failures, names_hosts=names_hosts, logs=logs):
+                self._say(line)
+        if self._lost:
+            return _LOST
+        return worst(self._failures) or self._agents_code()
+
+    def _agents_code(self) -> int:
+        """The exit code where no rank has failed: torch's agent may have."""
+        for channel in self._channels.values():
+            left = channel.left
+            if left is not None and left.code != 0:
+                self._say(f"torch's agent on {channel.host} failed: exit code {left.code}")
+                for line in left.notes.splitlines():
+                    self._say(f"  {line}")
+                return left.code
+        return 0
+
+
+def _is_loopback(address: str) -> bool:
+    return not address or address.startswith("127.") or address == "::1"
+
+
+def _end_of(channel: Channel, code: int) -> str:
+    return f"{'ssh' if channel.is_ssh else 'its process'} ended with {code}"
+
+
+def printer_for(job: Job) -> Printer:
+    """Print to this process's output, with as much before each line as tells ranks apart."""
+
+    def prefix(rank: int) -> str:
+        if job.world_size == 1:
+            return ""
+        host = f"{job.host_of(rank)} " if len(job.pool) > 1 else ""
+        return f"[{host}rank {rank}] "
+
+    return Printer(sys.stdout.buffer, sys.stderr.buffer, prefix)

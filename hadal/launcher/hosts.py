@@ -1,0 +1,113 @@
+"""Which slots of which hosts a job takes: hostfiles, `--include` and `--exclude` (arithmetic)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from hadal.errors import LaunchError
+
+Pool = dict[str, tuple[int, ...]]
+"""The slots of each host, in the order of the hostfile. A slot is an accelerator's number."""
+
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s|$)")
+_NODE = re.compile(r"([^\s:,@]+)(?::(\d+(?:,\d+)*))?")
+
+
+def read_hostfile(text: str, name: str = "hostfile") -> Pool:
+    """Read `NAME slots=N` lines; comments, blank lines and what follows on a line are skipped.
+
+    Raises:
+        LaunchError: a line reads otherwise, a host comes twice, or there is none.
+    """
+    pool: Pool = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        told = line.partition("#")[0].strip()
+        if not told:
+            continue
+        found = _LINE.match(told)
+        if found is None:
+            raise LaunchError(f"{name}, line {number}: expected `NAME slots=N`, found {told!r}")
+        host, count = found[1], int(found[2])
+        if host in pool:
+            raise LaunchError(
+                f"{name}, line {number}: the host {host!r} comes twice; write it once, with all"
+                " its slots"
+            )
+        pool[host] = tuple(range(count))
+    if not pool:
+        raise LaunchError(f"{name} names no host; expected lines such as `worker-1 slots=8`")
+    return pool
+
+
+def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str = "") -> Pool:
+    """Keep what `include` names, or drop what `exclude` names: `NAME[:SLOT,SLOT][@NAME...]`.
+
+    Raises:
+        LaunchError: both are given, one cannot be read or names what is not there, or no slot
+            is left.
+    """
+    if include and exclude:
+        raise LaunchError(
+            f"--include {include!r} and --exclude {exclude!r} contradict each other; give one"
+        )
+    slots = {host: tuple(own) for host, own in pool.items()}
+    if include:
+        named = _named(include, "--include", slots)
+        slots = {host: named.get(host, ()) for host in slots}
+    elif exclude:
+        named = _named(exclude, "--exclude", slots)
+        slots = {
+            host: tuple(slot for slot in own if slot not in named.get(host, ()))
+            for host, own in slots.items()
+        }
+    left = {host: own for host, own in slots.items() if own}
+    if not left:
+        raise LaunchError(
+            f"no slot is left of {_told(pool)}"
+            + (f" with --include {include!r}" if include else "")
+            + (f" without --exclude {exclude!r}" if exclude else "")
+        )
+    return left
+
+
+def _named(text: str, flag: str, pool: Mapping[str, tuple[int, ...]]) -> Pool:
+    """What a filter names: each host's slots, sorted, each once."""
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        found = _NODE.fullmatch(part.strip())
+        if found is None:
+            raise LaunchError(
+                f"{flag} {text!r}: cannot read {part.strip()!r}; expected NAME or NAME:SLOT,SLOT,"
+                " with @ between hosts, such as worker-1@worker-2:0,2"
+            )
+        host, slots = found[1], found[2]
+        if host not in pool:
+            raise LaunchError(f"{flag} {text!r}: no host {host!r}; there are {', '.join(pool)}")
+        wanted = pool[host] if slots is None else tuple(int(slot) for slot in slots.split(","))
+        strange = [slot for slot in wanted if slot not in pool[host]]
+        if strange:
+            raise LaunchError(
+                f"{flag} {text!r}: {host} has no slot {strange[0]}; it has"
+                f" {_told({host: pool[host]})}"
+            )
+        named.setdefault(host, set()).update(wanted)
+    return {host: tuple(sorted(slots)) for host, slots in named.items()}
+
+
+def narrowed(pool: Pool, nodes: int | None = None, slots: int | None = None) -> Pool:
+    """Keep the first `nodes` hosts, and give each the slots 0 to `slots` - 1.
+
+    Raises:
+        LaunchError: there are fewer hosts.
+    """
+    if nodes is not None and nodes > len(pool):
+        raise LaunchError(
+            f"--num_nodes {nodes}, but there are {len(pool)} hosts: {', '.join(pool)}"
+        )
+    kept = list(pool)[:nodes]
+    return {host: pool[host] if slots is None else tuple(range(slots)) for host in kept}
+
+
+def _told(pool: Mapping[str, Iterable[int]]) -> str:
+    return ", ".join(f"{host}:{','.join(map(str, slots))}" for host, slots in pool.items())

@@ -1,0 +1,195 @@
+"""The process on each host (`python -m hadal.launcher.node`): runs its share of a job.
+
+It says hello, is told its share on its standard input (or by `--share`), and hands it to torch's
+elastic agent. When that input ends, or nothing comes over ssh for a minute, nobody is there any
+more who wants the job: everything here ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hadal.launcher.frames import Hello, Left, encoded
+from hadal.launcher.job import GRACE_S, Share, packed, share_in
+from hadal.launcher.processes import exit_code, follow_parent, following
+
+_LOOK_S = 0.2
+_SILENCE_S = 60.0
+_NOTE_LINES = 30
+_PIECE_NBYTES = 1 << 16
+# What accelerators are seen is told to CUDA and ROCm, Intel's and Huawei's drivers.
+_SHOWN_BY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Node:
+    """One host's processes."""
+
+    def __init__(self, *, listens: bool, may_fall_silent: bool) -> None:
+        self._listens = listens
+        self._may_fall_silent = may_fall_silent
+        self._heard_at = time.monotonic()
+        self._input = b""
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._grace_s = GRACE_S
+        self._kills_at: float | None = None
+        self._notes: deque[str] = deque(maxlen=_NOTE_LINES)
+
+    def run(self, share: Share | None) -> int:
+        """Run the share, or the one that is told; return the exit code of torch's agent."""
+        for each in _STOPPING:
+            signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
+        _tell(encoded(_hello(os.environ)))
+        with selectors.DefaultSelector() as selector:
+            if self._listens:
+                selector.register(0, selectors.EVENT_READ)
+            while share is None and self._kills_at is None:
+                words = self._heard(selector) if selector.select(_LOOK_S) else []
+                share = share_in(words[0]) if words else None
+            if share is None or self._kills_at is not None:
+                return exit_code(-signal.SIGTERM)
+            self._grace_s = share.program.grace_s
+            self._agent = _started(share)
+            assert self._agent.stderr is not None
+            selector.register(self._agent.stderr, selectors.EVENT_READ)
+            self._watch(self._agent, selector)
+        code = exit_code(self._agent.wait())
+        _tell(encoded(Left(code, "\n".join(self._notes)[-2000:])))
+        return code
+
+    def stop(self, sent: signal.Signals) -> None:
+        """Ask all ranks to end; asked again, end them."""
+        again = self._kills_at is not None
+        self._kills_at = self._kills_at or time.monotonic() + self._grace_s + 2
+        if self._agent is not None and self._agent.poll() is None:
+            # Killed, torch's agent takes its ranks along: they follow their parents.
+            self._agent.send_signal(signal.SIGKILL if again else sent)
+
+    def _watch(self, agent: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> None:
+        while agent.poll() is None or selector.get_map().keys() - {0}:
+            ready = selector.select(_LOOK_S)
+            for key, _ in ready:
+                if key.fd == 0:
+                    for word in self._heard(selector):
+                        self.stop(signal.Signals[word])
+                else:
+                    self._note(key.fd, selector)
+            if not ready and agent.poll() is not None:
+                break
+            if self._kills_at is not None and time.monotonic() > self._kills_at:
+                self.stop(signal.SIGKILL)
+            elif self._is_silent():
+                self.stop(signal.SIGTERM)
+
+    def _heard(self, selector: selectors.BaseSelector) -> list[str]:
+        """The words that have come; an end of the input is a wish to end."""
+        if not self._listens or 0 not in selector.get_map():
+            return []
+        with contextlib.suppress(BlockingIOError):
+            piece = os.read(0, _PIECE_NBYTES)
+            if not piece:
+                selector.unregister(0)
+                self.stop(signal.SIGTERM)
+            self._heard_at = time.monotonic()
+            self._input += piece
+        *lines, self._input = self._input.split(b"\n")
+        return [line.decode() for line in lines if line]
+
+    def _is_silent(self) -> bool:
+        silence = time.monotonic() - self._heard_at
+        return not self._may_fall_silent and self._kills_at is None and silence > _SILENCE_S
+
+    def _note(self, source: int, selector: selectors.BaseSelector) -> None:
+        piece = os.read(source, _PIECE_NBYTES)
+        if not piece:
+            selector.unregister(source)
+        self._notes.extend(piece.decode(errors="replace").splitlines())
+
+
+def _started(share: Share) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        agent_command(share),
+        env={**os.environ, **variables_of(share, os.environ, len(os.sched_getaffinity(0)))},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=following(signal.SIGTERM),
+    )
+
+
+def agent_command(share: Share, python: str = sys.executable) -> list[str]:
+    """The words that start torch's elastic agent for this host's ranks."""
+    place = {
+        "nnodes": share.nodes,
+        "node-rank": share.node_rank,
+        "nproc-per-node": len(share.slots),
+        "master-addr": share.address,
+        "master-port": share.port,
+    }
+    words = [f"--{key}={value}" for key, value in place.items()]
+    rank = [python, "-u", "-m", "hadal.launcher.rank", packed(share.program)]
+    return [python, "-m", "torch.distributed.run", *words, "--no-python", *rank]
+
+
+def variables_of(share: Share, there: Mapping[str, str], cores: int) -> dict[str, str]:
+    """What the ranks of a host find in their environment, besides what `there` is."""
+    told = {
+        # So that several ranks do not each start as many threads as there are cores.
+        "OMP_NUM_THREADS": there.get(
+            "OMP_NUM_THREADS", str(max(1, cores // max(1, len(share.slots))))
+        ),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(share.program.grace_s + 1)),
+        "CROSS_RANK": str(share.node_rank),
+        "CROSS_SIZE": str(share.nodes),
+    }
+    if share.shows_slots:
+        told.update(dict.fromkeys(_SHOWN_BY, ",".join(map(str, share.slots))))
+    return {**told, **share.variables}
+
+
+def _hello(variables: Mapping[str, str]) -> Hello:
+    _, _, reached, _ = (variables.get("SSH_CONNECTION", "").split() + [""] * 4)[:4]
+    return Hello(socket.gethostname(), _addresses(), reached)
+
+
+def _addresses() -> tuple[str, ...]:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5)
+        return tuple(told.stdout.split())
+    return ()
+
+
+def _tell(frame: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(1, frame)
+
+
+def main(words: list[str]) -> int:
+    """Run one host's share."""
+    follow_parent(signal.SIGTERM)
+    parser = argparse.ArgumentParser(prog="python -m hadal.launcher.node")
+    parser.add_argument("--share", help="the share, where it is not told on the standard input")
+    parser.add_argument("--node-rank", type=int, help="the host's number, in place of the share's")
+    parser.add_argument("--may-fall-silent", action="store_true", help="the input needs no signs")
+    parsed = parser.parse_args(words)
+    share = share_in(parsed.share) if parsed.share else None
+    if share is not None and parsed.node_rank is not None:
+        share = replace(share, node_rank=parsed.node_rank)
+    listens = share is None
+    return Node(listens=listens, may_fall_silent=parsed.may_fall_silent or not listens).run(share)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

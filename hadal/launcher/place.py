@@ -1,0 +1,72 @@
+"""Which rank this process is to be: the variables of torch's agent, Slurm and MPI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hadal.errors import LaunchError
+
+# (rank, world size, local rank, local size): the first whose rank and world size are set wins.
+_TOLD_BY = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ""),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank among all, and among those of its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+    def variables(self) -> dict[str, str]:
+        """The names under which programs look for them."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "LOCAL_SIZE": str(self.local_size),
+        }
+
+
+def find_place(variables: Mapping[str, str]) -> Place:
+    """Read the place of this process.
+
+    Raises:
+        LaunchError: no launcher has told it.
+    """
+    for rank, world, local, size in _TOLD_BY:
+        if rank in variables and world in variables:
+            own = int(variables.get(local, variables[rank]))
+            told = variables.get(size) or _slurm_size(variables) or variables[world]
+            return Place(int(variables[rank]), int(variables[world]), own, int(told))
+    raise LaunchError(
+        "this process was told no rank: expected the variables of torchrun, Slurm or MPI"
+        f" ({', '.join(row[0] for row in _TOLD_BY)})"
+    )
+
+
+def _slurm_size(variables: Mapping[str, str]) -> str:
+    """Slurm tells the ranks of each node as `4(x2),2`, and this node's number."""
+    told = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    sizes = [
+        size
+        for size, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", told)
+        for _ in range(int(times or 1))
+    ]
+    node = int(variables.get("SLURM_NODEID", 0))
+    return sizes[node] if node < len(sizes) else ""

@@ -1,0 +1,117 @@
+"""What ranks print, as people see it: with the rank before each line, tracebacks held back.
+
+When a job fails, most ranks print a traceback, nearly at once and one through the other. So a
+traceback is held back until its rank has ended, and the report shows the first whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from hadal.launcher.ending import BY_TORCH, TRACEBACK, last_lines
+from hadal.launcher.frames import Lines
+
+HOLD_S = 2.0
+"""A rank that goes on so long after a traceback lives: it is shown."""
+_TAIL_LINES = 20
+
+
+@dataclass
+class _Talk:
+    """What one rank has printed lately."""
+
+    prefix: bytes
+    out: Lines = field(default_factory=Lines)
+    error: Lines = field(default_factory=Lines)
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    traceback: list[bytes] = field(default_factory=list)
+    began_at: float | None = None
+    """When its last traceback began to come."""
+    is_held: bool = False
+
+
+class Printer:
+    """Prints what ranks say."""
+
+    def __init__(
+        self,
+        out: BinaryIO,
+        error: BinaryIO,
+        prefix_of: Callable[[int], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out = out
+        self._error = error
+        self._prefix_of = prefix_of
+        self._clock = clock
+        self._talks: dict[int, _Talk] = {}
+
+    def said(self, rank: int, is_error: bool, piece: bytes) -> None:
+        """A rank has printed a piece."""
+        talk = self._talk(rank)
+        lines = talk.error if is_error else talk.out
+        for line in lines.feed(piece):
+            self._line(talk, is_error, line)
+        # A rank alone is shown as it types; of several, whole lines only.
+        if not talk.prefix and lines.rest and not (is_error and self._may_begin(talk, lines.rest)):
+            self._line(talk, is_error, lines.rest)
+            lines.rest = b""
+
+    def look(self) -> None:
+        """Show the tracebacks of ranks that live on."""
+        for talk in self._talks.values():
+            held_for = self._clock() - (talk.began_at or 0)
+            if talk.is_held and held_for > HOLD_S:
+                self._release(talk)
+        self.flush()
+
+    def ended(self, rank: int, *, shows: bool) -> tuple[float | None, str]:
+        """A rank has ended: when its last traceback began, and its text or the last lines.
+
+        With `shows` a traceback that was held back is printed.
+        """
+        talk = self._talk(rank)
+        for is_error, lines in ((False, talk.out), (True, talk.error)):
+            if lines.rest:
+                self._line(talk, is_error, lines.rest + b"\n" * bool(talk.prefix))
+                lines.rest = b""
+        if shows and talk.is_held:
+            self._release(talk)
+        talk.is_held = False
+        if talk.began_at is not None:
+            return talk.began_at, b"".join(talk.traceback).decode(errors="replace").rstrip()
+        return None, last_lines(b"".join(talk.tail).decode(errors="replace"))
+
+    def flush(self) -> None:
+        """Let all that was printed be seen."""
+        self._out.flush()
+        self._error.flush()
+
+    def _talk(self, rank: int) -> _Talk:
+        if rank not in self._talks:
+            self._talks[rank] = _Talk(self._prefix_of(rank).encode())
+        return self._talks[rank]
+
+    def _line(self, talk: _Talk, is_error: bool, line: bytes) -> None:
+        if is_error:
+            plain = BY_TORCH.sub(b"", line)
+            if plain.startswith(TRACEBACK) and not talk.is_held:
+                talk.traceback, talk.began_at, talk.is_held = [], self._clock(), True
+            talk.tail.append(plain)
+            if talk.is_held:
+                talk.traceback.append(plain)
+                return
+        (self._error if is_error else self._out).write(talk.prefix + line)
+
+    def _may_begin(self, talk: _Talk, rest: bytes) -> bool:
+        rest = BY_TORCH.sub(b"", rest)
+        return talk.is_held or TRACEBACK.startswith(rest[: len(TRACEBACK)])
+
+    def _release(self, talk: _Talk) -> None:
+        talk.is_held = False
+        for line in talk.traceback:
+            self._error.write(talk.prefix + line)

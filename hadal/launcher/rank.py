@@ -1,0 +1,153 @@
+"""The process beside each rank (`python -m hadal.launcher.rank PROGRAM`): starts it, tells of it.
+
+It stands between torch's agent (or Slurm, or MPI) and the program: gives it its cores and its
+`--local_rank`, sends on what it prints, and ends it with all that it has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from hadal.launcher.cores import cores_of
+from hadal.launcher.frames import Began, Ended, encoded, said
+from hadal.launcher.job import Program, program_in
+from hadal.launcher.place import Place, find_place
+from hadal.launcher.processes import (
+    exit_code,
+    follow_parent,
+    following,
+    signal_group,
+)
+
+_PIECE_NBYTES = 1 << 16
+_LOOK_S = 0.2
+_CANNOT_START = 127
+# Signals that programs may wait for, and that are theirs alone.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Rank:
+    """A rank's program, from its start to its end."""
+
+    def __init__(self, program: Program, place: Place) -> None:
+        self.place = place
+        self._program = program
+        self._log = _log_of(program.logs, place.rank)
+        self._kills_at: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def was_stopped(self) -> bool:
+        """It was asked to end."""
+        return self._kills_at is not None
+
+    def run(self) -> int:
+        """Start the program and stay until it has ended; return its exit code."""
+        for each in _STOPPING:
+            signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
+        for each in _PASSED_ON:
+            signal.signal(each, lambda number, _: self._send(signal.Signals(number)))
+        try:
+            self._process = self._started()
+        except OSError as error:
+            self._print(True, f"{error.strerror}: {error.filename}\n".encode())
+            self._tell(encoded(Ended(self.place.rank, _CANNOT_START, self.was_stopped)))
+            return _CANNOT_START
+        if self.was_stopped:
+            self._send(signal.SIGTERM)  # it was asked before there was anybody to ask
+        self._tell(encoded(Began(self.place.rank, os.uname().nodename, self._process.pid)))
+        self._listen(self._process)
+        code = self._process.wait()
+        if self.was_stopped or code != 0:
+            self._send(signal.SIGKILL)  # what the program has started and left behind
+        self._tell(encoded(Ended(self.place.rank, code, self.was_stopped)))
+        return exit_code(code)
+
+    def stop(self, sent: signal.Signals) -> None:
+        """Ask the program to end, once; asked again, end it."""
+        now = time.monotonic()
+        self._send(signal.SIGKILL if self.was_stopped else sent)
+        self._kills_at = self._kills_at or now + self._program.grace_s
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        program, place = self._program, self.place
+        variables = {**os.environ, **place.variables()}
+        if program.binds:
+            there = program.cores or os.sched_getaffinity(0)
+            own = cores_of(place.local_rank, place.local_size, there)
+            os.sched_setaffinity(0, own)
+            variables["OMP_NUM_THREADS"] = str(len(own))
+        return subprocess.Popen(
+            program.command(place.local_rank),
+            cwd=program.folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=following(signal.SIGKILL),
+        )
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Send on what the program prints, until it has ended."""
+        assert process.stdout is not None and process.stderr is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ, False)
+            selector.register(process.stderr, selectors.EVENT_READ, True)
+            while selector.get_map():
+                ready = selector.select(_LOOK_S)
+                for key, _ in ready:
+                    piece = os.read(key.fd, _PIECE_NBYTES)
+                    if piece:
+                        self._print(key.data, piece)
+                    else:
+                        selector.unregister(key.fileobj)
+                if not ready and process.poll() is not None:
+                    return  # what it has left behind holds the pipes open
+                if self._kills_at is not None and time.monotonic() > self._kills_at:
+                    self._send(signal.SIGKILL)
+
+    def _print(self, is_error: bool, piece: bytes) -> None:
+        if self._log is not None:
+            self._log.write(piece)
+        for frame in said(self.place.rank, is_error, piece):
+            self._tell(frame)
+
+    def _tell(self, frame: bytes) -> None:
+        try:
+            os.write(1, frame)
+        except OSError:  # whoever started all this is gone
+            self.stop(signal.SIGTERM)
+
+    def _send(self, sent: signal.Signals) -> None:
+        if self._process is not None:
+            signal_group(self._process.pid, sent)
+
+
+def _log_of(folder: str, rank: int) -> BinaryIO | None:
+    if not folder:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder, f"rank{rank}.log").open("wb", buffering=0)
+
+
+def main(words: list[str]) -> int:
+    """Run one rank."""
+    follow_parent(signal.SIGTERM)
+    rank = Rank(program_in(words[0]), find_place(os.environ))
+    with contextlib.suppress(KeyboardInterrupt):
+        return rank.run()
+    return exit_code(-signal.SIGINT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""Runs `hadal run` as people do, and looks for processes that it has left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "hadal.cli", "run", *map(str, words)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    plain = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "DS_ENV_FILE")}
+    return {**plain, "PYTHONPATH": str(ROOT), **variables}
+
+
+def run(*words: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words),
+        cwd=folder,
+        env=environment(HOME=str(folder), **variables),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def start(*words: object, folder: Path, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*words),
+        cwd=folder,
+        env=environment(HOME=str(folder), **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def alive(mark: object) -> list[str]:
+    """The processes whose command line or folder tells this mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes()
+                folder = os.readlink(entry / "cwd")
+            except OSError:
+                continue
+            if str(mark).encode() in words or folder.startswith(str(mark)):
+                found.append(words.replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def interrupt(job: subprocess.Popen[str], sent: signal.Signals) -> tuple[str, float]:
+    """Send a signal; return what was printed, and the seconds until the command has ended."""
+    began = time.monotonic()
+    job.send_signal(sent)
+    _, told = job.communicate(timeout=LIMIT_S)
+    return told, time.monotonic() - began

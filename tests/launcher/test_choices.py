@@ -1,0 +1,282 @@
+"""From flags to a job: every flag of the `deepspeed` command is read, and acts or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hadal.cli.main import main
+from hadal.cli.run import divided
+from hadal.errors import LaunchError, NotBuiltYetError
+from hadal.launcher import choices as choosing
+from hadal.launcher.choices import Choices, Plan, planned
+from hadal.launcher.job import Kind
+
+HOSTS = "a slots=4\nb slots=4\nc slots=2\n"
+
+
+@pytest.fixture(autouse=True)
+def _without_accelerators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choosing, "devices_here", lambda: 0)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Any:
+    def make(variables: dict[str, str] | None = None, **fields: Any) -> Plan:
+        return planned(Choices(("train.py",), **fields), variables or {}, tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    (tmp_path / "hosts").write_text(HOSTS)
+    return "hosts"
+
+
+# ---- this machine ----------------------------------------------------------------------------
+
+
+def test_on_cpus_one_process_is_started_and_it_is_said(plan: Any) -> None:
+    made = plan()
+    assert made.job.pool == {"localhost": (0,)}
+    assert "--num_accelerators" in made.notes[0]
+    assert not plan(num_slots=3).notes
+    assert plan(num_slots=3).job.pool == {"localhost": (0, 1, 2)}
+
+
+def test_every_accelerator_is_taken(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "devices_here", lambda: 4)
+    made = plan()
+    assert made.job.pool == {"localhost": (0, 1, 2, 3)}
+    assert not made.job.shows_slots
+    assert plan(exclude="localhost:1").job.pool == {"localhost": (0, 2, 3)}
+    assert plan(exclude="localhost:1").job.shows_slots
+
+
+def test_the_visible_devices_are_the_slots(plan: Any) -> None:
+    shown = {"CUDA_VISIBLE_DEVICES": "2,5"}
+    assert plan(shown).job.pool == {"localhost": (2, 5)}
+    assert plan(shown, num_slots=1).job.pool == {"localhost": (2,)}
+    made = plan(shown, include="localhost:0")
+    assert made.job.pool == {"localhost": (0,)}
+    assert "gives way" in made.notes[0]
+    # Names of devices stay as they are.
+    named = plan({"CUDA_VISIBLE_DEVICES": "GPU-8f,MIG-2a"}).job
+    assert (named.pool, named.shows_slots) == ({"localhost": (0, 1)}, False)
+
+
+def test_slots_of_this_machine_are_named_by_any_of_its_names(plan: Any) -> None:
+    assert plan(include="localhost:1,3").job.pool == {"localhost": (1, 3)}
+    assert plan(include="127.0.0.1:0").job.pool == {"localhost": (0,)}
+    with pytest.raises(LaunchError, match="names 'worker-9', but there is no hostfile"):
+        plan(include="worker-9:0")
+
+
+def test_a_port_is_free_or_the_one_that_was_asked_for(plan: Any, hostfile: str) -> None:
+    assert plan(master_port=1234).job.port == 1234
+    assert plan().job.port != plan().job.port
+    assert plan().address == "127.0.0.1"
+    assert plan(hostfile=hostfile).job.port == 29500
+
+
+# ---- hosts -----------------------------------------------------------------------------------
+
+
+def test_a_hostfile_gives_the_hosts(plan: Any, hostfile: str) -> None:
+    made = plan(hostfile=hostfile, num_nodes=2, num_slots=1)
+    assert made.job.pool == {"a": (0,), "b": (0,)}
+    assert made.address == ""
+    assert [way.is_ssh for way in made.ways.values()] == [True, True]
+    assert plan(hostfile=hostfile, exclude="a@b:0,1").job.pool == {"b": (2, 3), "c": (0, 1)}
+
+
+def test_a_host_that_is_named_is_the_one_that_is_taken(plan: Any, hostfile: str) -> None:
+    (way,) = plan(hostfile=hostfile, include="b:1").ways.values()
+    assert way.is_ssh
+
+
+def test_one_host_that_is_this_one_needs_no_ssh(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n")
+    (way,) = plan(hostfile="hosts").ways.values()
+    assert not way.is_ssh
+    (forced,) = plan(hostfile="hosts", force_multi=True).ways.values()
+    assert forced.is_ssh
+
+
+def test_a_missing_hostfile_is_said(plan: Any) -> None:
+    assert "no-such: no such file" in plan(hostfile="no-such").notes[0]
+    with pytest.raises(LaunchError, match="--num_nodes 2, but there is no hostfile"):
+        plan(num_nodes=2)
+
+
+def test_ssh_is_told_its_port_and_arguments(plan: Any, hostfile: str) -> None:
+    fields = {"ssh_port": 2222, "launcher_args": ("-i", "/my key"), "venv_script": "/v/bin/a b"}
+    words = plan(hostfile=hostfile, **fields).ways["b"].words
+    assert words[0] == "ssh"
+    assert words[-2] == "b"
+    assert words[words.index("-p") + 1] == "2222"
+    assert "/my key" in words
+    assert words[-1].startswith(". '/v/bin/a b' && cd / && PYTHONPATH=")
+    assert words[-1].endswith("exec python -u -m hadal.launcher.node")
+
+
+def test_without_ssh_each_host_starts_its_own_share(plan: Any, hostfile: str) -> None:
+    here = {"hostfile": hostfile, "no_ssh": True, "master_addr": "10.0.0.1"}
+    made = plan(**here, node_rank=1)
+    assert {host: way.is_ssh for host, way in made.ways.items()} == {"b": False}
+    assert made.address == "10.0.0.1"
+    for fields, told in (
+        ({**here}, "say which host"),
+        ({**here, "node_rank": 3}, "hosts 0 to 2"),
+        ({**here, "node_rank": 1, "master_addr": ""}, "by --master_addr"),
+        ({"node_rank": 1}, "for --no_ssh"),
+    ):
+        with pytest.raises(LaunchError, match=told):
+            plan(**fields)
+
+
+def test_other_hosts_get_variables_by_prefix_and_file(
+    plan: Any, hostfile: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\nMINE=1\n")
+    there = {"NCCL_DEBUG": "INFO", "NCCL_X": "2", "HOME": "/h", "PYTHONPATH": "/lib"}
+    told = {"NCCL_DEBUG": "WARN", "MINE": "1", "NCCL_X": "2", "PYTHONPATH": f"{tmp_path}:/lib"}
+    assert plan(there, hostfile=hostfile).job.variables == told
+    assert plan(there).job.variables == {"NCCL_DEBUG": "WARN", "MINE": "1"}
+    (tmp_path / "other").write_text("MINE=2\n")
+    assert plan({"DS_ENV_FILE": "other"}).job.variables == {"MINE": "2"}
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"include": "a", "exclude": "b"}, "contradict"),
+        ({"include": "a", "num_slots": 2}, "leave out --num_nodes"),
+        ({"exclude": "a", "num_nodes": 2}, "leave out --num_nodes"),
+        ({"no_python": True, "module": True}, "contradict"),
+        ({"no_python": True, "as_deepspeed": True}, "needs Python"),
+        ({"bind_core_list": "0-x"}, "--bind_core_list"),
+        ({"num_nodes": 4}, "there are 3 hosts: a, b, c"),
+    ],
+)
+def test_contradictions_are_refused(
+    plan: Any, hostfile: str, fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(LaunchError, match=told):
+        plan(hostfile=hostfile, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"autotuning": "run"}, {"elastic_training": True}, {"max_elastic_nodes": 4}]
+)
+def test_what_is_not_built_says_so(plan: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(NotBuiltYetError, match="not built yet"):
+        plan(**fields)
+
+
+def test_a_grace_that_is_no_number_is_refused(plan: Any) -> None:
+    assert plan({"HADAL_GRACE_S": "2.5"}).job.program.grace_s == 2.5
+    with pytest.raises(LaunchError, match="HADAL_GRACE_S"):
+        plan({"HADAL_GRACE_S": "soon"})
+
+
+def test_the_programs_fields(plan: Any, tmp_path: Path) -> None:
+    made = plan(module=True, bind_core_list="0-1", enable_each_rank_log="logs", no_local_rank=True)
+    program = made.job.program
+    assert (program.kind, program.binds, program.cores) == (Kind.MODULE, True, (0, 1))
+    assert (program.logs, program.tells_local_rank) == (str(tmp_path / "logs"), False)
+    assert plan(no_python=True).job.program.kind is Kind.BARE
+
+
+# ---- the command line ------------------------------------------------------------------------
+
+OWN = [
+    *("-H", "hosts", "-i", "a", "-e", "b", "--num_nodes=2", "--num_gpus", "3"),
+    *("--num_accelerators", "3", "--master_addr", "x", "--master_port", "1", "--node_rank", "0"),
+    *("--launcher", "SSH", "--launcher_args", "-x -y", "--module", "--no_python"),
+    *("--no_local_rank", "--no_ssh", "--no_ssh_check", "--ssh_port", "22", "--save_pid"),
+    *("--enable_each_rank_log", "logs", "--elastic_training", "--min_elastic_nodes", "1"),
+    *("--max_elastic_nodes", "2", "--force_multi", "--bind_cores_to_rank", "--bind_core_list"),
+    *("0-3", "--venv_script", "v", "--autotuning", "run", "--as-deepspeed", "--log_level", "info"),
+    "-q",
+]
+
+
+@pytest.mark.parametrize("theirs", [["train.py", "--num_gpus", "8", "--", "-q"], ["a b"], []])
+@pytest.mark.parametrize("own", [OWN, OWN[:-1], ["--hostfile", "-x"], []])
+def test_what_follows_the_program_is_the_programs(own: list[str], theirs: list[str]) -> None:
+    assert divided([*own, *theirs]) == (own, theirs)
+    assert divided([*own, "--", *theirs]) == (own, theirs)
+
+
+def test_every_flag_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Choices] = []
+
+    def note(choices: Choices, *_: Any) -> Plan:
+        seen.append(choices)
+        raise LaunchError("seen")
+
+    monkeypatch.setattr(choosing, "planned", note)
+    assert main(["run", *OWN, "train.py", "--x"]) == 2
+    assert capsys.readouterr().err == "hadal run: seen\n"
+    assert seen == [
+        Choices(
+            words=("train.py", "--x"),
+            hostfile="hosts",
+            include="a",
+            exclude="b",
+            num_nodes=2,
+            num_slots=3,
+            master_addr="x",
+            master_port=1,
+            node_rank=0,
+            launcher="ssh",
+            launcher_args=("-x", "-y"),
+            module=True,
+            no_python=True,
+            no_local_rank=True,
+            no_ssh=True,
+            no_ssh_check=True,
+            ssh_port=22,
+            enable_each_rank_log="logs",
+            force_multi=True,
+            bind_cores_to_rank=True,
+            bind_core_list="0-3",
+            venv_script="v",
+            autotuning="run",
+            elastic_training=True,
+            min_elastic_nodes=1,
+            max_elastic_nodes=2,
+            as_deepspeed=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no program"),
+        (["--launcher", "rsh", "t.py"], "--launcher rsh: expected one of ssh, pdsh"),
+        (["--log_level", "loud", "t.py"], "--log_level loud"),
+    ],
+)
+def test_faulty_words_are_told(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--num_gpu", "2", "t.py"])
+    assert "--num_gpu" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""How a job's end is told: the first failure whole, the others folded."""
+
+from __future__ import annotations
+
+import io
+import signal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.launcher.ending import Failure, report, runs, worst
+from hadal.launcher.printing import HOLD_S, Printer
+
+TRACE = "Traceback (most recent call last):\n  File x\nValueError: bad sample"
+
+
+def test_the_first_failure_is_whole_and_the_others_are_folded() -> None:
+    lost = "Traceback (most recent call last):\nRuntimeError: peer gone"
+    failures = [
+        Failure(0, "a", 1, 5.0, lost),
+        Failure(3, "b", 1, 4.0, TRACE),
+        Failure(2, "b", 1, 6.0, lost),
+        Failure(4, "c", -11, 7.0, ""),
+    ]
+    lines = report(failures, names_hosts=True)
+    assert lines[0] == "rank 3 on b failed first: exit code 1"
+    assert "\n".join(line[2:] for line in lines[1:4]) == TRACE
+    assert lines[4:6] == [
+        "ranks 0, 2 on a, b failed after it, exit code 1: RuntimeError: peer gone",
+        "rank 4 on c failed after it, ended by SIGSEGV: ended by SIGSEGV",
+    ]
+    assert "--enable_each_rank_log DIR" in lines[6]
+    assert "/logs" in report(failures, names_hosts=False, logs="/logs")[-1]
+
+
+def test_what_may_help_is_said() -> None:
+    argparse = "usage: t.py\nt.py: error: unrecognized arguments: --local_rank=0"
+    assert "--no_local_rank" in report([Failure(0, "a", 2, 0, argparse)], names_hosts=False)[-1]
+    assert "memory" in report([Failure(0, "a", -9, 0, "")], names_hosts=False)[-1]
+
+
+def test_the_exit_code_is_the_worst() -> None:
+    assert worst([]) == 0
+    assert worst([Failure(0, "a", 1, 0, ""), Failure(1, "a", 3, 0, "")]) == 3
+    assert worst([Failure(0, "a", 1, 0, ""), Failure(1, "a", -signal.SIGKILL, 0, "")]) == 137
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_runs_of_numbers(numbers: set[int]) -> None:
+    back = set()
+    for part in runs(numbers).split(", "):
+        first, _, last = part.partition("-")
+        back |= set(range(int(first), int(last or first) + 1))
+    assert back == numbers
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def printer(prefix: str) -> tuple[Printer, io.BytesIO, io.BytesIO, Clock]:
+    out, error, clock = io.BytesIO(), io.BytesIO(), Clock()
+    return Printer(out, error, prefix.format, clock), out, error, clock
+
+
+def test_each_line_begins_with_its_rank() -> None:
+    shown, out, error, _ = printer("[{}] ")
+    shown.said(0, False, b"one\ntw")
+    shown.said(1, False, b"other\r")
+    shown.said(0, False, b"o\n")
+    shown.said(1, True, b"careful\n")
+    assert out.getvalue() == b"[0] one\n[0] two\n"
+    shown.said(1, False, b"50%\r\nunended")
+    shown.ended(1, shows=True)
+    assert out.getvalue() == b"[0] one\n[0] two\n[1] other\r[1] 50%\r\n[1] unended\n"
+    assert error.getvalue() == b"[1] careful\n"
+
+
+def test_a_rank_alone_is_shown_as_it_types() -> None:
+    shown, out, error, _ = printer("")
+    for piece in (b"Epoch 1 ", b"..", b" done\n", b"\xff"):
+        shown.said(0, False, piece)
+        shown.said(0, True, piece)
+    assert out.getvalue() == error.getvalue() == b"Epoch 1 .. done\n\xff"
+
+
+def test_a_traceback_waits_for_its_ranks_end() -> None:
+    shown, _, error, clock = printer("[{}] ")
+    text = TRACE.encode() + b"\n"
+    for at in range(0, len(text), 7):
+        shown.said(2, True, text[at : at + 7])
+        clock.now += 0.01
+    shown.look()
+    assert error.getvalue() == b""
+    began, told = shown.ended(2, shows=False)
+    assert told == TRACE
+    assert began is not None and 100 < began < 100.1
+    assert error.getvalue() == b""
+
+
+def test_torchs_own_prefix_is_taken_off() -> None:
+    shown, _, _, _ = printer("[{}] ")
+    shown.said(1, True, b"".join(b"[rank1]: " + row.encode() + b"\n" for row in TRACE.split("\n")))
+    assert shown.ended(1, shows=False)[1] == TRACE
+
+
+def test_a_rank_that_lives_on_after_a_traceback_shows_it() -> None:
+    shown, _, error, clock = printer("[{}] ")
+    shown.said(0, True, TRACE.encode() + b"\n")
+    clock.now += HOLD_S + 0.1
+    shown.look()
+    assert error.getvalue().startswith(b"[0] Traceback")
+    shown.said(0, True, b"going on\n")
+    assert error.getvalue().endswith(b"[0] ValueError: bad sample\n[0] going on\n")
+    assert shown.ended(0, shows=True)[1] == TRACE
+
+
+def test_without_a_traceback_the_last_lines_are_told() -> None:
+    shown, _, _, _ = printer("[{}] ")
+    shown.said(0, True, b"".join(b"%d\n" % n for n in range(50)))
+    began, told = shown.ended(0, shows=False)
+    assert began is None
+    assert told.split() == [str(n) for n in range(30, 50)]

@@ -1,0 +1,185 @@
+"""Small arithmetic of the launcher: env files, cores, places, frames, lines, jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.errors import LaunchError
+from hadal.launcher.cores import cores_of, read_cores
+from hadal.launcher.frames import Ended, Frame, Hello, Left, Lines, Said, decoded, encoded, said
+from hadal.launcher.job import Job, Kind, Program, packed, program_in, share_in, share_of
+from hadal.launcher.node import variables_of
+from hadal.launcher.place import Place, find_place
+from hadal.launcher.variables import of_env_files, passed_on, read_env_file
+
+# ---- env files -------------------------------------------------------------------------------
+
+
+def test_an_env_file_is_read_as_it_stands() -> None:
+    text = "A=1\n\n# a comment\nB=x=y z\nC=\nD='q' $HOME\n"
+    assert read_env_file(text, "f") == {"A": "1", "B": "x=y z", "C": "", "D": "'q' $HOME"}
+
+
+@pytest.mark.parametrize("line", ["A", "=1", "export A"])
+def test_a_line_that_is_none_is_refused(line: str) -> None:
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env, line 2: expected KEY=VALUE"):
+        read_env_file(f"A=1\n{line}\n", ".deepspeed_env")
+
+
+def test_the_later_folder_and_file_win(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    (home / ".deepspeed_env").write_text("A=1\nB=1\nC=1\n")
+    (home / ".hadal_env").write_text("B=2\n")
+    (here / ".deepspeed_env").write_text("C=3\n")
+    names = (".deepspeed_env", ".hadal_env")
+    assert of_env_files((home, here), names) == {"A": "1", "B": "2", "C": "3"}
+
+
+def test_other_hosts_get_what_concerns_them() -> None:
+    told = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "HOME": "/root", "SECRET_KEY": "1"}
+    assert passed_on(told) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x"}
+
+
+# ---- cores -----------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 200), min_size=1), st.integers(1, 16))
+def test_cores_are_shared_out_evenly(cores: set[int], ranks: int) -> None:
+    if ranks > len(cores):
+        with pytest.raises(LaunchError, match=f"{ranks} ranks cannot be bound"):
+            cores_of(0, ranks, cores)
+        return
+    shares = [cores_of(rank, ranks, cores) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    together = [core for share in shares for core in share]
+    assert together == sorted(cores)[: len(together)]
+    assert len(cores) - len(together) < ranks
+
+
+def test_a_list_of_cores() -> None:
+    assert read_cores("0-3,8") == (0, 1, 2, 3, 8)
+    for wrong in ("", "a", "3-1", "1,1", "0-3,2", "1-", "-2"):
+        with pytest.raises(LaunchError, match="--bind_core_list"):
+            read_cores(wrong)
+
+
+# ---- places ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", Place(3, 8, 1, 2)),
+        (
+            "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=5 SLURM_LOCALID=0 SLURM_NODEID=2"
+            " SLURM_STEP_TASKS_PER_NODE=2(x2),1",
+            Place(4, 5, 0, 1),
+        ),
+        (
+            "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1"
+            " OMPI_COMM_WORLD_LOCAL_SIZE=2",
+            Place(1, 4, 1, 2),
+        ),
+        ("PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2", Place(2, 4, 0, 2)),
+    ],
+)
+def test_a_place_is_read_from_any_launchers_variables(variables: str, place: Place) -> None:
+    told = dict(word.split("=", 1) for word in variables.split())
+    assert find_place(told) == place
+    assert find_place(place.variables()) == place
+
+
+def test_without_a_launcher_there_is_no_place() -> None:
+    with pytest.raises(LaunchError, match="told no rank"):
+        find_place({"RANK": "0"})
+
+
+# ---- frames and lines ------------------------------------------------------------------------
+
+
+@given(st.integers(0, 9), st.booleans(), st.binary(max_size=9000))
+def test_what_is_printed_travels_whole_in_short_frames(
+    rank: int, is_error: bool, text: bytes
+) -> None:
+    frames = list(said(rank, is_error, text))
+    assert all(len(frame) <= 4096 and frame.count(b"\n") == 1 for frame in frames)
+    back = [decoded(frame) for frame in frames]
+    assert all(isinstance(f, Said) and (f.rank, f.is_error) == (rank, is_error) for f in back)
+    assert b"".join(f.text for f in back if isinstance(f, Said)) == text
+
+
+@pytest.mark.parametrize("frame", [Hello("h", ("1", "2"), ""), Ended(1, -9, True), Left(1, "x\ny")])
+def test_frames_come_back_as_they_went(frame: Frame) -> None:
+    assert decoded(encoded(frame)) == frame
+    assert decoded(b"node7: " + encoded(frame)) == frame
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"loss 3", b"\x1ehadal", b"\x1ehadal {", b'\x1ehadal ["Said", {"x": 1}]']
+)
+def test_other_lines_are_no_frames(line: bytes) -> None:
+    assert decoded(line) is None
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"b c", b"\r\n"]), max_size=30), st.data())
+def test_lines_are_the_same_however_they_arrive(parts: list[bytes], data: st.DataObject) -> None:
+    text = b"".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    lines = Lines()
+    got = [line for piece in pieces for line in lines.feed(piece)]
+    assert b"".join(got) + lines.rest == text
+    assert [*got, *lines.rest.splitlines(keepends=True)] == text.splitlines(keepends=True)
+
+
+# ---- jobs ------------------------------------------------------------------------------------
+
+
+def program(**fields: object) -> Program:
+    return Program(("train.py", "a b", "$x", "--", "'"), "/work", **fields)  # type: ignore[arg-type]
+
+
+REST = ["a b", "$x", "--", "'"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ["py", "-u", "train.py", "--local_rank=1", *REST]),
+        ({"tells_local_rank": False}, ["py", "-u", "train.py", *REST]),
+        ({"kind": Kind.MODULE}, ["py", "-u", "-m", "train.py", "--local_rank=1", *REST]),
+        ({"kind": Kind.BARE}, ["train.py", "--local_rank=1", *REST]),
+        (
+            {"as_deepspeed": True},
+            ["py", "-u", "-m", "hadal.compat", "train.py", "--local_rank=1", *REST],
+        ),
+        (
+            {"as_deepspeed": True, "kind": Kind.MODULE},
+            ["py", "-u", "-m", "hadal.compat", "-m", "train.py", "--local_rank=1", *REST],
+        ),
+    ],
+)
+def test_the_words_of_a_rank(fields: dict[str, object], words: list[str]) -> None:
+    own = program(**fields)
+    assert own.command(1, "py") == words
+    assert program_in(packed(own)) == own
+
+
+def test_a_share_is_its_hosts_part_of_the_job() -> None:
+    job = Job(program(cores=(1, 2)), {"a": (0, 1), "b": (3,)}, {"X": "1"}, port=7)
+    assert job.world_size == 3
+    assert [job.host_of(rank) for rank in range(3)] == ["a", "a", "b"]
+    share = share_of(job, "b", "10.0.0.1")
+    assert (share.node_rank, share.nodes, share.slots, share.port) == (1, 2, (3,), 7)
+    assert share_in(packed(share)) == share
+    told = variables_of(share, {}, cores=8)
+    assert told["CUDA_VISIBLE_DEVICES"] == told["ASCEND_RT_VISIBLE_DEVICES"] == "3"
+    assert (told["X"], told["CROSS_RANK"], told["CROSS_SIZE"]) == ("1", "1", "2")
+    assert told["OMP_NUM_THREADS"] == "8"
+    assert variables_of(share, {"OMP_NUM_THREADS": "3"}, 8)["OMP_NUM_THREADS"] == "3"

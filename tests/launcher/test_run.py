@@ -1,0 +1,176 @@
+"""`hadal run` on one machine: what ranks are given, and that every end is an honest one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from launcher.jobs import alive, interrupt, run, start, wait_for
+
+TELL = """
+import json, os, sys
+told = {k: os.environ.get(k) for k in sys.argv[-1].split(",")}
+cores = sorted(os.sched_getaffinity(0))
+print(json.dumps([sys.argv[1:-1], told, cores, os.getcwd(), sys.path[0]]))
+"""
+KEYS = (
+    "RANK,WORLD_SIZE,LOCAL_RANK,LOCAL_WORLD_SIZE,LOCAL_SIZE,CROSS_RANK,CROSS_SIZE,MASTER_ADDR,"
+    "MASTER_PORT,CUDA_VISIBLE_DEVICES,OMP_NUM_THREADS,FROM_FILE"
+)
+AWKWARD = ["--lr=1e-3", "a b", "$HOME", "'", "--", "--num_gpus", "7", "", "\\"]
+
+
+def test_ranks_get_their_place_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / ".hadal_env").write_text("FROM_FILE=a b\n")
+    flags = ["--include", "localhost:0,2", "--master_port", "29874", "--bind_cores_to_rank"]
+    flags += ["--enable_each_rank_log", "logs", "-q"]
+    done = run(*flags, "tell.py", *AWKWARD, KEYS, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    shown = sorted(done.stdout.splitlines())
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // 2
+    for rank, line in enumerate(shown):
+        prefix, _, told = line.partition("] ")
+        assert prefix == f"[rank {rank}"
+        assert (tmp_path / "logs" / f"rank{rank}.log").read_text() == told + "\n"
+        words, variables, own, folder, first = json.loads(told)
+        assert words == [f"--local_rank={rank}", *AWKWARD]
+        assert folder == first == str(tmp_path)
+        assert own == cores[rank * share : (rank + 1) * share]
+        assert variables == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "LOCAL_SIZE": "2",
+            "CROSS_RANK": "0",
+            "CROSS_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29874",
+            "CUDA_VISIBLE_DEVICES": "0,2",
+            "OMP_NUM_THREADS": str(share),
+            "FROM_FILE": "a b",
+        }
+    assert len(shown) == 2
+
+
+# Rank 1 fails after a while; rank 0 fails because of it, and faster; rank 2 waits for ever, and
+# has started a process that does so too.
+FAIL = """
+import os, subprocess, sys, time
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
+if rank == 2:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder])
+    time.sleep(600)
+def is_there(name):
+    return os.path.exists(os.path.join(folder, name))
+if rank == 0:
+    while not is_there("failed"):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    raise RuntimeError("the peer is gone")
+import atexit
+atexit.register(time.sleep, 0.6)
+sys.excepthook = lambda *told: (sys.__excepthook__(*told), open(folder + "/failed", "w"))
+def sample(number):
+    raise ValueError(f"bad sample {number}")
+sample(17)
+"""
+
+
+def test_the_first_failure_is_told_first_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(FAIL)
+    done = run("--num_gpus", 3, "--no_local_rank", "fail.py", tmp_path, folder=tmp_path)
+    assert done.returncode == 1
+    lines = [line.removeprefix("hadal run: ") for line in done.stderr.splitlines()]
+    assert lines[0] == "rank 1 failed first: exit code 1"
+    assert lines[1] == "  Traceback (most recent call last):"
+    assert "  ValueError: bad sample 17" in lines
+    assert "rank 0 failed after it, exit code 1: RuntimeError: the peer is gone" in lines
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 2" not in done.stderr
+    assert alive(tmp_path) == []
+
+
+def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
+    script = tmp_path / "die.sh"
+    script.write_text("#!/bin/sh\necho dying >&2; kill -9 $$\n")
+    script.chmod(0o755)
+    done = run("--no_python", script, folder=tmp_path)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 0 failed first: ended by SIGKILL" in done.stderr
+    assert "hadal run:   dying" in done.stderr
+    assert "memory" in done.stderr
+
+
+# Ranks that catch the interrupt end in their own way; one of them does not end at all.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+folder, rank = sys.argv[1], os.environ["RANK"]
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder])
+open(os.path.join(folder, "up" + rank), "w")
+if rank == "1":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    open(os.path.join(folder, "saved"), "w")
+"""
+
+
+def stubborn(tmp_path: Path) -> subprocess.Popen[str]:
+    (tmp_path / "stay.py").write_text(STUBBORN)
+    words = ["--num_gpus", 2, "--no_local_rank", "--save_pid", "stay.py", tmp_path]
+    job = start(*words, folder=tmp_path, TMPDIR=str(tmp_path), HADAL_GRACE_S="1")
+    wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists())
+    assert (tmp_path / f"{job.pid}.ds").read_text() == str(job.pid)
+    assert len(alive(tmp_path)) >= 4
+    return job
+
+
+def test_an_interrupt_ends_every_process_within_seconds(tmp_path: Path) -> None:
+    job = stubborn(tmp_path)
+    told, took = interrupt(job, signal.SIGINT)
+    assert job.returncode == 130, told
+    assert took < 6
+    assert (tmp_path / "saved").exists()
+    assert "SIGINT: ending all 2 ranks" in told
+    assert alive(tmp_path) == []
+    assert not list(tmp_path.glob("*.ds"))
+
+
+def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
+    job = stubborn(tmp_path)
+    interrupt(job, signal.SIGKILL)
+    wait_for(lambda: alive(tmp_path) == [], seconds=12)
+
+
+def test_a_program_written_for_deepspeed_runs_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import sys, deepspeed, beside\n"
+        "deepspeed.init_distributed()\n"
+        "print(deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), sys.argv[1:])\n"
+    )
+    (tmp_path / "beside.py").touch()
+    flags = ["--as-deepspeed", "--num_accelerators", 2]
+    done = run(*flags, "job.py", "--deepspeed", "ds.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rest = "'--deepspeed', 'ds.json']"
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {rank} 2 ['--local_rank={rank}', {rest}" for rank in (0, 1)
+    ]
+
+
+def test_it_starts_fast(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run("--autotuning", "tune", "train.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hadal run: --autotuning tune is not built yet")
+    assert time.monotonic() - began < 5
