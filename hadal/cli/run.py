@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 from hadal.cli.arguments import positive
@@ -147,11 +148,17 @@ def run(parsed: argparse.Namespace) -> int:
 
     for note in plan.notes:
         said.note(note)
+    missing = sorted({way.words[0] for way in plan.ways.values() if not which(way.words[0])})
+    if missing:
+        said.report(
+            f"{missing[0]}: no such program is found; install it, or take another --launcher"
+        )
+        return _FAULTY
     with _pid_file(parsed.save_pid):
         front = Front(
             plan.job,
             plan.ways,
-            printer_for(plan.job),
+            printer_for(plan.job, plan.names_hosts),
             said.report,
             address=plan.address,
             waits_for_all=not choices.no_ssh_check,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hadal.device import choose_kind, collective_backend, rank_device
 from hadal.errors import CommunicationError
+from hadal.launcher.place import first_slurm_host
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -286,11 +287,3 @@ def _first_host(variables: Mapping[str, str], world_size: int) -> str:
         f"{world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it to"
         " that host's name for all ranks"
     )
-
-
-def first_slurm_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `node[03-05,9],gpu1` gives `node03`."""
-    first = re.match(r"[^\[,](?:[^\[,]|\[[^\]]*\])*", nodes)
-    if first is None:
-        raise CommunicationError(f"cannot read the Slurm node list {nodes!r}; set MASTER_ADDR")
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])

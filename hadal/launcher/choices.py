@@ -11,9 +11,10 @@ from pathlib import Path
 from hadal.errors import LaunchError, NotBuiltYetError
 from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
-from hadal.launcher.job import GRACE_S, Job, Kind, Program
+from hadal.launcher.job import GRACE_S, LOST_S, Job, Kind, Program
+from hadal.launcher.network import free_port, is_here
 from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on
-from hadal.launcher.ways import Way, by_ssh, free_port, here, is_here
+from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
 
 DEFAULT_PORT = 29500
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -67,6 +68,11 @@ class Plan:
     notes: tuple[str, ...]
     """What the user did not say, and may want to know."""
 
+    @property
+    def names_hosts(self) -> bool:
+        """Each host has a name here, and a process of its own."""
+        return len(self.ways) > 1
+
 
 def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Plan:
     """Decide what runs where.
@@ -77,28 +83,42 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Pla
     """
     _refuse(choices)
     hostfile = _hostfile(choices, folder)
+    if choices.launcher == "slurm":
+        return _by_slurm(choices, variables, folder, hostfile)
     if hostfile is None:
         pool, notes, shows = _here(choices, variables)
         if choices.hostfile != DEFAULT_HOSTFILE:
             notes = (f"--hostfile {choices.hostfile}: no such file; on this machine alone", *notes)
     else:
         pool, notes, shows = _narrowed(choices, hostfile), (), True
-    is_one = _is_one(choices, pool, is_told=hostfile is not None)
     if choices.num_nodes is not None and hostfile is None and choices.num_nodes > 1:
         raise LaunchError(
             f"--num_nodes {choices.num_nodes}, but there is no hostfile at {choices.hostfile};"
             " write one with a line `NAME slots=N` for each host, and give it by --hostfile"
         )
+    is_one = _is_one(choices, pool, is_told=hostfile is not None)
+    job = _job(choices, variables, folder, pool, is_one=is_one, shows_slots=shows)
+    address = choices.master_addr or ("127.0.0.1" if is_one else "")
+    return Plan(job, _ways(choices, job, is_one), address, notes)
+
+
+def _job(
+    choices: Choices,
+    variables: Mapping[str, str],
+    folder: Path,
+    pool: Pool,
+    *,
+    is_one: bool,
+    shows_slots: bool,
+) -> Job:
     told = of_env_files((Path.home(), folder), _env_names(variables))
-    job = Job(
+    return Job(
         program=_program(choices, folder, variables),
         pool=pool,
         variables=told if is_one else {**_passed_on(variables, folder), **told},
-        shows_slots=shows,
+        shows_slots=shows_slots,
         port=choices.master_port or (free_port() if is_one else DEFAULT_PORT),
     )
-    address = choices.master_addr or ("127.0.0.1" if is_one else "")
-    return Plan(job, _ways(choices, pool, is_one), address, notes)
 
 
 # ---- what is refused -------------------------------------------------------------------------
@@ -116,13 +136,12 @@ def _refuse(choices: Choices) -> None:
             " start the job anew on the hosts that are left: checkpoints load at any number of"
             " ranks"
         )
-    if choices.launcher != "ssh":
-        raise NotBuiltYetError(f"--launcher {choices.launcher} is not built yet; take ssh")
     if choices.as_deepspeed and choices.no_python:
         raise LaunchError("--as-deepspeed needs Python to run the program; leave out --no_python")
     if choices.module and choices.no_python:
         raise LaunchError("--module and --no_python contradict each other; give one")
-    if (choices.include or choices.exclude) and (choices.num_nodes or choices.num_slots):
+    counts = choices.num_nodes or choices.num_slots
+    if (choices.include or choices.exclude) and counts and choices.launcher != "slurm":
         raise LaunchError(
             "--include and --exclude say which slots are taken: leave out --num_nodes,"
             " --num_gpus and --num_accelerators"
@@ -225,7 +244,7 @@ def devices_here() -> int:
     return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
 
 
-# ---- how they are reached, and what they run -------------------------------------------------
+# ---- how they are reached --------------------------------------------------------------------
 
 
 def _is_one(choices: Choices, pool: Pool, *, is_told: bool) -> bool:
@@ -234,16 +253,16 @@ def _is_one(choices: Choices, pool: Pool, *, is_told: bool) -> bool:
     return not is_told or is_here(next(iter(pool)))
 
 
-def _ways(choices: Choices, pool: Pool, is_one: bool) -> dict[str, Way]:
+def _ways(choices: Choices, job: Job, is_one: bool) -> dict[str, Way]:
     if is_one:
-        return dict.fromkeys(pool, here())
+        return dict.fromkeys(job.pool, here())
     if choices.no_ssh:
-        if not choices.master_addr:
-            raise LaunchError("--no_ssh: say where rank 0's host is, by --master_addr")
-        rank = choices.node_rank
-        if rank is None or not 0 <= rank < len(pool):
-            raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(pool) - 1}")
-        return {list(pool)[rank]: here()}
+        return {_own_host(choices, job.pool): here()}
+    first = choices.master_addr or next(iter(job.pool))
+    if choices.launcher == "pdsh":
+        return {"pdsh": by_pdsh(job, first, choices.launcher_args, choices.venv_script)}
+    if choices.launcher in MPI:
+        return {"mpirun": MPI[choices.launcher](job, first, choices.launcher_args)}
     return {
         host: here()
         if is_here(host) and not choices.force_multi
@@ -252,9 +271,65 @@ def _ways(choices: Choices, pool: Pool, is_one: bool) -> dict[str, Way]:
             port=choices.ssh_port,
             arguments=choices.launcher_args,
             venv_script=choices.venv_script,
+            lost_s=job.program.lost_s,
         )
-        for host in pool
+        for host in job.pool
     }
+
+
+def _own_host(choices: Choices, pool: Pool) -> str:
+    """Which host of the hostfile this machine is told to be."""
+    if not choices.master_addr:
+        raise LaunchError("--no_ssh: say where rank 0's host is, by --master_addr")
+    rank = choices.node_rank
+    if rank is None or not 0 <= rank < len(pool):
+        raise LaunchError(f"--node_rank {rank}, but there are hosts 0 to {len(pool) - 1}")
+    return list(pool)[rank]
+
+
+# ---- Slurm -----------------------------------------------------------------------------------
+
+
+def _by_slurm(
+    choices: Choices, variables: Mapping[str, str], folder: Path, hostfile: Pool | None
+) -> Plan:
+    """Slurm knows the hosts, so that a hostfile is not needed: numbers are."""
+    if hostfile is not None:
+        pool = _narrowed(choices, hostfile)
+        nodes: tuple[str, ...] = (f"--nodelist={','.join(pool)}",)
+    else:
+        count = choices.num_nodes or _number(variables, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+        size = choices.num_slots or _number(
+            variables, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"
+        )
+        if size is None:
+            raise LaunchError(
+                "--launcher slurm: say how many ranks each node gets, by --num_gpus N (Slurm's"
+                " SLURM_GPUS_ON_NODE and SLURM_NTASKS_PER_NODE do not)"
+            )
+        pool = {f"node {number}": tuple(range(size)) for number in range(count)}
+        nodes = _slurm_nodes("--nodelist", choices.include) + _slurm_nodes(
+            "--exclude", choices.exclude
+        )
+    job = _job(choices, variables, folder, pool, is_one=False, shows_slots=False)
+    return Plan(job, {"srun": by_slurm(job, choices.launcher_args, nodes)}, "", ())
+
+
+def _slurm_nodes(flag: str, text: str) -> tuple[str, ...]:
+    if ":" in text:
+        raise LaunchError(
+            f"--launcher slurm: {text!r} names slots, but Slurm gives out devices itself; name"
+            " whole nodes, and the number of ranks by --num_gpus"
+        )
+    return (f"{flag}={text.replace('@', ',')}",) if text else ()
+
+
+def _number(variables: Mapping[str, str], *keys: str) -> int | None:
+    found = (variables[key] for key in keys if variables.get(key, "").isdecimal())
+    return next((int(number) for number in found), None)
+
+
+# ---- what they run ---------------------------------------------------------------------------
 
 
 def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Program:
@@ -270,20 +345,19 @@ def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Pr
         binds=choices.bind_cores_to_rank or bool(cores),
         cores=read_cores(cores) if cores else None,
         logs=str(folder / logs) if logs else "",
-        grace_s=_grace_s(variables),
+        grace_s=_seconds(variables, "HADAL_GRACE_S", GRACE_S),
+        lost_s=_seconds(variables, "HADAL_LOST_S", LOST_S),
     )
 
 
-def _grace_s(variables: Mapping[str, str]) -> float:
-    told = variables.get("HADAL_GRACE_S", "") or str(GRACE_S)
+def _seconds(variables: Mapping[str, str], key: str, default: float) -> float:
+    told = variables.get(key, "") or str(default)
     try:
         seconds = float(told)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise LaunchError(
-            f"the variable HADAL_GRACE_S must be a number of seconds, or 0, found {told!r}"
-        )
+        raise LaunchError(f"the variable {key} must be a number of seconds, or 0, found {told!r}")
     return seconds
 
 

@@ -15,13 +15,14 @@ from enum import Enum, auto
 from hadal.launcher.ending import Failure, report, worst
 from hadal.launcher.frames import Began, Ended, Frame, Hello, Left, Said, decoded
 from hadal.launcher.job import Job, packed, share_of, where_hadal_is
+from hadal.launcher.network import address_towards, is_loopback
 from hadal.launcher.printing import Printer
 from hadal.launcher.processes import exit_code
-from hadal.launcher.ways import Way, address_towards
+from hadal.launcher.ways import Reach, Way
 
 HELLO_S = 30.0
 """How long a host may take to say hello."""
-_BEAT_S = 5.0
+_BEATS = 6
 _LOOK_S = 0.2
 _PIECE_NBYTES = 1 << 16
 _LOST = 255
@@ -42,17 +43,17 @@ class Channel:
 
     def __init__(self, host: str, way: Way, variables: Mapping[str, str]) -> None:
         self.host = host
-        self.is_ssh = way.is_ssh
-        self.state = State.REACHED_FOR
+        self.way = way
+        self.state = State.RUNNING if way.reach is Reach.ALL else State.REACHED_FOR
         self.hello: Hello | None = None
         self.left: Left | None = None
         self.complaints = b""
         self._rest = b""
         self.process = subprocess.Popen(
             way.words,
-            env=dict(variables),
-            cwd=None if way.is_ssh else "/",
-            stdin=subprocess.PIPE,
+            env={**variables, **dict(way.variables)},
+            cwd="/" if way.reach is Reach.HERE else None,
+            stdin=subprocess.DEVNULL if way.reach is Reach.ALL else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -60,10 +61,18 @@ class Channel:
 
     def tell(self, word: str) -> None:
         """Send a word (or a sign of life)."""
-        assert self.process.stdin is not None
+        if self.process.stdin is None:
+            return
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(word.encode() + b"\n")
             self.process.stdin.flush()
+
+    def end(self, sent: signal.Signals) -> None:
+        """Ask the process, or all that it runs, to end."""
+        if self.way.reach is not Reach.ALL and self.state is State.RUNNING:
+            self.tell(sent.name)
+        elif self.process.poll() is None:
+            self.process.terminate()
 
     def lines(self, piece: bytes) -> list[bytes]:
         """The lines that are whole now."""
@@ -91,6 +100,7 @@ class Front:
         self._waits_for_all = waits_for_all
         self._failures: list[Failure] = []
         self._lost: list[str] = []
+        self._hosts: dict[int, str] = {}
         self._stopped_at: float | None = None
         self._interrupted_by: signal.Signals | None = None
         self._selector = selectors.DefaultSelector()
@@ -123,6 +133,8 @@ class Front:
                 self._gone(channel)
         elif is_error:
             channel.complaints = (channel.complaints + piece)[-4000:]
+            if channel.way.reach is Reach.ALL:  # a queue's news, for example
+                self._printer.told(piece)
         else:
             for line in channel.lines(piece):
                 frame = decoded(line)
@@ -141,11 +153,12 @@ class Front:
             case Ended():
                 self._rank_ended(channel, frame)
             case Left():
-                channel.left = frame
+                channel.left = frame if channel.left is None or frame.code else channel.left
                 if frame.code != 0:
                     self._stop(signal.SIGTERM)
             case Began():
-                pass
+                if channel.way.reach is Reach.ALL:
+                    self._hosts[frame.rank] = frame.host
 
     def _rank_ended(self, channel: Channel, frame: Ended) -> None:
         began_at, text = self._printer.ended(frame.rank, shows=frame.code == 0)
@@ -158,18 +171,23 @@ class Front:
             return
         code = 1 if frame.was_stopped else frame.code
         at = began_at or time.monotonic()
-        self._failures.append(Failure(frame.rank, channel.host, code, at, text))
+        self._failures.append(
+            Failure(frame.rank, self._hosts.get(frame.rank, channel.host), code, at, text)
+        )
         self._stop(signal.SIGTERM)
 
     def _gone(self, channel: Channel) -> None:
         """A host's process is gone: is it lost?"""
         was, channel.state = channel.state, State.GONE
+        if channel.way.reach is Reach.ALL:
+            return
         if channel.left is None and self._stopped_at is None:
             code = channel.process.wait()
             self._drain(channel)
             said = channel.complaints.decode(errors="replace").strip()
             how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
-            self._lost.append(f"host {channel.host} {how} ({_end_of(channel, code)}): {said}")
+            told = f"host {channel.host} {how} ({_end_of(channel, code)})"
+            self._lost.append(f"{told}: {said}" if said else told)
             self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
@@ -198,10 +216,10 @@ class Front:
         assert first is not None and first.hello is not None
         if len(self._job.pool) == 1:
             return "127.0.0.1"
-        if first.is_ssh and not _is_loopback(first.hello.reached_at):
+        if first.way.is_ssh and not is_loopback(first.hello.reached_at):
             return first.hello.reached_at
         for other in self._channels.values():  # then rank 0 is here
-            if other.is_ssh and other.hello and not _is_loopback(other.hello.reached_at):
+            if other.way.is_ssh and other.hello and not is_loopback(other.hello.reached_at):
                 return address_towards(other.hello.reached_at) or first.hello.addresses[0]
         return (*first.hello.addresses, "127.0.0.1")[0]
 
@@ -209,7 +227,7 @@ class Front:
         """What is due by time."""
         now = time.monotonic()
         self._printer.look()
-        if now - self._beat_at > _BEAT_S:
+        if now - self._beat_at > self._job.program.lost_s / _BEATS:
             self._beat_at = now
             for channel in self._channels.values():
                 if channel.state is State.RUNNING:
@@ -228,10 +246,8 @@ class Front:
             return
         self._stopped_at = time.monotonic()
         for channel in self._channels.values():
-            if channel.state is State.RUNNING:
-                channel.tell(sent.name)
-            elif channel.state is not State.GONE:
-                channel.process.terminate()
+            if channel.state is not State.GONE:
+                channel.end(sent)
 
     def _interrupted(self, sent: signal.Signals) -> None:
         if self._interrupted_by is not None:
@@ -258,7 +274,7 @@ class Front:
         self._printer.flush()
         if self._interrupted_by is not None:
             took = time.monotonic() - (self._stopped_at or 0)
-            self._say(f"all {self._job.world_size} ranks have ended ({took:.1f} s)")
+            self._say(f"{self._who()} ended ({took:.1f} s)")
             return exit_code(-self._interrupted_by)
         for told in self._lost:
             self._say(told)
@@ -271,33 +287,37 @@ class Front:
             return _LOST
         return worst(self._failures) or self._agents_code()
 
+    def _who(self) -> str:
+        starters = [c.host for c in self._channels.values() if c.way.reach is Reach.ALL]
+        return f"{starters[0]} has" if starters else f"all {self._job.world_size} ranks have"
+
     def _agents_code(self) -> int:
         """The exit code where no rank has failed: torch's agent may have."""
         for channel in self._channels.values():
+            code = channel.process.returncode
             left = channel.left
             if left is not None and left.code != 0:
                 self._say(f"torch's agent on {channel.host} failed: exit code {left.code}")
                 for line in left.notes.splitlines():
                     self._say(f"  {line}")
                 return left.code
+            if channel.way.reach is Reach.ALL and code != 0:
+                self._say(f"{channel.host} ended with {code}")
+                return exit_code(code)
         return 0
 
 
-def _is_loopback(address: str) -> bool:
-    return not address or address.startswith("127.") or address == "::1"
-
-
 def _end_of(channel: Channel, code: int) -> str:
-    return f"{'ssh' if channel.is_ssh else 'its process'} ended with {code}"
+    return f"{'ssh' if channel.way.is_ssh else 'its process'} ended with {code}"
 
 
-def printer_for(job: Job) -> Printer:
+def printer_for(job: Job, names_hosts: bool) -> Printer:
     """Print to this process's output, with as much before each line as tells ranks apart."""
 
     def prefix(rank: int) -> str:
         if job.world_size == 1:
             return ""
-        host = f"{job.host_of(rank)} " if len(job.pool) > 1 else ""
+        host = f"{job.host_of(rank)} " if names_hosts else ""
         return f"[{host}rank {rank}] "
 
     return Printer(sys.stdout.buffer, sys.stderr.buffer, prefix)

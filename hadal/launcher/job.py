@@ -12,7 +12,7 @@ from typing import Any
 
 from hadal.launcher.hosts import Pool
 
-GRACE_S = 5.0
+GRACE_S, LOST_S = 5.0, 30.0
 
 
 class Kind(str, Enum):
@@ -44,6 +44,8 @@ class Program:
     """The folder for a file of each rank's output."""
     grace_s: float = GRACE_S
     """How long a rank may take to end once it was asked to, before it is killed."""
+    lost_s: float = LOST_S
+    """How long hosts may be without a sign of each other before they give up."""
 
     def command(self, local_rank: int, python: str = sys.executable) -> list[str]:
         """The words that start one rank."""
@@ -119,7 +121,7 @@ def share_of(job: Job, host: str, address: str) -> Share:
     )
 
 
-def packed(value: Program | Share) -> str:
+def packed(value: Program | Share | Job) -> str:
     """A value as one word of letters, digits, `-` and `_`."""
     return base64.urlsafe_b64encode(json.dumps(asdict(value)).encode()).decode().rstrip("=")
 
@@ -134,6 +136,14 @@ def share_in(word: str) -> Share:
     told = _unpacked(word)
     told.update(program=_program(told["program"]), slots=tuple(told["slots"]))
     return Share(**told)
+
+
+def job_in(word: str) -> Job:
+    """The job that was packed."""
+    told = _unpacked(word)
+    pool = {host: tuple(slots) for host, slots in told["pool"].items()}
+    told.update(program=_program(told["program"]), pool=pool)
+    return Job(**told)
 
 
 def _unpacked(word: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The process on each host (`python -m hadal.launcher.node`): runs its share of a job.
 
-It says hello, is told its share on its standard input (or by `--share`), and hands it to torch's
-elastic agent. When that input ends, or nothing comes over ssh for a minute, nobody is there any
-more who wants the job: everything here ends.
+It says hello, is told its share on its standard input (or by `--job`), and hands it to torch's
+elastic agent. When that input ends, or over ssh no sign of life comes for long, nobody is there
+any more who wants the job: everything here ends.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 
 from hadal.launcher.frames import Hello, Left, encoded
-from hadal.launcher.job import GRACE_S, Share, packed, share_in
+from hadal.launcher.job import GRACE_S, LOST_S, Share, job_in, packed, share_in, share_of
 from hadal.launcher.processes import exit_code, follow_parent, following
 
 _LOOK_S = 0.2
-_SILENCE_S = 60.0
 _NOTE_LINES = 30
 _PIECE_NBYTES = 1 << 16
 # What accelerators are seen is told to CUDA and ROCm, Intel's and Huawei's drivers.
@@ -36,13 +34,12 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Node:
     """One host's processes."""
 
-    def __init__(self, *, listens: bool, may_fall_silent: bool) -> None:
-        self._listens = listens
+    def __init__(self, *, may_fall_silent: bool) -> None:
         self._may_fall_silent = may_fall_silent
         self._heard_at = time.monotonic()
         self._input = b""
         self._agent: subprocess.Popen[bytes] | None = None
-        self._grace_s = GRACE_S
+        self._grace_s, self._lost_s = GRACE_S, LOST_S
         self._kills_at: float | None = None
         self._notes: deque[str] = deque(maxlen=_NOTE_LINES)
 
@@ -52,14 +49,13 @@ class Node:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
         _tell(encoded(_hello(os.environ)))
         with selectors.DefaultSelector() as selector:
-            if self._listens:
-                selector.register(0, selectors.EVENT_READ)
+            selector.register(0, selectors.EVENT_READ)
             while share is None and self._kills_at is None:
                 words = self._heard(selector) if selector.select(_LOOK_S) else []
                 share = share_in(words[0]) if words else None
             if share is None or self._kills_at is not None:
                 return exit_code(-signal.SIGTERM)
-            self._grace_s = share.program.grace_s
+            self._grace_s, self._lost_s = share.program.grace_s, share.program.lost_s
             self._agent = _started(share)
             assert self._agent.stderr is not None
             selector.register(self._agent.stderr, selectors.EVENT_READ)
@@ -94,7 +90,7 @@ class Node:
 
     def _heard(self, selector: selectors.BaseSelector) -> list[str]:
         """The words that have come; an end of the input is a wish to end."""
-        if not self._listens or 0 not in selector.get_map():
+        if 0 not in selector.get_map():
             return []
         with contextlib.suppress(BlockingIOError):
             piece = os.read(0, _PIECE_NBYTES)
@@ -108,7 +104,7 @@ class Node:
 
     def _is_silent(self) -> bool:
         silence = time.monotonic() - self._heard_at
-        return not self._may_fall_silent and self._kills_at is None and silence > _SILENCE_S
+        return not self._may_fall_silent and self._kills_at is None and silence > self._lost_s
 
     def _note(self, source: int, selector: selectors.BaseSelector) -> None:
         piece = os.read(source, _PIECE_NBYTES)
@@ -180,15 +176,16 @@ def main(words: list[str]) -> int:
     """Run one host's share."""
     follow_parent(signal.SIGTERM)
     parser = argparse.ArgumentParser(prog="python -m hadal.launcher.node")
-    parser.add_argument("--share", help="the share, where it is not told on the standard input")
-    parser.add_argument("--node-rank", type=int, help="the host's number, in place of the share's")
+    parser.add_argument("--job", help="the job, where no share is told on the standard input")
+    parser.add_argument("--node-rank", type=int, help="with --job: the number of this host")
+    parser.add_argument("--address", help="with --job: that of rank 0's host")
     parser.add_argument("--may-fall-silent", action="store_true", help="the input needs no signs")
     parsed = parser.parse_args(words)
-    share = share_in(parsed.share) if parsed.share else None
-    if share is not None and parsed.node_rank is not None:
-        share = replace(share, node_rank=parsed.node_rank)
-    listens = share is None
-    return Node(listens=listens, may_fall_silent=parsed.may_fall_silent or not listens).run(share)
+    share = None
+    if parsed.job:
+        job = job_in(parsed.job)
+        share = share_of(job, list(job.pool)[parsed.node_rank], parsed.address)
+    return Node(may_fall_silent=parsed.may_fall_silent).run(share)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hadal.errors import LaunchError
+from hadal.errors import CommunicationError, LaunchError
 
 # (rank, world size, local rank, local size): the first whose rank and world size are set wins.
 _TOLD_BY = (
@@ -60,6 +60,12 @@ def find_place(variables: Mapping[str, str]) -> Place:
     )
 
 
+def meeting_host(variables: Mapping[str, str]) -> dict[str, str]:
+    """Where the ranks meet, as far as Slurm tells it: the first host of this step."""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    return {"MASTER_ADDR": first_slurm_host(nodes)} if nodes else {}
+
+
 def _slurm_size(variables: Mapping[str, str]) -> str:
     """Slurm tells the ranks of each node as `4(x2),2`, and this node's number."""
     told = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -70,3 +76,11 @@ def _slurm_size(variables: Mapping[str, str]) -> str:
     ]
     node = int(variables.get("SLURM_NODEID", 0))
     return sizes[node] if node < len(sizes) else ""
+
+
+def first_slurm_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `node[03-05,9],gpu1` gives `node03`."""
+    first = re.match(r"[^\[,](?:[^\[,]|\[[^\]]*\])*", nodes)
+    if first is None:
+        raise CommunicationError(f"cannot read the Slurm node list {nodes!r}; set MASTER_ADDR")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])

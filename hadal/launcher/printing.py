@@ -61,6 +61,10 @@ class Printer:
             self._line(talk, is_error, lines.rest)
             lines.rest = b""
 
+    def told(self, piece: bytes) -> None:
+        """What is no rank's is printed as it is."""
+        self._error.write(piece)
+
     def look(self) -> None:
         """Show the tracebacks of ranks that live on."""
         for talk in self._talks.values():

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from hadal.launcher.cores import cores_of
 from hadal.launcher.frames import Began, Ended, encoded, said
 from hadal.launcher.job import Program, program_in
-from hadal.launcher.place import Place, find_place
+from hadal.launcher.place import Place, find_place, meeting_host
 from hadal.launcher.processes import (
     exit_code,
     follow_parent,
@@ -80,7 +80,7 @@ class Rank:
 
     def _started(self) -> subprocess.Popen[bytes]:
         program, place = self._program, self.place
-        variables = {**os.environ, **place.variables()}
+        variables = {**meeting_host(os.environ), **os.environ, **place.variables()}
         if program.binds:
             there = program.cores or os.sched_getaffinity(0)
             own = cores_of(place.local_rank, place.local_size, there)

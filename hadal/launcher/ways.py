@@ -1,35 +1,59 @@
-"""The words that start the process on each host: here, or there over OpenSSH."""
+"""The words that start each host's process: here, there over OpenSSH, or all by one program."""
 
 from __future__ import annotations
 
 import shlex
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
-from hadal.launcher.job import where_hadal_is
+from hadal.errors import LaunchError
+from hadal.launcher.hosts import Pool
+from hadal.launcher.job import Job, packed, where_hadal_is
 
 CONNECT_S = 10
-ALIVE_S, ALIVE_TIMES = 5, 3
-"""A host that is silent for so many seconds, so many times, is lost."""
+ALIVE_TIMES = 3
+"""A host that leaves so many signs of life unanswered is lost."""
+
+
+class Reach(Enum):
+    """How the process that a way starts is told what to do, and to end."""
+
+    HERE = auto()
+    SSH = auto()
+    ALL = auto()
+    """It starts every host's: it is told everything at once, and ends by a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a host's process is started, and reached."""
+    """How hosts' processes are started."""
 
     words: tuple[str, ...]
-    is_ssh: bool = False
+    reach: Reach
+    variables: tuple[tuple[str, str], ...] = ()
+    """Set for the program that is started."""
+
+    @property
+    def is_ssh(self) -> bool:
+        """It leads to another host, by a connection of its own."""
+        return self.reach is Reach.SSH
 
 
 def here() -> Way:
     """A process on this machine."""
-    return Way((sys.executable, "-u", "-m", "hadal.launcher.node", "--may-fall-silent"))
+    words = (sys.executable, "-u", "-m", "hadal.launcher.node", "--may-fall-silent")
+    return Way(words, Reach.HERE)
 
 
 def by_ssh(
-    host: str, *, port: int | None = None, arguments: Sequence[str] = (), venv_script: str = ""
+    host: str,
+    *,
+    port: int | None = None,
+    arguments: Sequence[str] = (),
+    venv_script: str = "",
+    lost_s: float = 30.0,
 ) -> Way:
     """A process on another host. Nothing asks for a password: keys must be set up.
 
@@ -38,62 +62,108 @@ def by_ssh(
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_S,
-        "ServerAliveInterval": ALIVE_S,
+        "ServerAliveInterval": max(1, int(lost_s / ALIVE_TIMES)),
         "ServerAliveCountMax": ALIVE_TIMES,
     }
-    words = ["ssh", "-T"]
+    words = ["ssh", "-T", *arguments]  # the first of two settings wins
     for key, value in options.items():
         words += ["-o", f"{key}={value}"]
     if port is not None:
         words += ["-p", str(port)]
-    return Way((*words, *arguments, host, there(venv_script)), is_ssh=True)
+    return Way((*words, host, there(venv_script)), Reach.SSH)
 
 
-def there(venv_script: str = "") -> str:
+def there(venv_script: str = "", words: str = "") -> str:
     """The shell's line that starts the process on another host.
 
     With a script that sets up an environment, Python is the one of that environment.
     """
     python = "python" if venv_script else shlex.quote(sys.executable)
     path = f'PYTHONPATH={shlex.quote(where_hadal_is())}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-    node = f"cd / && {path} exec {python} -u -m hadal.launcher.node"
+    node = f"cd / && {path} exec {python} -u -m hadal.launcher.node{words}"
     return f". {shlex.quote(venv_script)} && {node}" if venv_script else node
 
 
-def is_here(host: str) -> bool:
-    """Whether a name is this machine's: one of its own, or that of an address it can bind."""
-    name = socket.gethostname()
-    if host in ("localhost", name, name.partition(".")[0]):
-        return True
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+# ---- programs that start every host's --------------------------------------------------------
 
 
-def _can_bind(family: int, address: tuple[object, ...]) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as tried:
-            tried.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
+def by_pdsh(job: Job, address: str, arguments: Sequence[str], venv_script: str = "") -> Way:
+    """All hosts by one pdsh, over ssh."""
+    told = f" --job {packed(job)} --address {shlex.quote(address)} --node-rank %n --may-fall-silent"
+    words = ("pdsh", "-S", "-N", "-f", "1024", "-w", ",".join(job.pool), *arguments)
+    over_ssh = (("PDSH_RCMD_TYPE", "ssh"),)
+    return Way((*words, there(venv_script, told)), Reach.ALL, over_ssh)
 
 
-def address_towards(other: str) -> str:
-    """This machine's address on the way to another one."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as route:
-            route.connect(address)
-            return str(route.getsockname()[0])
-    except OSError:
-        return ""
+def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> Way:
+    """One task of srun for each rank, in this allocation or in one of its own.
+
+    `nodes` are srun's own words on which nodes to take.
+    """
+    size = _even(job.pool, "slurm")
+    counts = (f"--nodes={len(job.pool)}", f"--ntasks={job.world_size}", f"--ntasks-per-node={size}")
+    words = ("srun", *counts, *nodes, "--kill-on-bad-exit=1", "--export=ALL", *arguments)
+    return Way((*words, *_rank(job)), Reach.ALL, _variables(job))
 
 
-def free_port() -> int:
-    """A port of this machine that nobody has."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])
+def by_openmpi(job: Job, address: str, arguments: Sequence[str]) -> Way:
+    """One process of Open MPI's mpirun for each rank."""
+    variables = _variables(job, address)
+    hosts = ",".join(f"{host}:{len(slots)}" for host, slots in _whole(job.pool, "openmpi").items())
+    words = ["mpirun", "-n", str(job.world_size), "--host", hosts]
+    for key, _ in variables:
+        words += ["-x", key]
+    return Way((*words, *arguments, *_rank(job)), Reach.ALL, variables)
+
+
+def by_hydra(job: Job, address: str, arguments: Sequence[str], name: str) -> Way:
+    """One process for each rank by the mpirun of MPICH, MVAPICH or Intel MPI."""
+    variables = _variables(job, address)
+    size = _even(_whole(job.pool, name), name)
+    words = ("mpirun", "-n", str(job.world_size), "-ppn", str(size), "-hosts", ",".join(job.pool))
+    listed = ("-genvlist", ",".join(key for key, _ in variables))
+    return Way((*words, *listed, *arguments, *_rank(job)), Reach.ALL, variables)
+
+
+FanOut = Callable[[Job, str, Sequence[str]], Way]
+MPI: dict[str, FanOut] = {
+    "openmpi": by_openmpi,
+    "mpich": lambda job, address, words: by_hydra(job, address, words, "mpich"),
+    "mvapich": lambda job, address, words: by_hydra(job, address, words, "mvapich"),
+    "impi": lambda job, address, words: by_hydra(job, address, words, "impi"),
+}
+
+
+def _rank(job: Job) -> tuple[str, ...]:
+    return (sys.executable, "-u", "-m", "hadal.launcher.rank", packed(job.program))
+
+
+def _variables(job: Job, address: str = "") -> tuple[tuple[str, str], ...]:
+    """What ranks must find that no process of ours on their host can set."""
+    paths = filter(None, (job.variables.get("PYTHONPATH"), where_hadal_is()))
+    told = {**job.variables, "MASTER_PORT": str(job.port), "PYTHONPATH": ":".join(paths)}
+    if address:
+        told["MASTER_ADDR"] = address
+    return tuple(sorted(told.items()))
+
+
+def _even(pool: Pool, launcher: str) -> int:
+    sizes = {len(slots) for slots in pool.values()}
+    if len(sizes) > 1:
+        raise LaunchError(
+            f"--launcher {launcher} needs as many slots on each host, found"
+            f" {', '.join(f'{host}: {len(slots)}' for host, slots in pool.items())}; take"
+            " --num_gpus N, or --launcher ssh"
+        )
+    return sizes.pop()
+
+
+def _whole(pool: Pool, launcher: str) -> Pool:
+    """Ranks of MPI take a host's accelerators from the first one on."""
+    for host, slots in pool.items():
+        if slots != tuple(range(len(slots))):
+            raise LaunchError(
+                f"--launcher {launcher} cannot choose the slots {list(slots)} of {host}; take whole"
+                " hosts, --num_gpus N, or --launcher ssh"
+            )
+    return pool

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +34,11 @@ def run(*words: object, folder: Path, **variables: str) -> subprocess.CompletedP
     )
 
 
-def start(*words: object, folder: Path, **variables: str) -> subprocess.Popen[str]:
+def start(
+    *words: object, folder: Path, before: Sequence[str] = (), **variables: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*words),
+        [*before, *command(*words)],
         cwd=folder,
         env=environment(HOME=str(folder), **variables),
         stdout=subprocess.PIPE,

@@ -1,0 +1,49 @@
+"""What this machine is called in the network."""
+
+from __future__ import annotations
+
+import socket
+
+
+def is_here(host: str) -> bool:
+    """Whether a name is this machine's: one of its own, or that of an address it can bind."""
+    name = socket.gethostname()
+    if host in ("localhost", name, name.partition(".")[0]):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as tried:
+            tried.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address (or the lack of one) means nothing to other machines."""
+    return not address or address.startswith("127.") or address == "::1"
+
+
+def address_towards(other: str) -> str:
+    """This machine's address on the way to another one; empty where there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(address)
+            return str(route.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
