@@ -17,6 +17,8 @@ LONGEST = 80
 def run(script: Path, *arguments: str, processes: int = 1) -> str:
     """Run one example as a user would; return what it wrote."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    if "hadal run" in script.read_text():
+        launcher = ["-m", "hadal.cli", "run", "--num_accelerators", str(processes)]
     # On CPU, so that two processes never meet on one GPU; the checkout serves if none is installed.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -37,7 +39,7 @@ def run(script: Path, *arguments: str, processes: int = 1) -> str:
 
 def processes_wanted(script: Path) -> int:
     """How many processes an example's own first lines start."""
-    told = re.search(r"--nproc_per_node=(\d+)", script.read_text())
+    told = re.search(r"--(?:nproc_per_node=|num_accelerators )(\d+)", script.read_text())
     return int(told[1]) if told else 1
 
 

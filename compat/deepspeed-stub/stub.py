@@ -25,6 +25,21 @@ License: Apache-2.0
 Requires-Python: >=3.10
 Requires-Dist: hadal
 """
+_COMMANDS = {
+    "deepspeed": "run",
+    "ds": "run",
+    "deepspeed.pt": "run",
+    "ds_report": "report",
+    "dsr": "report",
+    "ds_ssh": "ssh",
+    "ds_bench": "unbuilt",
+    "ds_elastic": "unbuilt",
+    "ds_io": "unbuilt",
+    "ds_nvme_tune": "unbuilt",
+}
+_ENTRY_POINTS = "[console_scripts]\n" + "".join(
+    f"{name} = hadal.cli.deepspeed:{does}\n" for name, does in _COMMANDS.items()
+)
 _WHEEL = "Wheel-Version: 1.0\nGenerator: hadal\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
@@ -38,6 +53,7 @@ def build_wheel(
         for name in ("__init__.py", _MARK)
     }
     files |= {f"{_INFO}/METADATA": _METADATA, f"{_INFO}/WHEEL": _WHEEL}
+    files[f"{_INFO}/entry_points.txt"] = _ENTRY_POINTS
     files[f"{_INFO}/RECORD"] = _record(files)
     name = f"deepspeed-{_VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(Path(wheel_directory, name), "w") as wheel:

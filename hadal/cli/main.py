@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from hadal import __version__
-from hadal.cli import bench, checkpoint, estimate, explain, plot_schedule, run, schema
+from hadal.cli import bench, checkpoint, estimate, explain, plot_schedule, report, run, schema, ssh
 
-SUBCOMMANDS = (run, bench, checkpoint, estimate, explain, plot_schedule, schema)
+SUBCOMMANDS = (run, report, bench, checkpoint, estimate, explain, plot_schedule, schema, ssh)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

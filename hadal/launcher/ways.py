@@ -55,10 +55,18 @@ def by_ssh(
     venv_script: str = "",
     lost_s: float = 30.0,
 ) -> Way:
-    """A process on another host. Nothing asks for a password: keys must be set up.
+    """A process on another host.
 
     The command it is given is the same whatever the job: that travels on its standard input.
     """
+    words = ssh_to(host, port=port, arguments=arguments, lost_s=lost_s)
+    return Way((*words, there(venv_script)), Reach.SSH)
+
+
+def ssh_to(
+    host: str, *, port: int | None = None, arguments: Sequence[str] = (), lost_s: float = 30.0
+) -> list[str]:
+    """The words before a command on another host. Nothing asks: keys must be set up."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_S,
@@ -70,7 +78,7 @@ def by_ssh(
         words += ["-o", f"{key}={value}"]
     if port is not None:
         words += ["-p", str(port)]
-    return Way((*words, host, there(venv_script)), Reach.SSH)
+    return [*words, host]
 
 
 def there(venv_script: str = "", words: str = "") -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_install import _FOUND, _LOOK, ROOT, told
+from test_install import _FOUND, _LOOK, ROOT, python, told
 from torch import nn
 
 from hadal.compat.surface import VERSION
@@ -145,3 +145,24 @@ def test_accelerate_launch_starts_a_program_that_knows_nothing(
         *mine, moved = json.loads(losses)
         assert mine == pytest.approx(still, abs=1e-5)
         assert moved < last - 0.01
+
+
+def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> None:
+    """Each is called as pip's own script would call it."""
+    (found,) = site.glob("*.dist-info/entry_points.txt")
+    commands = dict(line.split(" = ") for line in found.read_text().splitlines()[1:])
+    job = tmp_path / "job.py"
+    job.write_text("import sys, deepspeed; print('ran', deepspeed.__name__, sys.argv[1:])\n")
+    expected = {
+        "deepspeed": (f"'--no_local_rank', {str(job)!r}, '--x'", 0, "ran deepspeed ['--x']"),
+        "ds_report": ("'--hide_operator_status'", 0, "leads to Hadal, as 0.19.8"),
+        "ds_ssh": ("'-f', '/no/such', 'uptime'", 2, "No such file or directory: '/no/such'"),
+        "ds_bench": ("", 2, "ds_bench: ds_bench is not built yet in Hadal"),
+    }
+    for name, (words, code, said) in expected.items():
+        module, function = commands[name].split(":")
+        call = f"sys.argv = ['/bin/{name}', {words}]; sys.exit({module}.{function}())"
+        done = python("-c", f"import sys, {module}; {call}", path=(site,))
+        assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stderr
+    assert {commands[name] for name in ("ds", "deepspeed.pt")} == {commands["deepspeed"]}
+    assert commands["dsr"] == commands["ds_report"]
