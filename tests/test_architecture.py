@@ -158,7 +158,9 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / target).exists(), f"{page.name} names {target}"
 
 
-@pytest.mark.parametrize("folder", ["launcher", "comm", "offload", "zero", "optim", "engine", "compat"])
+@pytest.mark.parametrize(
+    "folder", ["launcher", "comm", "offload", "zero", "optim", "engine", "compat"]
+)
 def test_the_design_names_every_room(folder: str) -> None:
     page = (ROOT / "docs/design.md").read_text()
     inside = page.split(f"\nInside `{folder}/`", 1)[1].split("\n\n", 1)[0]

@@ -33,7 +33,7 @@ _COMMANDS = {
     "dsr": "report",
     "ds_ssh": "ssh",
     "ds_bench": "unbuilt",
-    "ds_elastic": "unbuilt",
+    "ds_elastic": "elastic",
     "ds_io": "unbuilt",
     "ds_nvme_tune": "unbuilt",
 }

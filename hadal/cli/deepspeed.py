@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from hadal.cli.main import main
@@ -25,6 +26,16 @@ def report() -> int:
 def ssh() -> int:
     """`ds_ssh`: a command on every host."""
     return main(["ssh", *sys.argv[1:]])
+
+
+def elastic() -> int:
+    """`ds_elastic -c CONFIG [-w RANKS]`: the batch, and who can train it."""
+    parser = argparse.ArgumentParser(prog="ds_elastic")
+    parser.add_argument("-c", "--config", required=True, help="a ds_config.json")
+    parser.add_argument("-w", "--world-size", default="0", help="number of ranks")
+    parsed = parser.parse_args()
+    ranks = [] if parsed.world_size == "0" else ["--world-size", parsed.world_size]
+    return main(["elastic", parsed.config, *ranks])
 
 
 def unbuilt() -> int:

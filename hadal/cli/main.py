@@ -7,9 +7,31 @@ import sys
 from collections.abc import Sequence
 
 from hadal import __version__
-from hadal.cli import bench, checkpoint, estimate, explain, plot_schedule, report, run, schema, ssh
+from hadal.cli import (
+    bench,
+    checkpoint,
+    elastic,
+    estimate,
+    explain,
+    plot_schedule,
+    report,
+    run,
+    schema,
+    ssh,
+)
 
-SUBCOMMANDS = (run, report, bench, checkpoint, estimate, explain, plot_schedule, schema, ssh)
+SUBCOMMANDS = (
+    run,
+    report,
+    bench,
+    checkpoint,
+    elastic,
+    estimate,
+    explain,
+    plot_schedule,
+    schema,
+    ssh,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -204,6 +204,19 @@ def local_rank() -> int:
     return told.local_rank if told else 0
 
 
+def told_world_size() -> int | None:
+    """How many ranks there are, as the launcher told it; None without one."""
+    told = _told(os.environ)
+    if told is not None:
+        return told.world_size
+    return _whole_number(os.environ, "WORLD_SIZE") if "WORLD_SIZE" in os.environ else None
+
+
+def told_elasticity() -> str | None:
+    """The `elasticity` section that a scheduler of elastic jobs was given, as JSON."""
+    return os.environ.get("DEEPSPEED_ELASTICITY_CONFIG")
+
+
 def collective_timeout_s() -> float:
     """Seconds to wait for another rank, as `init_distributed` was told."""
     return _timeout[-1].total_seconds()

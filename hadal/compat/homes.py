@@ -11,6 +11,7 @@ _TOOLS = "hadal.compat.tools"
 _COMM = "hadal.compat.comm"
 _RECOMPUTING = "hadal.compat.checkpointing"
 _LOG = "hadal.compat.log"
+_ELASTICITY = "hadal.compat.elasticity"
 _ZERO = "hadal.compat.zero"
 _GROUPS = "hadal.compat.groups"
 _BUILDERS = "hadal.compat.builders"
@@ -63,6 +64,8 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.compression.helper": {
         _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
     },
+    "deepspeed.elasticity": {_ELASTICITY: "compute_elastic_config"},
+    "deepspeed.elasticity.config": {_ELASTICITY: "ElasticityError ElasticityIncompatibleWorldSize"},
     "deepspeed.ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.lamb": {_OPTIMIZERS: "FusedLamb"},

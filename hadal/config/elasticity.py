@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import NO_EFFECT, Section, key
 from hadal.config.values import Boolean, Integer, Number
 
 
@@ -15,14 +15,16 @@ class Elasticity(Section):
     switch: ClassVar[str | None] = "enabled"
     renamed: ClassVar[Mapping[str, str]] = {"prefer_large_batch": "prefer_larger_batch"}
 
-    enabled: Boolean = key(False, "Choose the batch sizes.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Choose the batch sizes.")
     max_train_batch_size: Integer = key(2000, "Largest batch, in samples. Must be said.", gt=0)
     micro_batch_sizes: tuple[Annotated[Integer, Ge(1)], ...] = key(
         (2, 4, 6), "Micro-batches to choose from, in samples. Must be said."
     )
     min_gpus: Integer = key(1, "Fewest ranks.", ge=1)
     max_gpus: Integer = key(10000, "Most ranks.", ge=1)
-    min_time: Integer = key(0, "Minutes between changes of the number of ranks.", ge=0)
+    min_time: Integer = key(
+        0, "Minutes between changes of the number of ranks, for schedulers.", ge=0, mark=NO_EFFECT
+    )
     prefer_larger_batch: Boolean = key(True, "Among equals take the larger batch.")
     ignore_non_elastic_batch_info: Boolean = key(
         False, "Overrule batch sizes given elsewhere, rather than refuse them."

@@ -9,18 +9,21 @@ from typing import Any
 
 from hadal.config.advice import tell_advice
 from hadal.config.batch import BATCH_KEYS
+from hadal.config.elastic import list_of, sizes_of
 from hadal.config.legacy import modernise
 from hadal.config.plain import leaves
 from hadal.config.prepare import prepare
 from hadal.config.reading import Source, read
 from hadal.config.report import Report
 from hadal.config.rules import tell_contradictions
+from hadal.config.rules.wings import elastic_faults
 from hadal.config.rules.zero import blocks_that_do_not_fit
 from hadal.config.section import default_of
 from hadal.config.top_level import Config, Origin
 from hadal.config.triangle import Given, Sizes, complete
 from hadal.config.unbuilt import tell_unbuilt
 from hadal.config.validate import validate
+from hadal.errors import Fault
 
 _log = logging.getLogger("hadal.config")
 
@@ -117,7 +120,10 @@ def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report)
     open_keys = tuple(key for key in BATCH_KEYS if values.get(key) is None)
     if report.is_faulty(BATCH_KEYS) or any(key in report.unbuilt for key in BATCH_KEYS):
         return ()
-    if _is_chosen_elsewhere(values, report):
+    elastic = values.get("elasticity")
+    if elastic is not None and elastic.enabled:
+        return _elastic_batch(values, brought.world_size, ranks, report)
+    if _is_tuned(values):
         return ()
     if not values.keys() & set(BATCH_KEYS[:2]) and set(BATCH_KEYS) & set(report.autos):
         values[BATCH_KEYS[1]] = 1
@@ -130,18 +136,40 @@ def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report)
     return ()
 
 
-def _is_chosen_elsewhere(values: Mapping[str, Any], report: Report) -> bool:
-    """Tell whether elasticity or the autotuner chooses the batch, and no size is given."""
-    elastic, tuning = values.get("elasticity"), values.get("autotuning")
+def _elastic_batch(
+    values: dict[str, Any], world_size: int, ranks: int, report: Report
+) -> tuple[str, ...]:
+    """Let elasticity choose all sizes."""
+    section = values["elasticity"]
     given = [key for key in BATCH_KEYS if values.get(key) is not None]
-    if elastic is not None and elastic.enabled:
-        if given and not elastic.ignore_non_elastic_batch_info:
-            report.fault(
-                given[0],
-                "elasticity.enabled chooses the batch; leave it out, or give "
-                "elasticity.ignore_non_elastic_batch_info true",
-            )
-        return True
+    if given and not section.ignore_non_elastic_batch_info:
+        report.fault(
+            given[0],
+            "elasticity.enabled chooses the batch; leave it out, or give "
+            "elasticity.ignore_non_elastic_batch_info true",
+        )
+        return ()
+    if report.is_faulty(("elasticity",)) or any(elastic_faults(section)):
+        return ()
+    sizes = sizes_of(section, world_size, ranks)
+    if isinstance(sizes, Fault):
+        report.fault(sizes.path, sizes.message)
+        return ()
+    for key in given:
+        report.note(key, f"{values[key]} gives way to what elasticity chooses")
+    if ranks not in list_of(section).ranks:
+        report.note(
+            "elasticity",
+            f"{world_size} ranks are outside the list: the batch of {sizes.train} is theirs alone",
+        )
+    values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
+    return BATCH_KEYS
+
+
+def _is_tuned(values: Mapping[str, Any]) -> bool:
+    """Tell whether the autotuner chooses the batch."""
+    tuning = values.get("autotuning")
+    given = any(values.get(key) is not None for key in BATCH_KEYS)
     return tuning is not None and tuning.enabled and not given
 
 

@@ -13,12 +13,18 @@ from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.faults import told_to_all
-from hadal.comm.start import memory_is_tuned
+from hadal.comm.start import memory_is_tuned, told_elasticity
 from hadal.config import Config, load_config
 from hadal.device import current_device, keep_freed_memory
 from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import choose_config, with_schedule
-from hadal.engine.checks import check_birth, check_parameters, check_same, members_of_groups
+from hadal.engine.checks import (
+    check_birth,
+    check_parameters,
+    check_same,
+    check_scheduler,
+    members_of_groups,
+)
 from hadal.engine.engine import Engine
 from hadal.engine.later_groups import LaterGroups
 from hadal.engine.loader import ShardedLoader
@@ -168,6 +174,7 @@ def _admit(
         client_scheduler=wishes.schedule is not None,
         rounds_early=engine_type.rounds_early,
     )
+    check_scheduler(config, told_elasticity())
     open_log(config, ranks.rank)
     check_parameters(model.named_parameters(), current_device(), ranks)
     optimizer = make_optimizer(wishes, config, model)

@@ -13,11 +13,14 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere
+from hadal.config import Config
 from hadal.config.plain import leaves
-from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
+from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
 from hadal.zero.grouping import is_foreign
 from hadal.zero.sharing import Sharing
+
+_SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
 
 def check_parameters(
@@ -141,3 +144,27 @@ def members_of_groups(
             )
         groups.append([p for p in group["params"] if p.requires_grad])
     return groups
+
+
+def check_scheduler(config: Config, told: str | None) -> None:
+    """Raise where a scheduler of elastic jobs counts on another batch than the configuration's."""
+    section = config.elasticity
+    if section is None or not section.enabled or told is None:
+        return
+    name = "DEEPSPEED_ELASTICITY_CONFIG"
+    try:
+        theirs = json.loads(told)
+        scheduled = {key: theirs[key] for key in _SCHEDULED}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"the variable {name} must hold the `elasticity` section as JSON, with"
+            f" {', '.join(_SCHEDULED)}; found {told!r} ({error!r})"
+        ) from None
+    for key, value in scheduled.items():
+        own = getattr(section, key)
+        own = list(own) if isinstance(own, tuple) else own
+        if own != value:
+            raise ConfigError(
+                f"elasticity.{key}: {own}, but the scheduler counts on {value} ({name}); make them"
+                " equal"
+            )

@@ -213,7 +213,7 @@ def test_elasticity_chooses_the_batch():
     assert path == NAMES[1]
     assert "ignore_non_elastic_batch_info" in message
     elastic["ignore_non_elastic_batch_info"] = True
-    assert faults_of({**batch(micro=1), "elasticity": elastic}).keys() == {"elasticity.enabled"}
+    assert sizes_of(load_config({**batch(micro=1), "elasticity": elastic})) == (8, 2, 4)
 
 
 def test_what_the_program_brings_is_in_the_effective_configuration():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
 from hadal.config.data_efficiency import CurriculumMetric
+from hadal.config.elasticity import Elasticity
 from hadal.config.rules.rule import reading
 from hadal.config.section import Section
 from hadal.config.top_level import Config
@@ -119,10 +120,19 @@ def _sparse_layout(config: Config) -> Iterator[Fault]:
 
 
 @reading("elasticity")
-def _elastic_sizes(config: Config) -> Iterator[Fault]:
-    section, path = config.elasticity, "elasticity"
-    if section is None or not section.enabled:
-        return
+def _elastic(config: Config) -> Iterator[Fault]:
+    section = config.elasticity
+    if section is not None and section.enabled:
+        yield from elastic_faults(section)
+
+
+def elastic_faults(section: Elasticity) -> Iterator[Fault]:
+    """Tell what stands against a choice of the batch."""
+    yield from _elastic_sizes(section, "elasticity")
+    yield from _elastic_version(section, "elasticity")
+
+
+def _elastic_sizes(section: Elasticity, path: str) -> Iterator[Fault]:
     for name in ("max_train_batch_size", "micro_batch_sizes"):
         if name not in section.model_fields_set:
             yield Fault(f"{path}.{name}", "must be said where the section is on; add it")
@@ -138,11 +148,7 @@ def _elastic_sizes(config: Config) -> Iterator[Fault]:
         )
 
 
-@reading("elasticity")
-def _elastic_version(config: Config) -> Iterator[Fault]:
-    section, path = config.elasticity, "elasticity"
-    if section is None or not section.enabled:
-        return
+def _elastic_version(section: Elasticity, path: str) -> Iterator[Fault]:
     if section.version not in (0.1, 0.2):
         yield Fault(f"{path}.version", f"expected 0.1 or 0.2, got {section.version}")
     shared = section.model_parallel_size
@@ -217,8 +223,7 @@ RULES = (
     _profiled_steps,
     _contiguous_checkpoints,
     _sparse_layout,
-    _elastic_sizes,
-    _elastic_version,
+    _elastic,
     _compile_passes,
     _two_degrees,
     _compression_groups,

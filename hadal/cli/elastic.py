@@ -1,0 +1,103 @@
+"""`hadal elastic CONFIG`: the batch that elasticity chooses, and how many ranks can train it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hadal.cli.arguments import positive
+from hadal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hadal.config.elasticity import Elasticity
+
+_FAULTY = 2
+_NUMBERS = 16
+"""So many numbers stand in a line."""
+
+
+def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "elastic", help="show the batch that `elasticity` chooses, and who can train it"
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a ds_config.json, or its base64 text")
+    parser.add_argument(
+        "--world-size", type=positive, metavar="N", help="show what each of N ranks does too"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Show it; return 2 where there is none, or none for so many ranks."""
+    try:
+        told = _told(_section(parsed.config), parsed.world_size)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return _FAULTY
+    if parsed.json:
+        print(json.dumps(told))
+    else:
+        _show(told)
+    return 0
+
+
+def _section(source: str) -> Elasticity:
+    """The section by itself, whether it is on or not."""
+    from hadal.config import load_config
+    from hadal.config.reading import read
+    from hadal.config.report import written
+    from hadal.config.rules.wings import elastic_faults
+
+    name, raw = read(source)
+    if not isinstance(raw.get("elasticity"), dict):
+        raise ConfigError(
+            f"{name} has no `elasticity` section; add one with max_train_batch_size and"
+            " micro_batch_sizes"
+        )
+    alone = {"elasticity": {**raw["elasticity"], "enabled": False}, "train_batch_size": 1}
+    section = load_config(alone).elasticity
+    assert section is not None  # it was given
+    faults = tuple(elastic_faults(section))
+    if faults:
+        raise ConfigError(written(name, faults), faults)
+    return section
+
+
+def _told(section: Elasticity, world_size: int | None) -> dict[str, Any]:
+    from hadal.config.elastic import choice_of, list_of, sizes_of
+    from hadal.config.triangle import Sizes
+
+    shared = section.model_parallel_size
+    choice = list_of(section) if world_size is None else choice_of(section, world_size)
+    told: dict[str, Any] = {
+        "train_batch_size": choice.train,
+        "world_sizes": [count * shared for count in choice.ranks],
+        "model_parallel_size": shared,
+    }
+    if world_size is None:
+        return told
+    sizes = sizes_of(section, world_size, world_size // shared)
+    if not isinstance(sizes, Sizes):
+        raise ConfigError(f"{sizes.path}: {sizes.message}", (sizes,))
+    return told | {
+        "world_size": world_size,
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulation,
+    }
+
+
+def _show(told: dict[str, Any]) -> None:
+    counts = told["world_sizes"]
+    print(f"batch  {told['train_batch_size']} samples")
+    shared = told["model_parallel_size"]
+    by = f", {shared} of them for each copy of the model" if shared > 1 else ""
+    print(f"ranks  {len(counts)} numbers{by}")
+    for start in range(0, len(counts), _NUMBERS):
+        print("       " + " ".join(str(count) for count in counts[start : start + _NUMBERS]))
+    if "world_size" in told:
+        micro, times = told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"]
+        print(f"{told['world_size']} ranks: {times} micro-batches of {micro} samples each")

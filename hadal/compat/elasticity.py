@@ -1,0 +1,78 @@
+"""`deepspeed.elasticity`: the batch that many numbers of ranks can train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packaging.version import Version
+
+from hadal.comm.start import told_world_size
+from hadal.config import load_config
+from hadal.config.elastic import choice_of, micro_for
+from hadal.config.elasticity import Elasticity
+from hadal.config.rules.wings import elastic_faults
+from hadal.errors import ConfigError
+
+_FIRST = Version("0.3.8")
+
+
+class ElasticityError(ConfigError):
+    """Elasticity cannot choose a batch."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The section says too little, or contradicts itself."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """So many ranks cannot train the batch."""
+
+
+def compute_elastic_config(
+    ds_config: dict[str, Any],
+    target_deepspeed_version: str,
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
+    """The batch, the numbers of ranks, and the micro-batch where it is asked for.
+
+    `world_size` counts in two ways, as it always has: as all ranks, of which version 0.2 makes its
+    list, and as a number of that list, which holds data-parallel ranks only.
+    """
+    if Version(target_deepspeed_version) < _FIRST:
+        raise ElasticityError(
+            f"elasticity needs DeepSpeed {_FIRST} or newer, got {target_deepspeed_version}"
+        )
+    section = _section(ds_config)
+    ranks = world_size or told_world_size() or 0
+    if not ranks and (section.version >= 0.2 or return_microbatch):
+        raise ElasticityConfigError(
+            "the number of ranks is not known: give world_size, or set WORLD_SIZE"
+        )
+    train, valid = choice_of(section, ranks or 1)
+    micros, counts = section.micro_batch_sizes, list(valid)
+    if world_size:
+        if world_size not in valid:
+            raise ElasticityIncompatibleWorldSize(
+                f"{world_size} ranks cannot train a batch of {train}; take one of {counts}"
+            )
+        return train, counts, micro_for(train, world_size, micros)
+    if not return_microbatch:
+        return train, counts
+    larger = section.prefer_larger_batch or section.version < 0.2
+    return train, counts, micro_for(train, ranks, micros, larger=larger)
+
+
+def _section(ds_config: dict[str, Any]) -> Elasticity:
+    told = ds_config.get("elasticity")
+    if not isinstance(told, dict) or not told.get("enabled"):
+        raise ElasticityConfigError("the configuration has no `elasticity` that is enabled")
+    try:
+        alone = {"elasticity": {**told, "enabled": False}, "train_batch_size": 1}
+        section = load_config(alone).elasticity
+    except ConfigError as error:
+        raise ElasticityConfigError(str(error), error.faults) from error
+    assert section is not None  # it was given
+    for fault in elastic_faults(section):
+        raise ElasticityConfigError(f"{fault.path}: {fault.message}", (fault,))
+    return section
