@@ -17,6 +17,7 @@ from hadal.cli.arguments import positive
 from hadal.errors import HadalError, LaunchError
 
 _FAULTY = 2
+_UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
 _LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
 _LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")
 
@@ -148,6 +149,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     for note in plan.notes:
         said.note(note)
+    for host, way in plan.ways.items():
+        said.detail(f"{host} {list(plan.job.pool.get(host, ()))}: {shlex.join(way.words)}")
     missing = sorted({way.words[0] for way in plan.ways.values() if not which(way.words[0])})
     if missing:
         said.report(
@@ -163,17 +166,26 @@ def run(parsed: argparse.Namespace) -> int:
             address=plan.address,
             waits_for_all=not choices.no_ssh_check,
         )
-        return front.run()
+        try:
+            return front.run()
+        except BrokenPipeError:  # nobody reads what ranks print: without this process they end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _UNREAD
 
 
 class _Said:
     """What this command says itself, on the standard error."""
 
     def __init__(self, parsed: argparse.Namespace) -> None:
+        self._is_detailed = parsed.log_level in ("trace", "debug") and not parsed.quiet
         self._is_quiet = parsed.quiet or parsed.log_level in ("warning", "error", "critical")
 
     def note(self, text: str) -> None:
         if not self._is_quiet:
+            self.report(text)
+
+    def detail(self, text: str) -> None:
+        if self._is_detailed:
             self.report(text)
 
     def report(self, text: str) -> None:

@@ -97,6 +97,9 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Pla
             " write one with a line `NAME slots=N` for each host, and give it by --hostfile"
         )
     is_one = _is_one(choices, pool, is_told=hostfile is not None)
+    idle = _without_effect(choices, is_one)
+    if idle:
+        notes = (*notes, f"{', '.join(idle)}: no effect here")
     job = _job(choices, variables, folder, pool, is_one=is_one, shows_slots=shows)
     address = choices.master_addr or ("127.0.0.1" if is_one else "")
     return Plan(job, _ways(choices, job, is_one), address, notes)
@@ -156,6 +159,19 @@ def _refuse(choices: Choices) -> None:
             "--node_rank says which host this is, for --no_ssh; without it every host is started"
             " from here"
         )
+
+
+def _without_effect(choices: Choices, is_one: bool) -> list[str]:
+    """The flags that are given, and speak of what this job does not have."""
+    by_ssh = choices.launcher == "ssh" and not choices.no_ssh and not is_one
+    idle = {
+        "--launcher": is_one and choices.launcher != "ssh",
+        "--launcher_args": choices.launcher_args and (is_one or choices.no_ssh),
+        "--ssh_port": choices.ssh_port and not by_ssh,
+        "--venv_script": choices.venv_script and not (by_ssh or choices.launcher == "pdsh"),
+        "--no_ssh_check": choices.no_ssh_check and not by_ssh,
+    }
+    return [flag for flag, is_idle in idle.items() if is_idle]
 
 
 # ---- which slots -----------------------------------------------------------------------------
@@ -312,7 +328,9 @@ def _by_slurm(
             "--exclude", choices.exclude
         )
     job = _job(choices, variables, folder, pool, is_one=False, shows_slots=False)
-    return Plan(job, {"srun": by_slurm(job, choices.launcher_args, nodes)}, "", ())
+    idle = _without_effect(choices, is_one=False)
+    notes = (f"{', '.join(idle)}: no effect with Slurm",) if idle else ()
+    return Plan(job, {"srun": by_slurm(job, choices.launcher_args, nodes)}, "", notes)
 
 
 def _slurm_nodes(flag: str, text: str) -> tuple[str, ...]:

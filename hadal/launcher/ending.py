@@ -13,6 +13,7 @@ TRACEBACK = b"Traceback (most recent call last):"
 BY_TORCH = re.compile(rb"(?m)^\[rank\d+\]: ?")
 """What torch writes before each line of a traceback, once ranks have met."""
 _LAST_LINES = 20
+_WORDLESS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,16 @@ class Failure:
     """When its traceback began to come, or where there is none its end."""
     text: str
     """Its traceback, or the last lines of its standard error."""
+    has_traceback: bool = True
+
+    @property
+    def order(self) -> float:
+        """The later, the rather a consequence of others.
+
+        One that ends without a word is heard of when its process is gone: by then those that
+        waited for it may have begun their tracebacks.
+        """
+        return self.at if self.has_traceback else self.at - _WORDLESS_S
 
     @property
     def how(self) -> str:
@@ -56,7 +67,7 @@ def worst(failures: Iterable[Failure]) -> int:
 
 def report(failures: Sequence[Failure], *, names_hosts: bool, logs: str = "") -> list[str]:
     """What to show: the first failure whole, the others folded."""
-    first, *others = sorted(failures, key=lambda failure: failure.at)
+    first, *others = sorted(failures, key=lambda failure: failure.order)
     lines = [f"{_who([first], names_hosts)} failed first: {first.how}"]
     lines += [f"  {line}" for line in first.text.splitlines()]
     if not first.text:

@@ -170,10 +170,9 @@ class Front:
         if self._interrupted_by is not None:
             return
         code = 1 if frame.was_stopped else frame.code
-        at = began_at or time.monotonic()
-        self._failures.append(
-            Failure(frame.rank, self._hosts.get(frame.rank, channel.host), code, at, text)
-        )
+        at, host = began_at or time.monotonic(), self._hosts.get(frame.rank, channel.host)
+        told = Failure(frame.rank, host, code, at, text, has_traceback=began_at is not None)
+        self._failures.append(told)
         self._stop(signal.SIGTERM)
 
     def _gone(self, channel: Channel) -> None:

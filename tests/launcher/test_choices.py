@@ -181,6 +181,18 @@ def test_what_is_not_built_says_so(plan: Any, fields: dict[str, Any]) -> None:
         plan(**fields)
 
 
+def test_flags_without_effect_are_told(plan: Any, hostfile: str) -> None:
+    fields = {"ssh_port": 22, "venv_script": "v", "launcher_args": ("-x",), "no_ssh_check": True}
+    flags = "--launcher_args, --ssh_port, --venv_script, --no_ssh_check: no effect here"
+    assert plan(**fields, num_slots=1).notes == (flags,)
+    assert plan(**fields, hostfile=hostfile).notes == ()
+    pdsh = plan(**fields, hostfile=hostfile, launcher="pdsh").notes
+    assert pdsh == ("--ssh_port, --no_ssh_check: no effect here",)
+    assert plan(num_slots=1, launcher="pdsh").notes == ("--launcher: no effect here",)
+    slurm = plan(num_slots=1, launcher="slurm", ssh_port=22, no_local_rank=True).notes
+    assert slurm == ("--ssh_port: no effect with Slurm",)
+
+
 def test_a_grace_that_is_no_number_is_refused(plan: Any) -> None:
     assert plan({"HADAL_GRACE_S": "2.5"}).job.program.grace_s == 2.5
     with pytest.raises(LaunchError, match="HADAL_GRACE_S"):

@@ -33,6 +33,14 @@ def test_the_first_failure_is_whole_and_the_others_are_folded() -> None:
     assert "/logs" in report(failures, names_hosts=False, logs="/logs")[-1]
 
 
+def test_a_death_without_a_word_is_thought_to_come_before_what_follows_it() -> None:
+    dead = Failure(1, "a", -9, 10.2, "", has_traceback=False)
+    follower = Failure(0, "a", 1, 10.0, TRACE)
+    assert report([follower, dead], names_hosts=False)[0].startswith("rank 1 failed first")
+    earlier = Failure(2, "a", 1, 9.0, TRACE)
+    assert report([earlier, dead], names_hosts=False)[0].startswith("rank 2 failed first")
+
+
 def test_what_may_help_is_said() -> None:
     argparse = "usage: t.py\nt.py: error: unrecognized arguments: --local_rank=0"
     assert "--no_local_rank" in report([Failure(0, "a", 2, 0, argparse)], names_hosts=False)[-1]

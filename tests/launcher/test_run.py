@@ -174,3 +174,21 @@ def test_it_starts_fast(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("hadal run: --autotuning tune is not built yet")
     assert time.monotonic() - began < 5
+
+
+def test_it_ends_when_nobody_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(
+        "import sys, time\nprint(sys.argv[1], flush=True)\n"
+        "while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n"
+    )
+    words = ["--log_level", "debug", "--no_local_rank", "--num_gpus", 1, "talk.py", tmp_path]
+    job = start(*words, folder=tmp_path, HADAL_GRACE_S="1")
+    assert job.stdout is not None and job.stderr is not None
+    assert job.stdout.readline() == f"{tmp_path}\n"
+    job.stdout.close()
+    assert job.wait(30) == 141
+    shown = job.stderr.read()
+    assert "hadal run: localhost [0]: " in shown
+    assert "Traceback" not in shown
+    job.stderr.close()
+    wait_for(lambda: alive(tmp_path) == [], seconds=12)
