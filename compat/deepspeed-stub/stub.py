@@ -34,8 +34,8 @@ _COMMANDS = {
     "ds_ssh": "ssh",
     "ds_bench": "unbuilt",
     "ds_elastic": "elastic",
-    "ds_io": "unbuilt",
-    "ds_nvme_tune": "unbuilt",
+    "ds_io": "io",
+    "ds_nvme_tune": "io",
 }
 _ENTRY_POINTS = "[console_scripts]\n" + "".join(
     f"{name} = hadal.cli.deepspeed:{does}\n" for name, does in _COMMANDS.items()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import sys
+import tempfile
+from pathlib import Path
 
 from hadal.cli.main import main
+from hadal.cli.run import divided, pid_file
 from hadal.errors import NotBuiltYetError
 
 _FAULTY = 2
@@ -16,6 +21,27 @@ _OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")
 def run() -> int:
     """`deepspeed`: starts a program, as `hadal run` does."""
     return main(["run", *sys.argv[1:]])
+
+
+def launch() -> int:
+    """`python -m deepspeed.launcher.launch`: one host's share, the others start theirs."""
+    own, program = divided(sys.argv[1:], "--world_info", "--save_pid")
+    parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", allow_abbrev=False)
+    parser.add_argument("--world_info", required=True, help="base64 of JSON {host: [slots]}")
+    parser.add_argument("--node_rank", default="0", help="the number of this host")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0's host")
+    parser.add_argument("--save_pid", type=int, help="the name of a file for this number")
+    told, rest = parser.parse_known_args(own)
+    slots = json.loads(base64.urlsafe_b64decode(told.world_info))
+    include = "@".join(f"{host}:{','.join(map(str, ids))}" for host, ids in slots.items())
+    with tempfile.TemporaryDirectory() as folder, pid_file(told.save_pid):
+        hostfile = Path(folder, "hosts")
+        hostfile.write_text(
+            "".join(f"{host} slots={max(ids) + 1}\n" for host, ids in slots.items())
+        )
+        where = ["--hostfile", str(hostfile), "--include", include, "--no_ssh"]
+        where += ["--node_rank", told.node_rank, "--master_addr", told.master_addr]
+        return main(["run", *where, *rest, *program])
 
 
 def report() -> int:
@@ -36,6 +62,14 @@ def elastic() -> int:
     parsed = parser.parse_args()
     ranks = [] if parsed.world_size == "0" else ["--world-size", parsed.world_size]
     return main(["elastic", parsed.config, *ranks])
+
+
+def io() -> int:
+    """`ds_io`, `ds_nvme_tune`: how fast a disk is, and which `aio` section suits it."""
+    parser = argparse.ArgumentParser(prog="ds_io")
+    parser.add_argument("--nvme_dir", required=True, help="a folder on the disk")
+    parsed, rest = parser.parse_known_args()
+    return main(["bench", "io", parsed.nvme_dir, *rest])
 
 
 def unbuilt() -> int:

@@ -118,14 +118,18 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(run=run)
 
 
-def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of `hadal run` up to the program's name, and the program's own."""
+def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
+    """The words of `hadal run` up to the program's name, and the program's own.
+
+    `valued` are more flags to which the next word belongs.
+    """
     takes = {
         name: flag.takes_value
         for flags in _GROUPS.values()
         for flag in flags
         for name in flag.names
     }
+    takes |= dict.fromkeys(valued, True)
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
@@ -157,7 +161,7 @@ def run(parsed: argparse.Namespace) -> int:
             f"{missing[0]}: no such program is found; install it, or take another --launcher"
         )
         return _FAULTY
-    with _pid_file(parsed.save_pid):
+    with pid_file(os.getpid() if parsed.save_pid else None):
         front = Front(
             plan.job,
             plan.ways,
@@ -211,13 +215,13 @@ def _choices(parsed: argparse.Namespace) -> Any:
 
 
 @contextmanager
-def _pid_file(is_wanted: bool) -> Iterator[None]:
-    """The file by which programs that start this one find it: its number is name and content."""
-    path = Path(tempfile.gettempdir(), f"{os.getpid()}.ds")
-    if is_wanted:
+def pid_file(name: int | None) -> Iterator[None]:
+    """A file by which programs that start this one find its number."""
+    path = Path(tempfile.gettempdir(), f"{name}.ds")
+    if name is not None:
         path.write_text(str(os.getpid()))
     try:
         yield
     finally:
-        if is_wanted:
+        if name is not None:
             path.unlink(missing_ok=True)

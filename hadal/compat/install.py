@@ -17,6 +17,8 @@ from hadal.compat.alias import AliasModule, alias
 from hadal.compat.surface import ROOT, VERSION, modules
 from hadal.errors import UsageError
 
+_PROGRAMS = {"deepspeed.launcher.runner": "run", "deepspeed.launcher.launch": "launch"}
+"""Modules that are programs, and what `hadal.cli.deepspeed` calls them."""
 MARK = "_led_to_hadal.py"
 """The file by which the package that leads to Hadal is told from DeepSpeed's own."""
 
@@ -66,7 +68,8 @@ def _is_mark_beside(origin: str) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec:
-    spec = ModuleSpec(name, _Loader(), origin=alias(name).__file__, is_package=True)
+    is_package = name not in _PROGRAMS  # of a package `python -m` would run another module
+    spec = ModuleSpec(name, _Loader(), origin=alias(name).__file__, is_package=is_package)
     spec.has_location = True
     return spec
 
@@ -77,6 +80,12 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing runs: names are resolved when they are asked for."""
+
+    def get_code(self, name: str) -> CodeType | None:
+        """What `python -m` runs, where a module is a program too."""
+        does = _PROGRAMS.get(name)
+        call = f"import sys\nfrom hadal.cli import deepspeed\nsys.exit(deepspeed.{does}())\n"
+        return None if does is None else compile(call, alias(name).__file__ or name, "exec")
 
 
 class _ProgramLoader(Loader):

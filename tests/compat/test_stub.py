@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -157,6 +158,7 @@ def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> N
         "deepspeed": (f"'--no_local_rank', {str(job)!r}, '--x'", 0, "ran deepspeed ['--x']"),
         "ds_report": ("'--hide_operator_status'", 0, "leads to Hadal, as 0.19.8"),
         "ds_ssh": ("'-f', '/no/such', 'uptime'", 2, "No such file or directory: '/no/such'"),
+        "ds_io": (f"'--nvme_dir', {str(job)!r}, '--size', '1MB'", 1, str(job)),
         "ds_bench": ("", 2, "ds_bench: ds_bench is not built yet in Hadal"),
     }
     for name, (words, code, said) in expected.items():
@@ -166,3 +168,21 @@ def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> N
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stderr
     assert {commands[name] for name in ("ds", "deepspeed.pt")} == {commands["deepspeed"]}
     assert commands["dsr"] == commands["ds_report"]
+
+
+def test_the_launchers_modules_are_programs(site: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import os, sys\n"
+        "print(os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:])\n"
+    )
+    world = base64.urlsafe_b64encode(b'{"localhost": [1, 3]}').decode()
+    words = ["--world_info", world, "--save_pid", "7", "--no_local_rank", str(job), "--x", "a b"]
+    done = python("-m", "deepspeed.launcher.launch", *words, path=(site,))
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {rank} 1,3 ['--x', 'a b']" for rank in (0, 1)
+    ], done.stderr
+    done = python("-m", "deepspeed.launcher.runner", "--autotuning", "run", "t.py", path=(site,))
+    assert (done.returncode, "not built yet" in done.stderr) == (2, True), done.stderr
+    done = python("-m", "deepspeed.comm", path=(site,))
+    assert "cannot be directly executed" in done.stderr
