@@ -62,6 +62,16 @@ def alive(mark: object) -> list[str]:
     return found
 
 
+def descendants(ancestor: int) -> list[tuple[int, list[str]]]:
+    """The processes below one, with their words."""
+    found = []
+    for task in Path(f"/proc/{ancestor}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+            found += [(child, words), *descendants(child)]
+    return found
+
+
 def wait_for(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:
     deadline = time.monotonic() + seconds
     while not holds():

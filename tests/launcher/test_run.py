@@ -9,7 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from launcher.jobs import alive, interrupt, run, start, wait_for
+import pytest
+
+from launcher.jobs import alive, descendants, interrupt, run, start, wait_for
 
 TELL = """
 import json, os, sys
@@ -109,15 +111,18 @@ def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
     assert "memory" in done.stderr
 
 
-# Ranks that catch the interrupt end in their own way; one of them does not end at all.
+# Rank 0 ends in its own way when it is interrupted, rank 1 does not end at all, and neither do the
+# processes that they have started.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 folder, rank = sys.argv[1], os.environ["RANK"]
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder])
+if rank == "0":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 open(os.path.join(folder, "up" + rank), "w")
-if rank == "1":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
     time.sleep(600)
 except KeyboardInterrupt:
@@ -125,13 +130,13 @@ except KeyboardInterrupt:
 """
 
 
-def stubborn(tmp_path: Path) -> subprocess.Popen[str]:
+def stubborn(tmp_path: Path, ranks: int = 2) -> subprocess.Popen[str]:
     (tmp_path / "stay.py").write_text(STUBBORN)
-    words = ["--num_gpus", 2, "--no_local_rank", "--save_pid", "stay.py", tmp_path]
+    words = ["--num_gpus", ranks, "--no_local_rank", "--save_pid", "stay.py", tmp_path]
     job = start(*words, folder=tmp_path, TMPDIR=str(tmp_path), HADAL_GRACE_S="1")
-    wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists())
+    wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(ranks)))
     assert (tmp_path / f"{job.pid}.ds").read_text() == str(job.pid)
-    assert len(alive(tmp_path)) >= 4
+    assert len(alive(tmp_path)) >= 2 * ranks
     return job
 
 
@@ -149,6 +154,16 @@ def test_an_interrupt_ends_every_process_within_seconds(tmp_path: Path) -> None:
 def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
     job = stubborn(tmp_path)
     interrupt(job, signal.SIGKILL)
+    wait_for(lambda: alive(tmp_path) == [], seconds=12)
+
+
+@pytest.mark.parametrize("module", ["hadal.launcher.node", "torch.distributed.run"])
+def test_nothing_outlives_what_stands_between(tmp_path: Path, module: str) -> None:
+    job = stubborn(tmp_path, ranks=1)
+    (between,) = [pid for pid, words in descendants(job.pid) if module in words]
+    os.kill(between, signal.SIGKILL)
+    _, told = job.communicate(timeout=30)
+    assert job.returncode not in (0, None), told
     wait_for(lambda: alive(tmp_path) == [], seconds=12)
 
 
