@@ -43,16 +43,26 @@ def _switch(names: str, told: str) -> Flag:
     return _flag(names, told, action="store_true")
 
 
+def _count(text: str) -> int | None:
+    """Read a number of hosts or slots; -1 leaves it open."""
+    return None if text == "-1" else positive(text)
+
+
+def _number(text: str) -> int | None:
+    """Read a host's number; -1 leaves it open."""
+    return None if text == "-1" else int(text)
+
+
 _WHERE = (
     _flag("-H --hostfile", "lines `NAME slots=N` (%(default)s)", default="/job/hostfile"),
     _flag("-i --include", "take these alone: NAME[:SLOT,SLOT][@NAME...]", default=""),
     _flag("-e --exclude", "take all but these", default=""),
-    _flag("--num_nodes", "take the first N hosts", type=positive, metavar="N"),
+    _flag("--num_nodes", "take the first N hosts", type=_count, metavar="N"),
     _flag(
         "--num_gpus --num_accelerators",
         "start N ranks on each host (default: one for each accelerator)",
         dest="num_slots",
-        type=positive,
+        type=_count,
         metavar="N",
     ),
 )
@@ -65,7 +75,7 @@ _MEETING = (
     _flag("--launcher_args", "more words for that program, in quotes", default=""),
     _flag("--ssh_port", "port of sshd on the other hosts", type=int),
     _switch("--no_ssh", "start this host's ranks alone; each host runs this command itself"),
-    _flag("--node_rank", "with --no_ssh: which host of the hostfile this is", type=int),
+    _flag("--node_rank", "with --no_ssh: which host of the hostfile this is", type=_number),
     _switch("--no_ssh_check", "start ranks without waiting for every host to answer"),
     _switch("--force_multi", "take ssh even for this machine"),
     _flag("--venv_script", "sourced on other hosts before Python is started", default=""),

@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -107,7 +108,8 @@ class Front:
         paths = filter(None, (os.environ.get("PYTHONPATH"), where_hadal_is()))
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._channels = {host: Channel(host, way, variables) for host, way in ways.items()}
-        self._began_at = self._beat_at = time.monotonic()
+        self._began_at = time.monotonic()
+        self._has_ended = threading.Event()
 
     def run(self) -> int:
         """Stay until every process on every host has ended; return the exit code."""
@@ -117,11 +119,19 @@ class Front:
             for is_error, pipe in ((False, channel.process.stdout), (True, channel.process.stderr)):
                 assert pipe is not None
                 self._selector.register(pipe, selectors.EVENT_READ, (channel, is_error))
+        threading.Thread(target=self._beat, daemon=True).start()
         while self._selector.get_map():
             for key, _ in self._selector.select(_LOOK_S):
                 self._read(key.fd, *key.data)
             self._look()
         return self._end()
+
+    def _beat(self) -> None:
+        """Give hosts signs of life, also while nobody reads what this process prints."""
+        while not self._has_ended.wait(self._job.program.lost_s / _BEATS):
+            for channel in self._channels.values():
+                if channel.state is State.RUNNING:
+                    channel.tell("")
 
     # ---- what comes in -----------------------------------------------------------------------
 
@@ -226,11 +236,6 @@ class Front:
         """What is due by time."""
         now = time.monotonic()
         self._printer.look()
-        if now - self._beat_at > self._job.program.lost_s / _BEATS:
-            self._beat_at = now
-            for channel in self._channels.values():
-                if channel.state is State.RUNNING:
-                    channel.tell("")
         if self._stopped_at is None and now - self._began_at > HELLO_S:
             silent = [c.host for c in self._channels.values() if c.state is State.REACHED_FOR]
             if silent:
@@ -268,6 +273,7 @@ class Front:
     # ---- the end -----------------------------------------------------------------------------
 
     def _end(self) -> int:
+        self._has_ended.set()
         for channel in self._channels.values():
             channel.process.wait()
         self._printer.flush()

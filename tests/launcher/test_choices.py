@@ -288,6 +288,19 @@ def test_faulty_words_are_told(
     assert told in capsys.readouterr().err
 
 
+def test_minus_one_leaves_a_number_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Choices] = []
+
+    def note(choices: Choices, *_: Any) -> Plan:
+        seen.append(choices)
+        raise LaunchError("seen")
+
+    monkeypatch.setattr(choosing, "planned", note)
+    words = ["--num_gpus", "-1", "--num_nodes=-1", "--node_rank", "-1"]
+    assert main(["run", *words, "train.py"]) == 2
+    assert seen == [Choices(("train.py",))]
+
+
 def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--num_gpu", "2", "t.py"])

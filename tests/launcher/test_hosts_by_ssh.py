@@ -133,6 +133,22 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_own(hosts: Hosts, folder: 
 
 
 @pytest.mark.slow
+def test_a_job_lives_on_while_nobody_reads_it(hosts: Hosts, folder: Path) -> None:
+    (folder / "talk.py").write_text(
+        "import sys, time\nend = time.monotonic() + 8\n"
+        "while time.monotonic() < end:\n    print('x' * 9999, flush=True)\n    time.sleep(0.01)\n"
+        "open(sys.argv[1], 'w')\n"
+    )
+    words = [*flags(hosts), "--include", "beta:0", "talk.py", folder / "done"]
+    job = start(*words, folder=folder, HADAL_LOST_S="2")
+    time.sleep(12)  # the pipe is full, and the program waits with it
+    assert job.poll() is None
+    _, told = job.communicate(timeout=30)
+    assert job.returncode == 0, told
+    assert (folder / "done").exists()
+
+
+@pytest.mark.slow
 def test_each_host_may_be_started_by_itself(hosts: Hosts, folder: Path) -> None:
     (folder / "who.py").write_text("import os; print(os.environ['RANK'], os.uname().nodename)\n")
     address = hosts.address("alpha")
