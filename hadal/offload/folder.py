@@ -40,9 +40,13 @@ class OwnFolder:
             ) from error
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
-        _remove(self.path)
-        os.close(self._lock)
+        """Remove it with all that is in it; what cannot be removed is told."""
+        try:
+            _remove(self.path)
+        except OSError as error:
+            _log.warning("%s cannot be removed: %s", self.path, error.strerror)
+        finally:
+            os.close(self._lock)
 
 
 def _made(parent: Path) -> tuple[Path, int]:

@@ -73,13 +73,14 @@ class Queue:
         while len(self._threads) < min(self._unfinished, self._settings.workers):
             number = len(self._threads)
             thread = threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
+            self._threads.append(thread)
             try:
                 thread.start()
             except RuntimeError:  # the program is ending: those that are there must do
+                self._threads.pop()
                 if not self._threads:
                     raise
                 return
-            self._threads.append(thread)
 
     def _work(self) -> None:
         while (call := self._begun.get()) is not None:

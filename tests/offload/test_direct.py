@@ -18,10 +18,14 @@ PAGE = 4096
 
 
 def coming_short(move: Callable[..., int], limits: list[int]) -> Callable[..., int]:
-    """The same system call, which moves at most so many bytes in turn, and then all of them."""
+    """The same system call, which moves at most so many bytes in turn, and then all of them.
+
+    It begins where a page does, as a direct one must.
+    """
     left = list(limits)
 
     def short(descriptor: int, parts: Sequence[memoryview], place: int) -> int:
+        assert place % PAGE == 0
         limit = left.pop(0) if left else 1 << 30
         some_parts = []
         for part in parts:
@@ -49,10 +53,10 @@ def test_what_comes_short_is_taken_up_again(
     whole[:] = os.urandom(4 * PAGE)
     with open(tmp_path / "file", "w+b", buffering=0) as file:
         parts = [whole[:border], whole[border:]]
-        assert moved(coming_short(os.pwritev, written), file.fileno(), parts, 100) == 4 * PAGE
+        assert moved(coming_short(os.pwritev, written), file.fileno(), parts, PAGE) == 4 * PAGE
         again = pages(4 * PAGE)
         parts = [again[: 4 * PAGE - border], again[4 * PAGE - border :]]
-        assert moved(coming_short(os.preadv, read), file.fileno(), parts, 100) == 4 * PAGE
+        assert moved(coming_short(os.preadv, read), file.fileno(), parts, PAGE) == 4 * PAGE
     assert again == whole
 
 

@@ -123,6 +123,16 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_end(
     assert files_under(tmp_path) == []
 
 
+def test_a_strangers_file_stays_and_is_told(
+    store: DiskStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = store.path.with_name("notes")
+    stranger.write_text("mine")
+    store.close()
+    assert files_under(tmp_path) == [stranger.parent, stranger]
+    assert f"{stranger.parent} cannot be removed" in caplog.text
+
+
 def test_no_room_is_told_before_anything_is_written(store: DiskStore, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(OffloadError) as caught:
@@ -148,15 +158,17 @@ def test_limits_of_the_system_and_forks(tmp_path: Path) -> None:
         store = DiskStore({str(tmp_path)!r}, IoSettings(block_nbytes=PAGE))
         region = store.allocate("small", 64 * PAGE)
         buffer = aligned(64 * PAGE)
+        other = DiskStore({str(tmp_path)!r})
         child = os.fork()
         if not child:
             try:
                 store.start_read(region, 0, buffer)
             except UsageError as error:
                 print(error, flush=True)
-            store.close()
-            sys.exit()
+            other.close()
+            sys.exit()  # which ends what was not closed
         assert os.waitpid(child, 0)[1] == 0
+        assert store.path.exists() and other.path.exists()
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10 * PAGE, most))
         store.start_read(region, 0, buffer).wait()

@@ -172,6 +172,7 @@ def test_a_store_may_be_collected_by_its_own_thread(tmp_path: Path) -> None:
     """The garbage collector runs in whichever thread it likes."""
     box = [DiskStore(tmp_path)]
     queue = box[0]._queues[0]
+    box[0].start_write(box[0].allocate("it", 1), 0, filled(1)).wait()
 
     class LetsGo:
         count = 1
