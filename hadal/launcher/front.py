@@ -21,12 +21,13 @@ from hadal.launcher.printing import Printer
 from hadal.launcher.processes import exit_code
 from hadal.launcher.ways import Reach, Way
 
-HELLO_S = 30.0
+HELLO_S = 90.0
 """How long a host may take to say hello."""
 _BEATS = 6
 _LOOK_S = 0.2
 _PIECE_NBYTES = 1 << 16
 _LOST = 255
+_HELD_S = 1.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -103,6 +104,8 @@ class Front:
         self._lost: list[str] = []
         self._hosts: dict[int, str] = {}
         self._stopped_at: float | None = None
+        self._signals: list[signal.Signals] = []
+        self._heard_at = 0.0
         self._interrupted_by: signal.Signals | None = None
         self._selector = selectors.DefaultSelector()
         paths = filter(None, (os.environ.get("PYTHONPATH"), where_hadal_is()))
@@ -114,13 +117,13 @@ class Front:
     def run(self) -> int:
         """Stay until every process on every host has ended; return the exit code."""
         for each in _STOPPING:
-            signal.signal(each, lambda number, _: self._interrupted(signal.Signals(number)))
+            signal.signal(each, lambda number, _: self._heard(signal.Signals(number)))
         for channel in self._channels.values():
             for is_error, pipe in ((False, channel.process.stdout), (True, channel.process.stderr)):
                 assert pipe is not None
                 self._selector.register(pipe, selectors.EVENT_READ, (channel, is_error))
         threading.Thread(target=self._beat, daemon=True).start()
-        while self._selector.get_map():
+        while any(channel.state is not State.GONE for channel in self._channels.values()):
             for key, _ in self._selector.select(_LOOK_S):
                 self._read(key.fd, *key.data)
             self._look()
@@ -136,6 +139,8 @@ class Front:
     # ---- what comes in -----------------------------------------------------------------------
 
     def _read(self, source: int, channel: Channel, is_error: bool) -> None:
+        if source not in self._selector.get_map():
+            return  # it was read to its end with the other one
         piece = os.read(source, _PIECE_NBYTES)
         if not piece:
             self._selector.unregister(source)
@@ -156,8 +161,9 @@ class Front:
     def _take(self, channel: Channel, frame: Frame) -> None:
         match frame:
             case Hello():
-                channel.hello, channel.state = frame, State.READY
-                self._send_shares()
+                if channel.way.reach is not Reach.ALL:
+                    channel.hello, channel.state = frame, State.READY
+                    self._send_shares()
             case Said():
                 self._printer.said(frame.rank, frame.is_error, frame.text)
             case Ended():
@@ -188,11 +194,11 @@ class Front:
     def _gone(self, channel: Channel) -> None:
         """A host's process is gone: is it lost?"""
         was, channel.state = channel.state, State.GONE
+        code = channel.process.wait()
+        self._drain(channel)
         if channel.way.reach is Reach.ALL:
             return
         if channel.left is None and self._stopped_at is None:
-            code = channel.process.wait()
-            self._drain(channel)
             said = channel.complaints.decode(errors="replace").strip()
             how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
             told = f"host {channel.host} {how} ({_end_of(channel, code)})"
@@ -200,9 +206,16 @@ class Front:
             self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
-        assert channel.process.stderr is not None
-        os.set_blocking(channel.process.stderr.fileno(), False)
-        channel.complaints += channel.process.stderr.read() or b""
+        """Take the rest of its standard error, which ssh's shared connections hold open."""
+        pipe = channel.process.stderr
+        assert pipe is not None
+        if pipe.fileno() in self._selector.get_map():
+            self._selector.unregister(pipe)
+            os.set_blocking(pipe.fileno(), False)
+            rest = pipe.read() or b""
+            channel.complaints += rest
+            if channel.way.reach is Reach.ALL:
+                self._printer.told(rest)
 
     # ---- what goes out -----------------------------------------------------------------------
 
@@ -229,13 +242,16 @@ class Front:
             return first.hello.reached_at
         for other in self._channels.values():  # then rank 0 is here
             if other.way.is_ssh and other.hello and not is_loopback(other.hello.reached_at):
-                return address_towards(other.hello.reached_at) or first.hello.addresses[0]
+                own = address_towards(other.hello.reached_at)
+                return own or (*first.hello.addresses, "127.0.0.1")[0]
         return (*first.hello.addresses, "127.0.0.1")[0]
 
     def _look(self) -> None:
         """What is due by time."""
         now = time.monotonic()
         self._printer.look()
+        while self._signals:
+            self._interrupted(self._signals.pop(0))
         if self._stopped_at is None and now - self._began_at > HELLO_S:
             silent = [c.host for c in self._channels.values() if c.state is State.REACHED_FOR]
             if silent:
@@ -252,6 +268,14 @@ class Front:
         for channel in self._channels.values():
             if channel.state is not State.GONE:
                 channel.end(sent)
+
+    def _heard(self, sent: signal.Signals) -> None:
+        """Keep a signal for the next look."""
+        now = time.monotonic()
+        if self._signals and now - self._heard_at > _HELD_S:
+            os._exit(exit_code(-sent))  # output is held; without this process all others end
+        self._heard_at = now
+        self._signals.append(sent)
 
     def _interrupted(self, sent: signal.Signals) -> None:
         if self._interrupted_by is not None:
@@ -280,7 +304,6 @@ class Front:
         if self._interrupted_by is not None:
             took = time.monotonic() - (self._stopped_at or 0)
             self._say(f"{self._who()} ended ({took:.1f} s)")
-            return exit_code(-self._interrupted_by)
         for told in self._lost:
             self._say(told)
         if self._failures:
@@ -288,6 +311,8 @@ class Front:
             logs = self._job.program.logs
             for line in report(self._failures, names_hosts=names_hosts, logs=logs):
                 self._say(line)
+        if self._interrupted_by is not None:
+            return exit_code(-self._interrupted_by)
         if self._lost:
             return _LOST
         return worst(self._failures) or self._agents_code()

@@ -53,6 +53,8 @@ class Node:
             while share is None and self._kills_at is None:
                 words = self._heard(selector) if selector.select(_LOOK_S) else []
                 share = share_in(words[0]) if words else None
+                for word in words[1:]:
+                    self.stop(signal.Signals[word])
             if share is None or self._kills_at is not None:
                 return exit_code(-signal.SIGTERM)
             self._grace_s, self._lost_s = share.program.grace_s, share.program.lost_s
