@@ -98,7 +98,7 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, error = told({"train_batch_size": 1})
     assert (code, "no `scheduler` section" in error) == (2, True)
-    code, error = told(config_of("WarmupLR", warmup_num_steps=0))
+    code, error = told(config_of("WarmupLR", warmup_num_steps=-1))
     assert (code, "scheduler.params.warmup_num_steps" in error) == (2, True)
     code, error = told(config_of("ReduceLROnPlateau"))
     assert (code, "needs a metric" in error) == (2, True)
