@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -24,9 +24,17 @@ from peers.launch import (
     run_contestant,
     run_ranks,
 )
-from peers.settings import LIBRARIES, TRAFFIC, Contestant, Workload, select_contestants
+from peers.settings import (
+    LIBRARIES,
+    TRAFFIC,
+    Contestant,
+    Workload,
+    select_contestants,
+    select_offloaded,
+)
 
 _PEERS = LIBRARIES[1:]
+_PLACES = ("cpu", "nvme")
 _IMPORT_RUNS = 5
 _IMPORTS = {"hadal": "from hadal import initialize", "deepspeed": "import deepspeed"}
 _SMOKE = Workload(layers=1, width=64, heads=2, steps=1, warmup=0)
@@ -74,6 +82,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=defaults.vocabulary)
     add("--sequence", type=int, default=defaults.sequence)
     add("--processes", type=int, default=defaults.world_size)
+    add("--offload", choices=_PLACES, help="where the optimizer is offloaded to")
+    add("--offload-weights", choices=_PLACES, help="where weights are, at stage 3")
+    add("--nvme", type=Path, metavar="PATH", help="a folder on the disk, for nvme")
+    add("--turns", type=int, default=15, help="steps with and without offload in one process")
     add("--deepspeed-adam", choices=("torch", "own"), default=defaults.deepspeed_adam)
     add("--timeout", type=float, default=600.0, help="seconds one start may take")
     add("--parts", action="store_true", help="also measure the parts of a step alone")
@@ -89,7 +101,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="install DeepSpeed into a virtual environment of its own and stop",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if "nvme" in (options.offload, options.offload_weights) and options.nvme is None:
+        parser.error("name a folder on the disk that nvme stands for: --nvme PATH")
+    return options
 
 
 def _machinery(environment: Path, timeout: float) -> Machinery:
@@ -108,6 +123,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         steps=options.steps,
         world_size=options.processes,
         deepspeed_adam=options.deepspeed_adam,
+        nvme_path=str(options.nvme.absolute()) if options.nvme else "",
     )
 
 
@@ -172,6 +188,25 @@ def _measure_parts(machinery: Machinery, workload: Workload) -> dict[str, report
     return parts
 
 
+def _measure_turns(
+    machinery: Machinery, workload: Workload, contestants: Sequence[Contestant], turns: int
+) -> dict[Contestant, report.Turns]:
+    found = {}
+    for one in contestants:
+        if one.library != "hadal" or not one.offload:
+            continue
+        plain = one.offloading("none", "none")
+        job = {"with": asdict(one), "without": asdict(plain), "turns": turns}
+        try:
+            ranks, _ = run_ranks("peers.turns", machinery.own, workload, job, machinery.timeout)
+        except GroupFailure as failure:
+            print(f"  {one.label}, in turns: {failure}", flush=True)
+            continue
+        found[one] = report.Turns.of(ranks)
+        print(f"  {one.label}, in turns: {found[one]}", flush=True)
+    return found
+
+
 def _present_peers(options: argparse.Namespace) -> list[str]:
     peers = list(options.peers)
     if "deepspeed" in peers and not is_installed(options.deepspeed):
@@ -186,7 +221,8 @@ def _print_results(results: report.Results) -> None:
     print("\n" + ", ".join(f"{k} {v}" for k, v in report.describe_environment().items()))
     print(f"parameters: {', '.join(f'{n:,}' for n in sorted(numel))}\n")
     print(report.step_table(results), end="\n\n")
-    print(report.import_table(results), end="\n\n")
+    if results.imports:
+        print(report.import_table(results), end="\n\n")
     if results.parts:
         print(report.parts_table(results), end="\n\n")
     for verdict in report.judge(results):
@@ -202,10 +238,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machinery = _machinery(options.deepspeed, options.timeout)
     results = report.Results(_workload(options))
     stages = [int(stage) for stage in options.stages]
-    contestants = select_contestants(stages, peers, options.traffic)
-    results.imports = _measure_imports(machinery, ["hadal", *peers])
+    places = (options.offload or "none", options.offload_weights or "none")
+    offloads = places != ("none", "none")
+    contestants = (
+        select_offloaded(stages, peers, *places)
+        if offloads
+        else select_contestants(stages, peers, options.traffic)
+    )
+    if not offloads:
+        results.imports = _measure_imports(machinery, ["hadal", *peers])
     if options.parts:
         results.parts = _measure_parts(machinery, results.workload)
+    if offloads:
+        results.turns = _measure_turns(machinery, results.workload, contestants, options.turns)
     _measure_rounds(machinery, results, contestants, options.repeat)
     _print_results(results)
     if options.json:

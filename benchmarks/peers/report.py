@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ from peers.launch import Run
 from peers.settings import Contestant, Workload, is_default
 
 STEP_GOALS = {"deepspeed": 0.6, "fsdp2": 0.7, "ddp": 1.0, "zero_redundancy": 1.0}
+OFFLOAD_GOAL = 1.03
 INIT_GOAL_S = 2.0
 IMPORT_GOAL_S = 0.2
 
@@ -32,6 +33,29 @@ class Part:
         return self.bytes / self.seconds / 1e9 if self.bytes and self.seconds else None
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Steps with offload by those without, in turns in one process: medians over the turns."""
+
+    clock: float
+    """Of the slower rank's seconds."""
+    processor: float
+    """Of the processor's seconds, of all ranks together."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> Turns:
+        """From what the ranks have measured."""
+
+        def ratio(kind: str, merge: Callable[[tuple[float, ...]], float]) -> float:
+            ours, plain = (
+                [merge(each) for each in zip(*(rank[way][kind] for rank in ranks), strict=True)]
+                for way in ("with", "without")
+            )
+            return median(a / b for a, b in zip(ours, plain, strict=True))
+
+        return cls(ratio("clock", max), ratio("processor", sum))
+
+
 @dataclass
 class Results:
     """Everything one invocation measured; a round in which a contestant failed holds None."""
@@ -41,6 +65,7 @@ class Results:
     failures: dict[Contestant, str] = field(default_factory=dict)
     imports: dict[str, float | None] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    turns: dict[Contestant, Turns] = field(default_factory=dict)
 
     def finished(self, contestant: Contestant) -> list[Run]:
         return [run for run in self.runs.get(contestant, []) if run is not None]
@@ -56,8 +81,8 @@ class Results:
 
 
 def hadal_like(contestant: Contestant) -> Contestant:
-    """Hadal at the same stage with the same traffic type."""
-    return Contestant("hadal", contestant.stage, contestant.traffic)
+    """Hadal at the same stage with the same traffic type and offload."""
+    return replace(contestant, library="hadal")
 
 
 def step_ratio(results: Results, ours: Contestant, peer: Contestant) -> float | None:
@@ -83,7 +108,8 @@ def _peak_ratio(results: Results, ours: Contestant, peer: Contestant) -> float |
 
 def _row(results: Results, contestant: Contestant) -> list[str]:
     traffic = contestant.traffic + (" (default)" if is_default(contestant) else "")
-    head = [str(contestant.stage), contestant.library, traffic]
+    name = f"{contestant.library}, {contestant.offload}".removesuffix(", ")
+    head = [str(contestant.stage), name, traffic]
     runs = results.finished(contestant)
     if not runs:
         return [*head, *["-"] * 8]
@@ -181,8 +207,26 @@ def _least_peak(results: Results, stage: int) -> float | None:
     return min(peaks) if peaks else None
 
 
+def _turn_verdicts(results: Results, stage: int) -> list[Verdict]:
+    return [
+        Verdict(
+            f"stage {stage} step with {contestant.offload} over its own without, {kind}",
+            measured,
+            OFFLOAD_GOAL if contestant.offload == "optimizer on cpu" and limits else None,
+        )
+        for contestant, turns in results.turns.items()
+        if contestant.stage == stage
+        for kind, measured, limits in (
+            ("processor's seconds", turns.processor, True),
+            ("seconds", turns.clock, False),
+        )
+    ]
+
+
 def _stage_verdicts(results: Results, stage: int) -> list[Verdict]:
-    ours = Contestant("hadal", stage, "bf16")
+    plain = Contestant("hadal", stage, "bf16")
+    offloaded = [one for one in results.runs if one.offload and hadal_like(one) == one]
+    ours = next((one for one in offloaded if one.stage == stage), plain)
     ran = bool(results.finished(ours))
     peers = [one for one in results.runs if one.stage == stage and one.library in STEP_GOALS]
     steps = [
@@ -196,6 +240,7 @@ def _stage_verdicts(results: Results, stage: int) -> list[Verdict]:
     ]
     return [
         *steps,
+        *_turn_verdicts(results, stage),
         Verdict(
             f"stage {stage} peak MiB, at most the least of the peers'",
             results.peak(ours) if ran else None,
@@ -209,7 +254,9 @@ def judge(results: Results) -> list[Verdict]:
     """The goals of every stage measured, and of the import."""
     stages = sorted({contestant.stage for contestant in results.runs})
     verdicts = [verdict for stage in stages for verdict in _stage_verdicts(results, stage)]
-    verdicts.append(Verdict("import s beyond torch", results.imports.get("hadal"), IMPORT_GOAL_S))
+    if results.imports:
+        ours = results.imports.get("hadal")
+        verdicts.append(Verdict("import s beyond torch", ours, IMPORT_GOAL_S))
     return verdicts
 
 
@@ -239,6 +286,9 @@ def write_json(results: Results, path: Path) -> None:
         "workload": asdict(results.workload),
         "contestants": runs,
         "imports": results.imports,
+        "turns": [
+            {**asdict(contestant), **asdict(turns)} for contestant, turns in results.turns.items()
+        ],
         "parts": {name: asdict(part) for name, part in results.parts.items()},
         "goals": [{**asdict(verdict), "passed": verdict.passed} for verdict in judge(results)],
     }

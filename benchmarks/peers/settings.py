@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.999)
@@ -34,19 +34,37 @@ class Workload:
     world_size: int = 2
     threads: int = 1
     deepspeed_adam: str = "own"
+    nvme_path: str = ""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One library in one setting: a ZeRO stage and the type in which gradients travel."""
+    """One library in one setting: a ZeRO stage and the type in which gradients travel.
+
+    ``optimizer`` and ``weights`` say where these are offloaded to (``none``, ``cpu``, ``nvme``).
+    """
 
     library: str
     stage: int
     traffic: str
+    optimizer: str = "none"
+    weights: str = "none"
 
     @property
     def label(self) -> str:
-        return f"{self.library} stage {self.stage} {self.traffic}"
+        return (
+            f"{self.library} stage {self.stage} {self.traffic}{self.offload and ', '}{self.offload}"
+        )
+
+    @property
+    def offload(self) -> str:
+        """What is offloaded, in words; empty where nothing is."""
+        places = {"optimizer": self.optimizer, "weights": self.weights}
+        return ", ".join(f"{what} on {place}" for what, place in places.items() if place != "none")
+
+    def offloading(self, optimizer: str, weights: str) -> Contestant:
+        """The same with these offloaded; weights at stage 3, where they are sharded."""
+        return replace(self, optimizer=optimizer, weights=weights if self.stage == 3 else "none")
 
 
 def is_default(contestant: Contestant) -> bool:
@@ -66,6 +84,30 @@ def select_contestants(
                 if stage in PEER_STAGES.get(library, (0, 1, 2, 3)):
                     chosen.append(Contestant(library, stage, kind))
     return chosen
+
+
+def select_offloaded(
+    stages: Sequence[int], peers: Sequence[str], optimizer: str, weights: str
+) -> list[Contestant]:
+    """Hadal without and with offload, and DeepSpeed with it, at each stage."""
+    chosen = []
+    for stage in stages:
+        plain = Contestant("hadal", stage, "bf16")
+        offloaded = plain.offloading(optimizer, weights)
+        chosen += [plain, offloaded]
+        if "deepspeed" in peers:
+            chosen.append(replace(offloaded, library="deepspeed"))
+    return chosen
+
+
+def _zero_section(workload: Workload, contestant: Contestant) -> dict[str, object]:
+    section: dict[str, object] = {"stage": contestant.stage}
+    places = {"offload_optimizer": contestant.optimizer, "offload_param": contestant.weights}
+    for name, place in places.items():
+        if place != "none":
+            path = {"nvme_path": workload.nvme_path} if place == "nvme" else {}
+            section[name] = {"device": place, **path}
+    return section
 
 
 def ds_config(workload: Workload, contestant: Contestant) -> dict[str, object]:
@@ -90,7 +132,7 @@ def ds_config(workload: Workload, contestant: Contestant) -> dict[str, object]:
             },
         },
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": contestant.stage},
+        "zero_optimization": _zero_section(workload, contestant),
         "steps_per_print": 1_000_000,
     }
     if contestant.traffic != "bf16":
