@@ -1,4 +1,4 @@
-"""`benchmarks/offload.py --step` runs, tiny: every contestant at hand has a row, in memory and disk."""
+"""`benchmarks/offload.py --step` runs, tiny: all that are at hand have a row, on the disk too."""
 
 from __future__ import annotations
 
