@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from hadal.launcher.place import first_slurm_host
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WATCHDOG_S = 300.0
+# Without the interpreter's lock, which is all that gloo's threads wait for: microseconds of work.
+_GIVING_BACK_S = 0.1
 
 
 class Place(NamedTuple):
@@ -72,6 +76,7 @@ def init_distributed(
         CommunicationError: the variables contradict each other, or the ranks cannot meet.
     """
     obey_chosen_device()
+    _end_with_program()
     if dist.is_initialized():
         return
     timeout = told_timeout(os.environ) if timeout is None else timeout
@@ -96,7 +101,6 @@ def init_distributed(
             " runs, that MASTER_ADDR and MASTER_PORT are the same on all ranks and that no firewall"
             " stands between them."
         ) from error
-    atexit.register(_end)
 
 
 def obey_chosen_device() -> None:
@@ -124,14 +128,22 @@ def told_timeout(variables: Mapping[str, str]) -> timedelta:
     return timedelta(minutes=minutes)
 
 
-def _end() -> None:
-    """End the process group with the program.
+@cache
+def _end_with_program() -> None:
+    """End the process group with the program, whoever started it: see `_end`."""
+    atexit.register(_end)
 
-    A process that ends right after a collective may otherwise be aborted: gloo's threads are still
-    at work. Other backends may wait for ranks that are gone.
+
+def _end() -> None:
+    """End the process group, and let gloo's threads give back the tensors of the last collective.
+
+    That takes the interpreter's lock. A thread that asks for it once the interpreter ends is ended
+    by it, and that aborts the process, though all was done. Other backends may wait for ranks that
+    are gone.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+    time.sleep(_GIVING_BACK_S)
 
 
 def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> None:

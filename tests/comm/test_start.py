@@ -171,3 +171,24 @@ def test_processes_meet_by_url_and_one_alone_needs_nobody(tmp_path: Path):
         assert process.returncode == 0, error
         answers.append(out.strip())
     assert answers == ["0 1 ()", "0 2 (1,)", "1 2 (0,)"]
+
+
+# Handlers at the exit run in the reverse of their order: what this one tells is found behind ours.
+_ENDS = """
+import atexit, time
+import torch.distributed as dist
+import hadal.comm
+
+began = []
+atexit.register(lambda: print(dist.is_initialized(), time.monotonic() - began[0] > 0.05))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+hadal.comm.init_distributed()
+began.append(time.monotonic())
+"""
+
+
+def test_a_group_that_somebody_else_started_ends_with_the_program_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False", "True"]
