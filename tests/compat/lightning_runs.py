@@ -89,20 +89,62 @@ class Task(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Manual(Task):
+    """Steps its optimizer and schedule by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batches: list[list[Tensor]] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        self.batches.append([one.clone() for one in batch])
+        loss = self._loss(batch)
+        self.losses.append(loss.item())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        schedule.step()
+
+
+def run_manual(stage: int) -> tuple[list[float], list[float]]:
+    """The losses of a task that steps by itself, and those of plain torch on all ranks' batches."""
+    warnings.simplefilter("ignore", UserWarning)
+    task = Manual()
+    trainer = _trainer(stage, epochs=1, steps_itself=True)
+    trainer.fit(task, _data())
+    batches: list[Any] = [None, None]
+    torch.distributed.all_gather_object(batches, task.batches)
+    plain = Task()
+    plain.configure_model()
+    [optimizer], [schedule] = plain.configure_optimizers()
+    expected = []
+    for step in zip(*batches, strict=True):
+        losses = [plain._loss(batch) for batch in step]
+        expected.append(losses[get_rank()].item())
+        optimizer.zero_grad()
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        schedule["scheduler"].step()
+    return task.losses, expected
+
+
 def _data() -> DataLoader[Any]:
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x[:, 0] * x[:, 1]), batch_size=4)
 
 
-def _trainer(stage: int | None, epochs: int) -> pl.Trainer:
+def _trainer(stage: int | None, epochs: int, *, steps_itself: bool = False) -> pl.Trainer:
+    # Lightning leaves these to who steps by itself.
+    around: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     return pl.Trainer(
+        **({} if steps_itself else around),
         accelerator="cpu",
         devices=2,
         plugins=[Started()],
         strategy=DDPStrategy() if stage is None else OnCpu(stage=stage),
         max_epochs=epochs,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -49,3 +49,15 @@ def test_fabric_trains_saves_and_goes_on(clients: RankPool, tmp_path: Path, stag
     ):
         assert found["losses"] == pytest.approx(expected["losses"], rel=0.1)
         assert found["again"] == found["losses"][3:]
+
+
+def _run_manual(stage: int) -> tuple[list[float], list[float]]:
+    found: tuple[list[float], list[float]] = load("lightning_runs").run_manual(stage)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_task_may_step_by_itself(clients: RankPool, stage: int) -> None:
+    for losses, expected in clients.run(_run_manual, stage, timeout=120):
+        assert len(losses) == 4
+        assert losses == pytest.approx(expected, abs=1e-6)
