@@ -15,7 +15,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-optimizer bench-scale docs clean
+.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-offload bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -82,6 +82,9 @@ bench-optimizer: $(VENV)/.test  ## measure the optimizers beside a plain copy of
 
 bench-scale: $(VENV)/.test  ## measure what one rank holds and sends among up to 1024
 	$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
+
+bench-offload: $(VENV)/.test  ## measure updates of offloaded state beside torch, DeepSpeed and a copy of memory
+	$(BIN)/python benchmarks/offload.py --step $(BENCH_ARGS)
 
 bench-gpu: $(VENV)/.test  ## measure one step of a GPT-2-XL on this machine's GPUs, beside a loop by hand
 	$(BIN)/python benchmarks/gpu.py --json bench-gpu.json --output bench-gpu.png $(BENCH_ARGS)
