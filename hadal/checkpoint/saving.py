@@ -35,7 +35,7 @@ from hadal.checkpoint.index import write_index
 from hadal.checkpoint.keep import prune
 from hadal.checkpoint.live import Live, Rules
 from hadal.checkpoint.plain import encoded
-from hadal.checkpoint.script import place_script
+from hadal.checkpoint.script import place_scripts
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
 from hadal.checkpoint.together import together
@@ -155,7 +155,7 @@ class Job:
             if leads:
                 if self.order.save_latest:
                     folders.set_latest(save_dir, tag)
-                place_script(save_dir)
+                place_scripts(save_dir)
                 prune(save_dir, tag, self.rules.keep)
         if ranks.rank == 0 and self.rules.writing.tells_speed:
             _tell_speed(self.path, of_ranks)

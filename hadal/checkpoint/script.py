@@ -1,4 +1,4 @@
-"""`zero_to_fp32.py` beside checkpoints: users of DeepSpeed look for it there."""
+"""`zero_to_fp32.py` and `zero_to_torch.py`: users of DeepSpeed look for them beside checkpoints."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from hadal.errors import CheckpointError
 SCRIPT = "zero_to_fp32.py"
 _TEXT = '''\
 #!/usr/bin/env python
-"""Write the fp32 weights of a checkpoint in this folder: ./zero_to_fp32.py . OUTPUT_FOLDER"""
+"""Write the {what} of a checkpoint in this folder: ./{name} . OUTPUT_FOLDER{more}"""
 
 import sys
 
-from hadal.cli.zero_to_fp32 import main
+from hadal.cli.zero_to_fp32 import {main}
 
-sys.exit(main())
+sys.exit({main}())
 '''
+_SCRIPTS = {
+    SCRIPT: _TEXT.format(what="fp32 weights", name=SCRIPT, more="", main="main"),
+    "zero_to_torch.py": _TEXT.format(
+        what="weights", name="zero_to_torch.py", more=" --dtype bf16", main="main_torch"
+    ),
+}
 _log = logging.getLogger(__name__)
 
 
-def place_script(save_dir: Path) -> None:
-    """Put it into a folder of checkpoints, where none is there; what fails is told.
+def place_scripts(save_dir: Path) -> None:
+    """Put them into a folder of checkpoints, where they are not there; what fails is told.
 
-    It is no part of a checkpoint: nothing is read from it, and no checksum covers it.
+    They are no part of a checkpoint: nothing is read from them, and no checksum covers them.
     """
-    path = save_dir / SCRIPT
-    try:
-        if path.exists():
-            return
-        replace_file(path, _TEXT)
-        path.chmod(path.stat().st_mode | 0o100)
-    except (CheckpointError, OSError) as error:
-        _log.warning("%s is not placed: %s", path, error)
+    for name, text in _SCRIPTS.items():
+        path = save_dir / name
+        try:
+            if not path.exists():
+                replace_file(path, text)
+                path.chmod(path.stat().st_mode | 0o100)
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s is not placed: %s", path, error)

@@ -1,4 +1,4 @@
-"""`zero_to_fp32.py` in a folder of checkpoints: the command line that users of DeepSpeed know."""
+"""`zero_to_fp32.py` and `zero_to_torch.py` beside checkpoints, as users of DeepSpeed know them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,28 @@ from collections.abc import Sequence
 
 from hadal.errors import HadalError
 
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32"), "F32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "F16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "BF16"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the fp32 weights of a checkpoint; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint.")
+    return _write(_parser("fp32 weights").parse_args(arguments), "F32")
+
+
+def main_torch(arguments: Sequence[str] | None = None) -> int:
+    """Write the weights of a checkpoint in the dtype that is named; return the exit code."""
+    parser = _parser("weights")
+    parser.add_argument("--dtype", required=True, choices=sorted(_DTYPES), help="of the weights")
+    parsed = parser.parse_args(arguments)
+    return _write(parsed, _DTYPES[parsed.dtype])
+
+
+def _parser(what: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=f"Write the {what} of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint wrote to")
     parser.add_argument("output_dir", help="the folder to write to")
     parser.add_argument("--max_shard_size", default="5GB", help="longest file (default 5GB)")
@@ -24,16 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--exclude_frozen_parameters", action="store_true", help="leave out what was not trained"
     )
     parser.add_argument("-d", "--debug", action="store_true", help="show the log, too")
-    parsed = parser.parse_args(arguments)
+    return parser
+
+
+def _write(parsed: argparse.Namespace, dtype: str) -> int:
     if parsed.debug:
         logging.basicConfig(level=logging.DEBUG)
 
-    from hadal.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict
+    from hadal.checkpoint.fp32 import convert_zero_checkpoint_to_state_dict
+    from hadal.checkpoint.shards import DTYPE_OF
 
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
+        convert_zero_checkpoint_to_state_dict(
             parsed.checkpoint_dir,
             parsed.output_dir,
+            DTYPE_OF[dtype],
             max_shard_size=parsed.max_shard_size,
             safe_serialization=parsed.safe_serialization,
             tag=parsed.tag,

@@ -6,7 +6,10 @@ import importlib
 
 from hadal.compat.placeholders import unbuilt
 
-_HOMES = {"deepspeed.utils.zero_to_fp32": "hadal.cli.zero_to_fp32:main"}
+_HOMES = {
+    "deepspeed.utils.zero_to_fp32": "hadal.cli.zero_to_fp32:main",
+    "deepspeed.utils.zero_to_torch": "hadal.cli.zero_to_fp32:main_torch",
+}
 
 
 def start(name: str) -> int:
