@@ -60,7 +60,7 @@ from hadal.engine.wishes import (
     make_optimizer,
     make_schedule,
 )
-from hadal.errors import UsageError
+from hadal.errors import OffloadError, UsageError
 from hadal.optim.build import build_stepper
 from hadal.zero import apply, init
 from hadal.zero.hooks import Hooks
@@ -201,6 +201,8 @@ def _assemble(
     batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
     check_same(model, groups, {**_common(config), **_described(admitted, wishes)}, ranks)
     adopter = Adopter(model, config, topology.sharing, device)
+    with told_to_all(world, "initialize", OffloadError):
+        adopter.homes.open_disks()
     runtime = _build_runtime(admitted, adopter, ranks)
     apply.watch_apply()
     runtime.reducing = clocks.reduce

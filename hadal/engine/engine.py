@@ -19,7 +19,7 @@ from hadal.engine.moving import MovesStates
 from hadal.engine.parts import Training
 from hadal.engine.report import Progress
 from hadal.engine.update import measure, moved_scale
-from hadal.errors import HadalError, LossError, NotBuiltYetError, OffloadError, UsageError
+from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.zero import access
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
@@ -253,7 +253,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         try:
             with runtime.holding_frozen():
                 training.stepper.step(multiplier)
-        except OffloadError:
+        except BaseException:
             # The next update must not begin with what this one could not use.
             runtime.clear_gradients()
             raise

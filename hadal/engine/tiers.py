@@ -77,6 +77,20 @@ class Homes:
         tier = self._residence.weights
         return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(self._device))
 
+    def open_disks(self) -> None:
+        """Open every disk that may be needed, before ranks wait for each other.
+
+        Raises:
+            OffloadError: nothing can be written where the configuration says.
+        """
+        zero = self._config.zero_optimization
+        for tier, section in (
+            (self._residence.weights, zero.offload_param),
+            (self._residence.optimizer, zero.offload_optimizer),
+        ):
+            if tier is Tier.DISK and section is not None:
+                self._store(section.nvme_path)
+
     def home_of(self, plan: BucketPlan, shards: int) -> Home:
         """Where a bucket rests that is cut over so many ranks.
 

@@ -247,7 +247,8 @@ def step_on_disk(
             told_to_all(ranks, "an update", OffloadError),
         ):
             _walk(on_disk, begin, desks, steps, buffers)
-    except OffloadError as error:
+    except BaseException as error:
+        # Also when the user interrupts it: an emergency checkpoint may follow.
         for state, memory in zip(states, before, strict=True):
             state.take_back(memory)
         _restore_weights(states, error)
@@ -275,6 +276,8 @@ def _walk(
     widest = max(len(state.runs) for state in on_disk.values())
     numel = steps.part_numel(widest, desk.numel)
     stops = [(one, stop) for one, state in on_disk.items() for stop in state.stops(numel)]
+    if not stops:
+        return  # parameters without elements
     pool = buffers.pool(
         widest * steps.pace.parts, _largest_nbytes(stop for _, stop in stops), pinned=steps.pins
     )
@@ -318,15 +321,15 @@ def _step_part(
             bucket.put_weights(low, master[cut])
 
 
-def _restore_weights(states: Iterable[StateOnDisk], error: OffloadError) -> None:
+def _restore_weights(states: Iterable[StateOnDisk], error: BaseException) -> None:
     """Round weights in memory once more from the masters as they were."""
     try:
         for state in states:
             state.bucket.restore_weights()
     except OffloadError as second:
         raise OffloadError(
-            f"{error}; and the weights cannot be read back ({second}), so that they are of"
-            " different updates: load a checkpoint before going on"
+            f"{str(error) or type(error).__name__}; and the weights cannot be read back ({second}),"
+            " so that they are of different updates: load a checkpoint before going on"
         ) from error
 
 
