@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from hadal.comm.faults import told_to_all
 from hadal.errors import OffloadError
-from hadal.offload.buffers import BufferPool
+from hadal.offload.buffers import BufferPool, aligned
 from hadal.offload.runs import UNIT_NUMEL, DiskRun, RunCut, one_update
 from hadal.offload.store import DiskStore
 from hadal.offload.walk import Pace, Stop, walk
@@ -75,22 +76,28 @@ class StateOnDisk:
                 state[key] = known[key][piece.start : piece.stop]
 
     def _put_away(self, *, writes: bool = True) -> None:
-        """Write what is elementwise, and leave placeholders."""
-        wholes: dict[str, Tensor] = {}
-        for piece in self._pieces:
-            state = self._state(piece)
-            for key in self._elementwise(piece):
-                if writes and key not in wholes:
-                    wholes[key] = torch.zeros(self.numel, dtype=state[key].dtype)
-                if writes:
-                    wholes[key][piece.start : piece.stop].copy_(state[key])
+        """Write what is elementwise, one kind after the other, and leave placeholders."""
+        pieces = [(piece, self._elementwise(piece)) for piece in self._pieces]
+        for key in dict.fromkeys(chain.from_iterable(keys for _, keys in pieces)):
+            holders = [piece for piece, keys in pieces if key in keys]
+            if writes:
+                self._write(key, holders)
+            for piece in holders:
+                state = self._state(piece)
                 state[key] = _placeholder(piece, state[key].dtype)
-        for key, whole in wholes.items():
-            self._run_of(key, whole.dtype, 0.0).write(whole)
         if writes:
             self._drop_unused()
         for piece in self._pieces:
             piece.values.data = _placeholder(piece, piece.values.dtype)
+
+    def _write(self, key: str, holders: Sequence[Piece]) -> None:
+        """Write one kind of state; zeros where a piece has none."""
+        values = [self._state(piece)[key] for piece in holders]
+        dtype = values[0].dtype
+        whole = aligned(max(self.numel, 1) * dtype.itemsize).view(dtype)[: self.numel].zero_()
+        for piece, value in zip(holders, values, strict=True):
+            whole[piece.start : piece.stop].copy_(value)
+        self._run_of(key, dtype, 0.0).write(whole)
 
     def _state(self, piece: Piece) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(piece.values, {})
