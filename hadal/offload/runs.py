@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hadal.errors import OffloadError
 from hadal.offload.buffers import aligned
 from hadal.offload.requests import Request
 from hadal.offload.store import DiskStore
@@ -35,7 +36,12 @@ class DiskRun:
         self._fill = fill
         self._store = store
         nbytes = numel * dtype.itemsize
-        self._regions = [store.allocate(name, nbytes), store.allocate(name, nbytes)]
+        self._regions = [store.allocate(name, nbytes)]
+        try:
+            self._regions.append(store.allocate(name, nbytes))
+        except OffloadError:
+            self.free()
+            raise
         self._generation: int | None = None
         self._is_dirty = False
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 import hadal
 from hadal import comm
 from hadal.errors import HadalError, OffloadError
+from hadal.offload.requests import Region
+from hadal.offload.runs import DiskRun
+from hadal.offload.store import DiskStore
 from hadal.optim import on_disk
 
 from .test_tiers import WIDTH, config_of, model_of, small_blocks, state_of, train, trained
@@ -98,3 +101,20 @@ def train_nothing(path: str) -> None:
 
 def test_parameters_without_elements_are_updated(ranks: RankPools, tmp_path: Path) -> None:
     ranks(1).run(train_nothing, str(tmp_path))
+
+
+def test_a_run_that_finds_half_its_room_keeps_none(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    plain, given = store.allocate, []
+
+    def allocate(name: str, nbytes: int) -> Region:
+        if given:
+            raise OffloadError("no room")
+        given.append(plain(name, nbytes))
+        return given[0]
+
+    store.allocate = allocate  # type: ignore[method-assign]
+    with pytest.raises(OffloadError, match="no room"):
+        DiskRun(store, "moments", 4096, torch.float32)
+    assert given and not store.nbytes
+    store.close()
