@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hadal.offload.direct import pages, set_direct
+from hadal.offload.direct import pages, set_direct, usual_pages
 from hadal.offload.extents import ALIGNMENT
 
 _BLOCK_NBYTES = 1 << 22
@@ -128,8 +128,9 @@ class Kept:
     def take(self, block: memoryview, place: int) -> None:
         """Keep a copy of the block at `place` of the file, if there is room for it."""
         if place == self.nbytes and self.room >= _BLOCK_NBYTES:
-            # Memory of its own, which the system has back when this is let go of.
-            memory = pages(_BLOCK_NBYTES)
+            # Memory of its own, which the system has back when this is let go of. No disk reads
+            # into it: pages of the usual size are there at once, huge ones may have to be found.
+            memory = usual_pages(_BLOCK_NBYTES)
             memory[:] = block
             self.room -= _BLOCK_NBYTES
             self.blocks.append(memory)

@@ -25,13 +25,18 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 _PATIENCE = 3
 
 
+def usual_pages(nbytes: int) -> memoryview:
+    """Memory that begins on a page, full of zeros."""
+    return memoryview(mmap.mmap(-1, max(nbytes, 1), **_PRIVATE))[:nbytes]
+
+
 def pages(nbytes: int) -> memoryview:
     """Memory that begins on a page, full of zeros, on huge pages where it is long enough.
 
     A disk takes a huge page in a few requests, pages of the usual size in hundreds.
     """
     if nbytes < _HUGE_NBYTES:
-        return memoryview(mmap.mmap(-1, max(nbytes, 1), **_PRIVATE))[:nbytes]
+        return usual_pages(nbytes)
     # A huge page begins at a multiple of its length: somewhere in what is longer by one.
     memory = mmap.mmap(-1, nbytes + _HUGE_NBYTES, **_PRIVATE)
     if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
