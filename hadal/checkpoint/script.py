@@ -8,7 +8,6 @@ from pathlib import Path
 from hadal.checkpoint.files import replace_file
 from hadal.errors import CheckpointError
 
-SCRIPT = "zero_to_fp32.py"
 _TEXT = '''\
 #!/usr/bin/env python
 """Write the {what} of a checkpoint in this folder: ./{name} . OUTPUT_FOLDER{more}"""
@@ -19,8 +18,10 @@ from hadal.cli.zero_to_fp32 import {main}
 
 sys.exit({main}())
 '''
-_SCRIPTS = {
-    SCRIPT: _TEXT.format(what="fp32 weights", name=SCRIPT, more="", main="main"),
+SCRIPTS = {
+    "zero_to_fp32.py": _TEXT.format(
+        what="fp32 weights", name="zero_to_fp32.py", more="", main="main"
+    ),
     "zero_to_torch.py": _TEXT.format(
         what="weights", name="zero_to_torch.py", more=" --dtype bf16", main="main_torch"
     ),
@@ -33,7 +34,7 @@ def place_scripts(save_dir: Path) -> None:
 
     They are no part of a checkpoint: nothing is read from them, and no checksum covers them.
     """
-    for name, text in _SCRIPTS.items():
+    for name, text in SCRIPTS.items():
         path = save_dir / name
         try:
             if not path.exists():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hadal.checkpoint.script import SCRIPT
+from hadal.checkpoint.script import SCRIPTS
 
 
 def names_in(folder: str | Path) -> list[str]:
     """The names in a folder of checkpoints, without the script that stands beside them."""
-    return sorted(path.name for path in Path(folder).iterdir() if path.name != SCRIPT)
+    return sorted(path.name for path in Path(folder).iterdir() if path.name not in SCRIPTS)
