@@ -1,6 +1,6 @@
 """At stage 3, a linear layer in tiles: only one of them is gathered at a time.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/22_tiled_linear.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/24_tiled_linear.py
 
 For a layer so wide that its gathered weight does not fit beside the rest. It computes what one
 `nn.Linear` does, and can take its values.

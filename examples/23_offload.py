@@ -1,6 +1,6 @@
 """Let optimizer state and weights rest in host memory or on a disk: train what does not fit.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/22_offload.py
+    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/23_offload.py
 
 The disk is a folder for temporary files here; give the path of your NVMe. The numbers are the same,
 wherever state rests.
