@@ -15,7 +15,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-offload bench-optimizer bench-scale docs clean
+.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -88,6 +88,9 @@ bench-offload: $(VENV)/.test  ## measure updates of offloaded state beside torch
 
 bench-gpu: $(VENV)/.test  ## measure one step of a GPT-2-XL on this machine's GPUs, beside a loop by hand
 	$(BIN)/python benchmarks/gpu.py --json bench-gpu.json --output bench-gpu.png $(BENCH_ARGS)
+
+bench-gpu-offload: $(VENV)/.test  ## measure offloading on one GPU, and the largest GPT that trains there
+	$(BIN)/python benchmarks/offload_gpu.py --json bench-gpu-offload.json $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
 	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hadal
-from hadal.comm import Ranks, collectives
+from hadal.comm import Ranks, collectives, functions
 
 _MIB = 2**20
 _WORLDS = (1, 2, 8, 64, 256, 1024)
@@ -152,7 +152,7 @@ def _counted(case: Case) -> Iterator[Traffic]:
         return originals["all_reduce"](tensor, *args, **rest)
 
     def note(name: str, full_at: int) -> Any:
-        call = getattr(collectives, name)
+        call = getattr(functions, name)
 
         def noted(*args: Any, **rest: Any) -> Any:
             nodes = nodes_of(rest["group"])
@@ -164,7 +164,7 @@ def _counted(case: Case) -> Iterator[Traffic]:
             traffic.across += nbytes * borders // len(nodes)
             return call(*args, **rest)
 
-        return patch.object(collectives, name, noted)
+        return patch.object(functions, name, noted)
 
     with ExitStack() as stack:
         for patched in (isend, irecv, all_reduce):

@@ -101,3 +101,36 @@ def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     assert by_hand["overlap_share"] is not None
     assert ours["overlap"]["compute_s"] > 0
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def offload(*arguments: str) -> str:
+    """`benchmarks/offload_gpu.py` on this machine's CPU; what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/offload_gpu.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
+    """The rates, and one run: its share of the matrix rate is what its tokens come to."""
+    assert "There is no GPU here, so there is nothing to measure" in offload()
+    told = offload(
+        *("--device=cpu", "--skip-bits", "--only=largest", "--largest=1.3", "--steps=1"),
+        *("--micro-batch=2", "--accumulation=2", f"--json={tmp_path / 'found.json'}"),
+    )
+    assert "the largest" in told and "goal 0.4: MISSED" in told
+    rates, run = json.loads((tmp_path / "found.json").read_text())["runs"]
+    case, found = run["case"], run["found"]
+    assert case["optimizer"] == "cpu" and len(found["steps"]) == 1
+    width = case["width"]
+    numel = case["layers"] * 12 * width**2 + (case["vocabulary"] + case["sequence"]) * width
+    assert found["parameters"] == pytest.approx(numel, rel=0.02)
+    tokens = 2 * 2 * case["sequence"]
+    flops = tokens * (6 * numel + 12 * case["layers"] * width * case["sequence"])
+    share = flops / found["steps"][0] / rates["found"]["matrix_flops"]
+    assert f"| {share:.3f} " in told

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -84,7 +83,7 @@ class TorchSaver:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-def _start(library: str, stage: int, workload: Workload) -> Saver:
+def _start(library: str, stage: int, workload: Workload, *, trained: bool) -> Saver:
     if library == "torch":
         return TorchSaver(workload)
     name = "deepspeed" if library == "deepspeed" else "hadal"
@@ -97,7 +96,7 @@ def _start(library: str, stage: int, workload: Workload) -> Saver:
         from deepspeed import initialize
     model = build_model(workload)
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
-    for batch in build_batches(workload, dist.get_rank()):
+    for batch in build_batches(workload, dist.get_rank()) if trained else ():
         engine.backward(engine(batch))
         engine.step()
     finish = engine.wait_for_checkpoint if name == "hadal" else lambda: None
@@ -158,15 +157,20 @@ def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     return found
 
 
+def _measure_new(saver: Saver, folder: Path) -> dict[str, Any]:
+    """Seconds of the first load of a job that has just been started."""
+    if dist.get_rank() == 0:
+        _evict(folder)
+    return {"new": [_timed(partial(saver.load, folder, "tag0"))]}
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     workload = Workload(**job["workload"])
-    folder = Path(job["folder"])
+    folder, is_new = Path(job["folder"]), bool(job["new"])
     join_group(workload)
-    saver = _start(job["library"], job["stage"], workload)
-    result = _measure(saver, folder, job["repeat"])
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    saver = _start(job["library"], job["stage"], workload, trained=not is_new)
+    result = _measure_new(saver, folder) if is_new else _measure(saver, folder, job["repeat"])
     path = Path(job["output"]) / f"rank{os.environ['RANK']}.json"
     path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").replace(path)

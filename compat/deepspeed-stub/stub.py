@@ -32,7 +32,7 @@ _COMMANDS = {
     "ds_report": "report",
     "dsr": "report",
     "ds_ssh": "ssh",
-    "ds_bench": "unbuilt",
+    "ds_bench": "bench",
     "ds_elastic": "elastic",
     "ds_io": "io",
     "ds_nvme_tune": "io",

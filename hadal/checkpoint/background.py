@@ -71,12 +71,12 @@ class Saver:
         """
         self.wait()
         job = begin(order, live)
-        is_async = live.rules.is_async and not live.rests_on_disk
+        is_async = live.rules.is_async and not live.rests_away
         if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
             self._has_told = True
             _log.warning(
-                "checkpoint.async_save: state that rests on the disk is not copied to host memory,"
-                " so that training waits until the checkpoint is written"
+                "checkpoint.async_save: state that rests on the disk, or as int8, is not copied to"
+                " host memory, so that training waits until the checkpoint is written"
             )
         if not is_async:
             job.write(self._world)

@@ -1,7 +1,8 @@
 """Whole weights of a model under training, on one rank, a bucket at a time.
 
 All ranks gather each bucket in turn; rank 0 takes what it needs before the next one. So the others
-need memory for one bucket, and rank 0 for what it keeps.
+need memory for one bucket, and rank 0 for what it keeps. Where the model lies in model-parallel
+parts, the first rank that holds a part takes that.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:
 
 @torch.no_grad()
 def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str, Tensor] | None:
-    """The whole state on the host of rank 0, None on the others. All ranks must call it.
+    """The whole state on the host of a part's first rank, else None. All ranks must call it.
 
     Tied parameters are one tensor under several names; the order is the model's.
     """
@@ -103,9 +104,9 @@ def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str
     values = list(weights.values())
     named = (value.name for value in values if value.numel)
     for name, tensor in zip(named, weights.cuts(), strict=True):
-        if live.world.rank == 0:
+        if live.ranks.rank == 0:
             kept[name] = tensor.to("cpu", copy=True)
-    if live.world.rank != 0:
+    if live.ranks.rank != 0:
         return None
     for value in values:
         if not value.numel:
@@ -127,14 +128,19 @@ def write_consolidated(
 ) -> None:
     """Write the whole model in the layout of the Hugging Face hub. All ranks must call it.
 
+    Of a model in parts each is written whole, into a folder `mp_rank_NN` of its own: how they are
+    cut is known to the program alone.
+
     Raises:
-        CheckpointError: rank 0 cannot write it; on every rank.
+        CheckpointError: it cannot be written; on every rank.
     """
+    if live.parts > 1:
+        folder /= f"mp_rank_{live.part:02d}"
     weights = weights_of(live, exclude_frozen=exclude_frozen)
     cuts = weights.cuts()
     with together(live.world, f"{folder / filename} was not written"):
         try:
-            if live.world.rank == 0:
+            if live.ranks.rank == 0:
                 values = list(weights.values())
                 copies = _copies(cuts)
                 write_model(folder, filename, values, copies, weights.aliases, max_shard_nbytes)

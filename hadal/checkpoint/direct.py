@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from hadal.offload.direct import pages, set_direct, usual_pages
 from hadal.offload.extents import ALIGNMENT
@@ -105,35 +109,67 @@ class Output:
             self._is_direct = set_direct(self._descriptor, wanted)
 
 
-@dataclass(slots=True)
 class Kept:
-    """The beginning of a file, held in memory from its first reading for the next one."""
+    """The beginning of a file, held in memory from its first reading for the next one.
 
-    room: int
-    """Bytes that may still be taken, in whole blocks."""
-    blocks: list[memoryview] = field(default_factory=list)
+    `room` tells the bytes that may still be taken, in whole blocks; `apart` the (start, stop) of
+    extents of the file that are held in tensors of their own, for whoever wants to go on with them.
+    """
 
-    @property
-    def nbytes(self) -> int:
+    def __init__(self, room: int, apart: Iterable[tuple[int, int]] = ()) -> None:
+        self.room = room
+        self.nbytes = 0
         """How much of the file is here."""
-        return len(self.blocks) * _BLOCK_NBYTES
+        self._apart = sorted(extent for extent in apart if extent[0] < extent[1])
+        self._starts: list[int] = []
+        self._pieces: list[Tensor] = []
 
     def between(self, start: int, stop: int) -> Iterator[memoryview]:
         """What is here of bytes [start, stop)."""
-        while start < min(stop, self.nbytes):
-            number, offset = divmod(start, _BLOCK_NBYTES)
-            yield self.blocks[number][offset : offset + stop - start]
-            start += _BLOCK_NBYTES - offset
+        stop = min(stop, self.nbytes)
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            piece, offset = self._pieces[number], start - self._starts[number]
+            found = piece[offset : offset + min(stop - start, _BLOCK_NBYTES)]
+            yield found.numpy().data
+            start += len(found)
+            number += start == self._starts[number] + len(piece)
+
+    def whole(self, start: int, stop: int) -> Tensor | None:
+        """One of the extents held apart: its bytes, 1-D uint8; None where it is not all here."""
+        number = bisect_right(self._starts, start) - 1
+        if stop > self.nbytes or (start, stop) not in self._apart:
+            return None
+        return self._pieces[number]
 
     def take(self, block: memoryview, place: int) -> None:
         """Keep a copy of the block at `place` of the file, if there is room for it."""
-        if place == self.nbytes and self.room >= _BLOCK_NBYTES:
+        if place != self.nbytes or self.room < _BLOCK_NBYTES:
+            return
+        self.room -= _BLOCK_NBYTES
+        given = torch.frombuffer(block, dtype=torch.uint8)
+        while len(given):
+            if not self._pieces or self.nbytes == self._starts[-1] + len(self._pieces[-1]):
+                self._add_piece()
+            target = self._pieces[-1][self.nbytes - self._starts[-1] :][: len(given)]
+            target.copy_(given[: len(target)])
+            given = given[len(target) :]
+            self.nbytes += len(target)
+
+    def _add_piece(self) -> None:
+        """Memory for what follows: an extent that is held apart, or a block up to the next one."""
+        start = self.nbytes
+        following = bisect_left(self._apart, (start, start))
+        begin, stop = (*self._apart, (sys.maxsize, sys.maxsize))[following]
+        if begin == start:
+            piece = torch.empty(stop - start, dtype=torch.uint8)
+        else:
             # Memory of its own, which the system has back when this is let go of. No disk reads
             # into it: pages of the usual size are there at once, huge ones may have to be found.
-            memory = usual_pages(_BLOCK_NBYTES)
-            memory[:] = block
-            self.room -= _BLOCK_NBYTES
-            self.blocks.append(memory)
+            room = min(begin - start, _BLOCK_NBYTES)
+            piece = torch.frombuffer(usual_pages(room), dtype=torch.uint8)
+        self._starts.append(start)
+        self._pieces.append(piece)
 
 
 def blocks_of(

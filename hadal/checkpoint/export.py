@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.huggingface import Value, in_order, write_model
 from hadal.checkpoint.source import Source
-from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.errors import CheckpointError
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 """What weights can be converted to, by the names that configurations have for them."""
@@ -39,13 +39,7 @@ def stored_values(
 
     Raises:
         CheckpointError: frozen parameters cannot be told from trained ones.
-        NotBuiltYetError: the model was saved in parts.
     """
-    if source.parts != 1:
-        raise NotBuiltYetError(
-            f"{source.path} holds a model in {source.parts} model-parallel parts; joining them is"
-            " not built yet"
-        )
     trained = {name for group in source.groups for name in group.names}
     if exclude_frozen and not trained:
         raise CheckpointError(

@@ -18,6 +18,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
+    part: int | None = None,
 ) -> dict[str, Any]:
     """All weights and buffers of a checkpoint, Hadal's or DeepSpeed's, in fp32 on the host.
 
@@ -26,11 +27,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
         tag: the checkpoint; by default the latest one.
         exclude_frozen_parameters: leave out what was not trained.
         lazy_mode: give objects that read their tensor when `contiguous()` is called.
+        part: which part, of a model that was saved in model-parallel parts.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    source = opened(Path(checkpoint_dir), tag)
+    source = opened(Path(checkpoint_dir), tag, part)
     state = state_dict_of(
         source, torch.float32, exclude_frozen=exclude_frozen_parameters, lazy=lazy_mode
     )
@@ -40,16 +42,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None, part: int | None = None
 ) -> nn.Module:
     """Put a checkpoint's fp32 weights into a model, which is moved to the host; return it.
 
-    Names that only one of the two has are left as they are.
+    Names that only one of the two has are left as they are. `part` says which part the model is of
+    one that was saved in model-parallel parts.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    source = opened(Path(checkpoint_dir), tag)
+    source = opened(Path(checkpoint_dir), tag, part)
     load_weights(model, source)
     source.close()
     return model
@@ -62,6 +65,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    part: int | None = None,
 ) -> None:
     """Write a checkpoint's fp32 weights as `pytorch_model.bin`, in several files where it is long.
 
@@ -72,6 +76,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         safe_serialization: write `model.safetensors` instead, a small cut at a time.
         tag: the checkpoint; by default the latest one.
         exclude_frozen_parameters: leave out what was not trained.
+        part: which part, of a model that was saved in model-parallel parts.
 
     Raises:
         CheckpointError: there is none, it is damaged, or the files cannot be written.
@@ -85,6 +90,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         safe_serialization,
         tag,
         exclude_frozen_parameters,
+        part,
     )
 
 
@@ -96,10 +102,11 @@ def convert_zero_checkpoint_to_state_dict(
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    part: int | None = None,
 ) -> None:
     """The same in another dtype; None: each weight in its own."""
     nbytes = nbytes_of("1000TB" if max_shard_size is None else max_shard_size)
-    source = opened(Path(checkpoint_dir), tag)
+    source = opened(Path(checkpoint_dir), tag, part)
     export(
         source,
         Path(output_dir),

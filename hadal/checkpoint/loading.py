@@ -223,7 +223,7 @@ def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
     for bucket in live.runtime.buckets:
         uses_masters = live.rules.uses_masters
         readings = plan_bucket(bucket, found, source, uses_masters=uses_masters)
-        if bucket.rests_on_disk:
+        if bucket.rests_away:
             deque(readings, maxlen=0)  # it raises what is to be raised
             plan.resting.append(bucket)
         else:
@@ -343,10 +343,20 @@ def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
     if live.optimizer is not None and _wants_optimizer(wanted):
         _restore_optimizer(live, live.optimizer, source, plan)
     live.runtime.after_load()
+    if _wants_optimizer(wanted) and _fits_exchange(source, plan.own, live):
+        assert live.runtime.exchange is not None and plan.own is not None  # it fits
+        live.runtime.exchange.remember(plan.own.exchange)
     if _wants_schedule(source, live, wanted):
         _load_schedule(source, live)
     if plan.own is not None and not wanted.module_only:
         randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
+
+
+def _fits_exchange(source: Source, own: Own | None, live: Live) -> bool:
+    """Whether each rank goes on with what its own optimizer had still to send."""
+    if live.runtime.exchange is None or own is None or own.exchange is None:
+        return False
+    return _ranks_of(source) == live.ranks.size and live.runtime.exchange.fits(own.exchange)
 
 
 def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _Plan) -> None:
@@ -424,6 +434,13 @@ def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> lis
         told += source.notes
     if plan.own is not None and not wanted.module_only:
         told += _differences_of_place(source, plan.own, live)
+    own = plan.own if live.runtime.exchange is not None and _wants_optimizer(wanted) else None
+    owes = own is not None and own.exchange is not None
+    if owes and not _fits_exchange(source, own, live):
+        told.append(
+            "it was saved by other ranks, or from other buckets: what the signs of each rank had"
+            " lost (error feedback) fits none of these, and begins at zero"
+        )
     return told
 
 

@@ -42,10 +42,14 @@ class Memory:
     plain: dict[str, Any] = field(default_factory=dict)
 
     def restore(self, optimizer: Optimizer, source: Source) -> None:
-        """Read it into the optimizer; tensors that fit are used again."""
+        """Give it to the optimizer; what must be copied goes into its tensors, where they fit."""
         present = optimizer.state.pop(self.values, {})
         state: dict[str, Any] = {}
         for key, entry in self.tensors.items():
+            taken = self._taken(key, entry, source)
+            if taken is not None:
+                state[key] = taken
+                continue
             target = present.get(key)
             fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
             if fits and target is not None and target.device == self.values.device:
@@ -61,6 +65,15 @@ class Memory:
             state[key] = value.to(self.counts_on, copy=True) if is_tensor else value
         if state:
             optimizer.state[self.values] = state
+
+    def _taken(self, key: str, entry: Entry, source: Source) -> Tensor | None:
+        """What was read of it while files were compared, where no copy is needed."""
+        if self.stretch is None or self.values.device.type != "cpu" or self.values.is_pinned():
+            return None
+        slots, start = self.stretch
+        found = source.taken(state_kind(key), slots, start, start + entry.numel)
+        fits = found is not None and found.dtype == entry.dtype
+        return found.view(entry.shape) if fits and found is not None else None
 
     def _readings_of(self, key: str, target: Tensor) -> Iterable[Reading]:
         if self.stretch is not None:

@@ -9,7 +9,7 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import is_deepspeed
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.source import Source, StoredSource
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, NotBuiltYetError
 
 
 def folder_of(path: Path, tag: str | None = None) -> Path:
@@ -51,6 +51,22 @@ def open_source(
     return DeepSpeedSource(folder, names)
 
 
-def opened(path: Path, tag: str | None = None) -> Source:
-    """The values of the checkpoint that a path and a tag mean."""
-    return open_source(folder_of(path, tag))
+def opened(path: Path, tag: str | None = None, part: int | None = None) -> Source:
+    """The values of the checkpoint that a path and a tag mean; of one part, of a model in parts.
+
+    Raises:
+        CheckpointError: it is damaged, or none, or has no such part.
+        NotBuiltYetError: it holds several parts, and none is named.
+    """
+    source = open_source(folder_of(path, tag), part or 0)
+    parts = source.parts
+    if part is None and parts > 1:
+        source.close()
+        raise NotBuiltYetError(
+            f"{source.path} holds a model in {parts} model-parallel parts, and joining them is not"
+            f" built yet; take them one by one: part= (--part of a command) 0 to {parts - 1}"
+        )
+    if part is not None and not 0 <= part < parts:
+        source.close()
+        raise CheckpointError(f"{source.path} holds a whole model: it has no part {part}")
+    return source

@@ -280,7 +280,10 @@ def _own(live: Live) -> Plain:
                 f"the training loader cannot tell its place: {error!r}"
             ) from error
     extra = {path: module.get_extra_state() for path, module in live.with_extra_state()}
+    exchange = live.runtime.exchange
+    memory = None if exchange is None else exchange.memory()
     values = {
+        "exchange": encoded(memory, "what the optimizer has still to send", tensors),
         "extra": encoded(extra, "the extra state of modules", tensors),
         "loader": encoded(place, "the state of the training loader", tensors),
         "random": encoded(randomness.states(), "the random generators", tensors),

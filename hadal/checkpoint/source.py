@@ -20,7 +20,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hadal.checkpoint.contents import MASTER, Part, SavedGroup, Single, Stretch, part_of_json
+from hadal.checkpoint.contents import (
+    MASTER,
+    Part,
+    SavedGroup,
+    Single,
+    Stretch,
+    part_of_json,
+    state_key,
+)
 from hadal.checkpoint.direct import Kept, blocks_of
 from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, understanding
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
@@ -58,6 +66,8 @@ class Own:
     random: dict[str, Any]
     extra: dict[str, Any]
     """By a module's path: its extra state."""
+    exchange: Any = None
+    """What an optimizer that sends by itself remembered; None: there was no such."""
 
 
 class Source(Protocol):
@@ -116,6 +126,12 @@ class Source(Protocol):
 
         Each tensor with the place of its first element, counted from `start`; it lasts until the
         next one. None where no bucket was laid out so: its parameters are read one by one.
+        """
+
+    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
+        """The same elements, on the host, in memory that is the caller's from now on.
+
+        None where they would have to be copied: `stretches` has them.
         """
 
     def own(self, rank: int) -> Own | None:
@@ -311,6 +327,18 @@ class StoredSource:
                 found.append((name, one, max(one.start, start), min(one.stop, stop)))
         return self._blocks(found, start)
 
+    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
+        """What `verify` has kept, where it is the whole of what one rank has stored."""
+        number = self._bucket_like.get(_layout_of(slots))
+        run = self._runs.get((kind, -1 if number is None else number), ())
+        for several in _overlapping(run, [one.start for one in run], start, stop):
+            for one in several.between(start, stop):
+                name = rank_file(self.part.ranks[one.rank])
+                if (one.start, one.stop) == (start, stop) and name in self._kept:
+                    found = self._kept[name].whole(*self._extent_of(name, one))
+                    return None if found is None else found.view(one.dtype)
+        return None
+
     def _blocks(
         self, found: Sequence[tuple[str, Stretch, int, int]], start: int
     ) -> Iterator[tuple[int, Tensor]]:
@@ -327,8 +355,27 @@ class StoredSource:
                     yield offset, values.to(one.dtype)
                     offset += values.numel()
 
+    def _extent_of(self, name: str, one: Stretch) -> tuple[int, int]:
+        """The bytes of a file that hold what one rank has of a stretch."""
+        begin = self._begin_of(name, one.tensor)
+        return begin, begin + one.numel * one.stored.itemsize
+
+    def _remembered(self, name: str) -> Iterator[tuple[int, int]]:
+        """The bytes of a file that hold what the optimizer remembers of buckets."""
+        for several in self.part.stretches:
+            for one in several.between(several.start, several.stop):
+                is_here = rank_file(self.part.ranks[one.rank]) == name
+                if is_here and state_key(one.kind) is not None and self._has(name, one.tensor):
+                    yield self._extent_of(name, one)
+
+    def _has(self, name: str, tensor: str) -> bool:
+        return tensor in self._begins_in(name)
+
     def _begin_of(self, name: str, tensor: str) -> int:
         """Where a tensor's bytes begin in a file."""
+        return self._begins_in(name)[tensor]
+
+    def _begins_in(self, name: str) -> Mapping[str, int]:
         if name not in self._begins:
             with open_regular(self.path / name) as file:
                 head = file.read(self._seals[name].head_nbytes)
@@ -338,7 +385,7 @@ class StoredSource:
                 for key, row in header.items()
                 if key != "__metadata__"
             }
-        return self._begins[name][tensor]
+        return self._begins[name]
 
     def _cuts(
         self, name: str, kind: str, start: int, stop: int
@@ -373,7 +420,10 @@ class StoredSource:
             texts = self._open(path).metadata() or {}
             saved = strict_json(texts[OWN], self.path / path)
             tensors = _Lazily(self._open(path))
-            return Own(*(decoded(saved[key], tensors) for key in ("loader", "random", "extra")))
+            values = [saved[key] for key in ("loader", "random", "extra")]
+            # Earlier versions had no such optimizers.
+            values.append(saved.get("exchange"))
+            return Own(*(decoded(value, tensors) for value in values))
 
     def client_state(self) -> dict[str, Any]:
         """The caller's own values."""
@@ -408,8 +458,9 @@ class StoredSource:
         if not spread:
             names = sorted(self._looked_at)
         for name in names:
-            check_inside(self.path / name, self.path)
-            kept = Kept(room)
+            self._look_at(name)
+            with self._reading(name):
+                kept = Kept(room, self._remembered(name))
             check_file(self.path / name, self._seals[name], whole=True, kept=kept)
             room, kept.room = kept.room, 0
             self._kept[name] = kept

@@ -1,4 +1,4 @@
-"""`hadal bench io PATH`: how fast a disk is, and which `aio` section suits it."""
+"""`hadal bench`: what it measures. `hadal bench io PATH` finds the `aio` section for a disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hadal.cli import bench_comm
 from hadal.errors import HadalError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the subcommand and its own."""
     parser = subparsers.add_parser("bench", help="measure this machine")
     own = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    bench_comm.add_to(own)
     disk = own.add_parser(
         "io",
         help="find the aio section for a disk",

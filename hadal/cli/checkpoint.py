@@ -58,6 +58,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude-frozen-parameters", action="store_true", help="leave out what was not trained"
     )
+    parser.add_argument(
+        "--part", type=int, metavar="N", help="which part of a model in model-parallel parts"
+    )
 
 
 # ---- out of a checkpoint -------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def run_export(parsed: argparse.Namespace) -> int:
 
     try:
         written = export(
-            opened(parsed.dir, parsed.tag),
+            opened(parsed.dir, parsed.tag, parsed.part),
             parsed.out,
             NAME,
             dtype=None if parsed.dtype is None else DTYPES[parsed.dtype],

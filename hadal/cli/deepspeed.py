@@ -11,9 +11,7 @@ from pathlib import Path
 
 from hadal.cli.main import main
 from hadal.cli.run import divided, pid_file
-from hadal.errors import NotBuiltYetError
 
-_FAULTY = 2
 # Switches of ds_report that choose among parts that `hadal report` does not have.
 _OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")
 
@@ -72,8 +70,45 @@ def io() -> int:
     return main(["bench", "io", parsed.nvme_dir, *rest])
 
 
-def unbuilt() -> int:
-    """A command that has nothing behind it yet."""
-    name = sys.argv[0].rpartition("/")[2]
-    print(f"{name}: {NotBuiltYetError(f'{name} is not built yet in Hadal')}", file=sys.stderr)
-    return _FAULTY
+# Of ds_bench: its flags for kinds of collectives, and what they are called here.
+_KINDS = {
+    "--all-reduce": "all_reduce",
+    "--all-gather": "all_gather",
+    "--reduce-scatter": "reduce_scatter",
+    "--all-to-all": "all_to_all",
+    "--broadcast": "broadcast",
+    "--pt2pt": "pt2pt",
+}
+
+
+def bench() -> int:
+    """`ds_bench`: how fast collectives are; with `--scan` at many sizes."""
+    parser = argparse.ArgumentParser(prog="ds_bench", allow_abbrev=False)
+    for flag, kind in _KINDS.items():
+        told = f"measure {kind}; without any of these all are measured"
+        parser.add_argument(flag, action="append_const", const=kind, dest="kinds", help=told)
+    parser.add_argument("--scan", action="store_true", help="measure many sizes")
+    parser.add_argument("--trials", default="50", help="calls (50)")
+    parser.add_argument("--warmups", default="5", help="calls before them (5)")
+    parser.add_argument("--maxsize", default="24", help="with --scan: up to 2^N elements (24)")
+    parser.add_argument("--async-op", "--async_op", action="store_true", help="wait afterwards")
+    parser.add_argument("--bw_unit", default="Gbps", choices=("Gbps", "GBps"))
+    parser.add_argument("--backend", default="", help="torch's backend (the device's own)")
+    parser.add_argument("--dist", default="deepspeed", choices=("deepspeed", "torch"))
+    parser.add_argument("--raw", action="store_true", help="plain numbers")
+    parser.add_argument("--dtype", default="torch.float", help="torch's name")
+    parser.add_argument(
+        "--mem_factor", default="0.1", help="without --scan: share of the free memory (0.1)"
+    )
+    parser.add_argument("--debug", action="store_true", help="nothing more is told")
+    parser.add_argument("--local_rank", type=int, help="as launchers give it; not needed")
+    given = parser.parse_args()
+    words = [*(given.kinds or ()), "--trials", given.trials, "--warmups", given.warmups]
+    words += ["--bw_unit", given.bw_unit, "--dtype", given.dtype]
+    words += ["--dist", "torch" if given.dist == "torch" else "hadal"]
+    words += ["--maxsize", given.maxsize] if given.scan else ["--mem_factor", given.mem_factor]
+    words += ["--backend", given.backend] if given.backend else []
+    words += [
+        flag for flag, is_on in (("--async_op", given.async_op), ("--raw", given.raw)) if is_on
+    ]
+    return main(["bench", "comm", *words])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadal.cli.arguments import positive
 from hadal.errors import ConfigError
@@ -43,6 +43,33 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         _show(told)
     return 0
+
+
+class Bounds(NamedTuple):
+    """What a configuration says of when an elastic job may have how many ranks."""
+
+    world_sizes: tuple[int, ...] = ()
+    """Empty: any."""
+    pause_s: float = 0.0
+
+
+def bounds_of(source: str) -> Bounds:
+    """What the `elasticity` of a configuration says.
+
+    Raises:
+        ConfigError: it has faults.
+    """
+    from hadal.config.elastic import list_of
+    from hadal.config.reading import read
+
+    told = read(source)[1].get("elasticity")
+    if not isinstance(told, dict) or told.get("enabled") is not True:
+        return Bounds()
+    section = _section(source)
+    shared = section.model_parallel_size
+    return Bounds(
+        tuple(count * shared for count in list_of(section).ranks), 60.0 * section.min_time
+    )
 
 
 def _section(source: str) -> Elasticity:

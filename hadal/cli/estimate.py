@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hadal.config import Config
-    from hadal.zero.estimate import Cost, Held, Job, Model, Rest, States
+    from hadal.zero.estimate import Buffers, Cost, Held, Job, Model, Rest, States
     from hadal.zero.policy import Tier
 
 _FAULTY = 2
@@ -190,9 +190,31 @@ def _plan(config: Config, parsed: argparse.Namespace) -> _Plan:
     off = (optimizer.device, optimizer.ratio) if optimizer is not None else ("none", 1.0)
     away = (weights.device, weights.max_in_cpu) if weights is not None else ("none", 0)
     tiers = _tiers()
-    rest = Rest(tiers[away[0]] if is_sharded else tiers["none"], tiers[off[0]], away[1], off[1])
+    cost = _cost(config)
+    rest = Rest(
+        tiers[away[0]] if is_sharded else tiers["none"],
+        tiers[off[0]],
+        away[1],
+        off[1],
+        _buffers(config, cost),
+    )
     name = "Adam (none is named)" if config.optimizer is None else config.optimizer.type
-    return _Plan(zero.stage, _cost(config), rest, job, name)
+    return _Plan(zero.stage, cost, rest, job, name)
+
+
+def _buffers(config: Config, cost: Cost) -> Buffers:
+    """The host memory through which the engine would read and write a disk."""
+    import torch
+
+    from hadal.engine.tiers import disk_steps_of, weight_buffers_of
+    from hadal.optim.desk import block_numel
+    from hadal.zero.estimate import Buffers
+
+    steps = disk_steps_of(config)
+    runs = 1 + cost.state // cost.moment  # the master, and each value that is remembered
+    part = steps.part_numel(runs, block_numel(torch.device("cpu")))
+    count, nbytes = weight_buffers_of(config)
+    return Buffers(runs * steps.pace.parts, part, count * nbytes)
 
 
 def _cost(config: Config) -> Cost:
@@ -211,6 +233,7 @@ def _cost(config: Config) -> Cost:
         gradient=precision.accumulate.itemsize,
         master=precision.master.itemsize if precision.keeps_master else 0,
         state=precision.state_dtype.itemsize * _moments(config, weight),
+        moment=precision.state_dtype.itemsize,
     )
 
 

@@ -10,6 +10,7 @@ from hadal import __version__
 from hadal.cli import (
     bench,
     checkpoint,
+    completion,
     elastic,
     estimate,
     explain,
@@ -31,11 +32,12 @@ SUBCOMMANDS = (
     plot_schedule,
     schema,
     ssh,
+    completion,
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """The parser of the command and of all below it."""
     parser = argparse.ArgumentParser(
         prog="hadal", description="Train large PyTorch models from one ds_config.json."
     )
@@ -43,11 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subparsers)
+    parser.set_defaults(whole=parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     program: list[str] = []
     if words[:1] == ["run"]:  # what follows a program's name is not for any parser of ours
         own, program = run.divided(words[1:])
         words = ["run", *own]
-    parsed = parser.parse_args(words, argparse.Namespace(program=program))
+    parsed = command_line().parse_args(words, argparse.Namespace(program=program))
     code: int = parsed.run(parsed)
     return code

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadal.cli.arguments import positive
 from hadal.errors import HadalError, LaunchError
+
+if TYPE_CHECKING:
+    from hadal.cli.elastic import Bounds
 
 _FAULTY = 2
 _UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
@@ -48,6 +51,20 @@ def _count(text: str) -> int | None:
     return None if text == "-1" else positive(text)
 
 
+def _counts(text: str) -> int | tuple[int, int] | None:
+    """Read a number of hosts, or the least and the most."""
+    least, colon, most = text.partition(":")
+    return (positive(least), positive(most)) if colon else _count(text)
+
+
+def _port(text: str) -> int:
+    """Read the number of a port."""
+    value = positive(text)
+    if value >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got {text}")
+    return value
+
+
 def _number(text: str) -> int | None:
     """Read a host's number; -1 leaves it open."""
     return None if text == "-1" else int(text)
@@ -57,7 +74,12 @@ _WHERE = (
     _flag("-H --hostfile", "lines `NAME slots=N` (%(default)s)", default="/job/hostfile"),
     _flag("-i --include", "take these alone: NAME[:SLOT,SLOT][@NAME...]", default=""),
     _flag("-e --exclude", "take all but these", default=""),
-    _flag("--num_nodes", "take the first N hosts", type=_count, metavar="N"),
+    _flag(
+        "--num_nodes",
+        "take the first N hosts; with --elastic_training also MIN:MAX, at least and at most",
+        type=_counts,
+        metavar="N",
+    ),
     _flag(
         "--num_gpus --num_accelerators",
         "start N ranks on each host (default: one for each accelerator)",
@@ -69,11 +91,11 @@ _WHERE = (
 _MEETING = (
     _flag("--master_addr", "address of rank 0's host", default=""),
     _flag(
-        "--master_port", "port of rank 0's host (default 29500; on one host a free one)", type=int
+        "--master_port", "port of rank 0's host (default 29500; on one host a free one)", type=_port
     ),
     _flag("--launcher", f"how other hosts are started: {', '.join(_LAUNCHERS)}", default="ssh"),
     _flag("--launcher_args", "more words for that program, in quotes", default=""),
-    _flag("--ssh_port", "port of sshd on the other hosts", type=int),
+    _flag("--ssh_port", "port of sshd on the other hosts", type=_port),
     _switch("--no_ssh", "start this host's ranks alone; each host runs this command itself"),
     _flag("--node_rank", "with --no_ssh: which host of the hostfile this is", type=_number),
     _switch("--no_ssh_check", "start ranks without waiting for every host to answer"),
@@ -97,16 +119,37 @@ _PROGRAM = (
     _flag("--log_level", f"how much this command says: {', '.join(_LEVELS)}", default="info"),
     _switch("-q --quiet", "say nothing but what has failed"),
 )
+_ELASTIC = (
+    _switch("--elastic_training", "go on without hosts that are lost, and with those that come"),
+    _flag(
+        "--min_elastic_nodes",
+        "with fewer hosts the job waits (default 1)",
+        type=_count,
+        metavar="N",
+    ),
+    _flag(
+        "--max_elastic_nodes",
+        "more hosts stand by (default: all that there are)",
+        type=_count,
+        metavar="N",
+    ),
+    _flag(
+        "--max_restarts",
+        "how often ranks that fail are started again (default 3)",
+        type=_number,
+        metavar="N",
+    ),
+)
 _LATER = (
     _flag("--autotuning", "tune or run (not built yet)", choices=("tune", "run"), default=""),
-    _switch("--elastic_training", "(not built yet)"),
-    _flag("--min_elastic_nodes", "(not built yet)", type=int),
-    _flag("--max_elastic_nodes", "(not built yet)", type=int),
 )
+KNOWN = {"--launcher": _LAUNCHERS, "--log_level": _LEVELS}
+"""What these flags may say."""
 _GROUPS = {
     "where": _WHERE,
     "how hosts are reached": _MEETING,
     "the program": _PROGRAM,
+    "hosts that come and go": _ELASTIC,
     "for later": _LATER,
 }
 
@@ -148,6 +191,14 @@ def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at:])
 
 
+def start(words: Sequence[str]) -> int:
+    """Do what `hadal run` does with these words; for other commands that need ranks."""
+    own, program = divided(words)
+    parser = argparse.ArgumentParser(prog="hadal")
+    add_to(parser.add_subparsers())
+    return run(parser.parse_args(["run", *own], argparse.Namespace(program=program)))
+
+
 def run(parsed: argparse.Namespace) -> int:
     """Run the program; return the exit code of the rank that ended worst."""
     from hadal.launcher.choices import planned
@@ -160,6 +211,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"hadal run: {error}", file=sys.stderr)
         return _FAULTY
     from hadal.launcher.front import Front, printer_for
+    from hadal.launcher.rounds import Rounds
 
     for note in plan.notes:
         said.note(note)
@@ -172,7 +224,7 @@ def run(parsed: argparse.Namespace) -> int:
         )
         return _FAULTY
     with pid_file(os.getpid() if parsed.save_pid else None):
-        front = Front(
+        front = (Front if plan.job.elastic is None else Rounds)(
             plan.job,
             plan.ways,
             printer_for(plan.job, plan.names_hosts),
@@ -216,12 +268,57 @@ def _choices(parsed: argparse.Namespace) -> Any:
     if parsed.launcher.lower() not in _LAUNCHERS:
         raise LaunchError(f"--launcher {parsed.launcher}: expected one of {', '.join(_LAUNCHERS)}")
     told = {key: value for key, value in vars(parsed).items() if key in Choices.__slots__}
+    if isinstance(parsed.num_nodes, tuple):
+        told.update(_bounds(parsed))
+    if parsed.elastic_training:
+        told.update(elastic_bounds(parsed.program)._asdict())
     told.update(
         words=tuple(parsed.program),
         launcher=parsed.launcher.lower(),
-        launcher_args=tuple(shlex.split(parsed.launcher_args)),
+        launcher_args=_words(parsed.launcher_args),
     )
     return Choices(**told)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise LaunchError(f"--launcher_args {text!r} cannot be read: {error}") from None
+
+
+def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What `--num_nodes MIN:MAX` says."""
+    if not parsed.elastic_training:
+        raise LaunchError(
+            f"--num_nodes {':'.join(map(str, parsed.num_nodes))}: a range is for"
+            " --elastic_training; give one number"
+        )
+    if parsed.min_elastic_nodes or parsed.max_elastic_nodes:
+        raise LaunchError(
+            "--num_nodes MIN:MAX says what --min_elastic_nodes and --max_elastic_nodes say too;"
+            " give one of both"
+        )
+    least, most = parsed.num_nodes
+    return {"num_nodes": None, "min_elastic_nodes": least, "max_elastic_nodes": most}
+
+
+def elastic_bounds(program: Sequence[str]) -> Bounds:
+    """What the program's own configuration says of how many ranks there may be.
+
+    That is the file after `--deepspeed_config` or `--deepspeed`, as programs commonly take it.
+    Nothing is said where there is none, or none with `elasticity`.
+    """
+    from hadal.cli.elastic import Bounds, bounds_of
+
+    for flag in ("--deepspeed_config", "--deepspeed"):
+        for at, word in enumerate(program):
+            given, equals, value = word.partition("=")
+            if not equals:
+                value = program[at + 1] if at + 1 < len(program) else ""
+            if given == flag and value and Path(value).is_file():
+                return bounds_of(value)
+    return Bounds()
 
 
 @contextmanager

@@ -35,12 +35,13 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(parsed: argparse.Namespace) -> int:
     """Run the command everywhere; return the worst exit code."""
     from hadal.launcher.hosts import filtered, read_hostfile
+    from hadal.launcher.variables import text_of
 
     words = parsed.words[1:] if parsed.words[:1] == ["--"] else parsed.words
     try:
         if not words:
             raise LaunchError("no command: expected hadal ssh [-f HOSTFILE] COMMAND ...")
-        told = read_hostfile(parsed.hostfile.read_text("utf-8"), str(parsed.hostfile))
+        told = read_hostfile(text_of(parsed.hostfile), str(parsed.hostfile))
         hosts = list(filtered(told, parsed.include, parsed.exclude))
     except (LaunchError, OSError) as error:
         print(f"hadal ssh: {error}", file=sys.stderr)

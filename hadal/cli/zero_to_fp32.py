@@ -41,6 +41,7 @@ def _parser(what: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--exclude_frozen_parameters", action="store_true", help="leave out what was not trained"
     )
+    parser.add_argument("--part", type=int, help="which part of a model in model-parallel parts")
     parser.add_argument("-d", "--debug", action="store_true", help="show the log, too")
     return parser
 
@@ -61,6 +62,7 @@ def _write(parsed: argparse.Namespace, dtype: str) -> int:
             safe_serialization=parsed.safe_serialization,
             tag=parsed.tag,
             exclude_frozen_parameters=parsed.exclude_frozen_parameters,
+            part=parsed.part,
         )
     except (HadalError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

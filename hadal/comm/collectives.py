@@ -1,4 +1,4 @@
-"""The only raw collective calls of the library.
+"""The collectives of the mechanism.
 
 On a CPU, tensors travel in pairs: each rank sends every other one just the slice it needs and does
 the arithmetic itself, in float32 whatever the wire carries. On an accelerator the backend's own
@@ -16,15 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
-from hadal.comm.pairs import receive, send
-from hadal.comm.pending import Pending, Work, at_end, failure, finished, followed_by, relayed
+from hadal.comm.pairs import exchange
+from hadal.comm.pending import Pending, Work, at_end, finished, followed_by, relayed
 from hadal.comm.ranks import Ranks
-from hadal.comm.watchdog import watched
-
-# torch 2.13 renamed these; the library supports 2.11 too.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Sends in pairs are matched by order within a tag: what is started in its own order has its own
 # tag.
@@ -32,6 +28,8 @@ _REDUCE, _GATHER, _SPREAD, _CODE, _EXCHANGE, _SMALL, _HOP = 11, 12, 13, 14, 15, 
 
 # Ranks and bytes up to which each tells all others what it has, in place of a collective.
 _FEW_RANKS, _FEW_BYTES = 8, 4096
+
+_OF_OBJECTS = "an exchange of objects between ranks"
 
 
 def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
@@ -46,12 +44,25 @@ def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = _GATHER)
         return finished(label)
     mine = slice_of(full, ranks.rank, ranks)
     if not ranks.exchanges_in_pairs(full.device):
-        return Pending(label, [_all_gather(full, mine, group=ranks.group, async_op=True)])
-    leaving = [send(mine, other, ranks, tag, label) for other in ranks.others]
-    coming = [
-        receive(slice_of(full, other, ranks), other, ranks, tag, label) for other in ranks.others
-    ]
-    return Pending(label, [*coming, *leaving])
+        work = functions.all_gather_into_tensor(full, mine, ranks.group, True, label=label)
+        return Pending(label, [work])
+    slices = [slice_of(full, rank, ranks) for rank in range(ranks.size)]
+    return Pending(label, _to_all(mine, slices, full, ranks, tag, label))
+
+
+def _to_all(
+    mine: Tensor,
+    places: Sequence[Tensor],
+    message: Tensor | Sequence[Tensor],
+    ranks: Ranks,
+    tag: int,
+    label: str,
+    operation: str = "all_gather",
+) -> list[Work]:
+    """Begin to give mine to all others, and to put what each of them has in its place."""
+    leaving = [(mine, other) for other in ranks.others]
+    coming = [(places[other], other) for other in ranks.others]
+    return exchange(operation, message, leaving, coming, ranks, tag, label)
 
 
 def start_gather_in_pieces(full: Tensor, ranks: Ranks, label: str, numel: int) -> Pending:
@@ -83,9 +94,7 @@ def _start_exchange(cuts: Sequence[Tensor], ranks: Ranks, label: str) -> Pending
         return at_end(
             pending, lambda: torch._foreach_copy_(list(cuts), list(joined.split(mine.numel())))
         )
-    leaving = [send(mine, other, ranks, _GATHER, label) for other in ranks.others]
-    coming = [receive(cuts[other], other, ranks, _GATHER, label) for other in ranks.others]
-    return Pending(label, [*coming, *leaving])
+    return Pending(label, _to_all(mine, cuts, cuts, ranks, _GATHER, label))
 
 
 def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str) -> Pending:
@@ -133,7 +142,7 @@ def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:
     for source in range(ranks.size):
         cut = slice_of(full, source, ranks)
         group = ranks.group_for(cut)
-        works.append(dist.broadcast(cut, group=group, group_src=source, async_op=True))
+        works.append(functions.broadcast(cut, None, group, True, source, label=label))
     return Pending(label, works)
 
 
@@ -148,7 +157,8 @@ def start_gather_by_sum(full: Tensor, ranks: Ranks, label: str) -> Pending:
     for other in ranks.others:
         slice_of(full, other, ranks).zero_()
     group = ranks.group_for(full)
-    work = dist.all_reduce(full.view(torch.int64), dist.ReduceOp.SUM, group, async_op=True)
+    bits = full.view(torch.int64)
+    work = functions.all_reduce(bits, dist.ReduceOp.SUM, group, True, label=label)
     return Pending(label, [work])
 
 
@@ -173,18 +183,15 @@ def start_reduce_scatter(
     if not ranks.exchanges_in_pairs(full.device):
         operation, after = _backend_operation(before, after, ranks)
         total = torch.empty(out.numel(), dtype=wire, device=out.device)
-        work = _reduce_scatter(total, sent, op=operation, group=ranks.group, async_op=True)
+        work = functions.reduce_scatter_tensor(
+            total, sent, operation, ranks.group, True, label=label
+        )
         return Pending(label, [work], lambda: sum_into(out, [total], after, accumulate))
     mine = slice_of(sent, ranks.rank, ranks)
-    leaving = [
-        send(slice_of(sent, other, ranks), other, ranks, _REDUCE, label) for other in ranks.others
-    ]
+    leaving = [(slice_of(sent, other, ranks), other) for other in ranks.others]
     pieces = [mine, *(torch.empty_like(mine) for _ in ranks.others)]
-    coming = [
-        receive(piece, other, ranks, _REDUCE, label)
-        for piece, other in zip(pieces[1:], ranks.others, strict=True)
-    ]
-    works = [*coming, *leaving]
+    coming = list(zip(pieces[1:], ranks.others, strict=True))
+    works = exchange("reduce_scatter", sent, leaving, coming, ranks, _REDUCE, label)
     return Pending(label, works, lambda: sum_into(out, pieces, after, accumulate))
 
 
@@ -220,9 +227,7 @@ def start_owner_reduces(
     works: list[Work] = []
     for owner in range(ranks.size):
         cut = slice_of(sent, owner, ranks)
-        works.append(
-            dist.reduce(cut, group_dst=owner, op=operation, group=ranks.group, async_op=True)
-        )
+        works.append(functions.reduce(cut, None, operation, ranks.group, True, owner, label=label))
     mine = slice_of(sent, ranks.rank, ranks)
     return Pending(label, works, lambda: sum_into(out, [mine], after, accumulate))
 
@@ -277,7 +282,11 @@ def start_all_reduce_cut(
 
 
 def start_exchange(
-    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ranks: Ranks, label: str
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    ranks: Ranks,
+    label: str,
+    tag: int = _EXCHANGE,
 ) -> Pending:
     """Send 1-D `outgoing[r]` to each rank r, and put what r sends here into 1-D `incoming[r]`.
 
@@ -290,13 +299,9 @@ def start_exchange(
     if not ranks.exchanges_in_pairs(outgoing[0].device):
         return _start_all_to_all(outgoing, incoming, ranks, label)
     incoming[ranks.rank].copy_(outgoing[ranks.rank])
-    works: list[Work] = []
-    for other in ranks.others:
-        if outgoing[other].numel():
-            works.append(send(outgoing[other], other, ranks, _EXCHANGE, label))
-        if incoming[other].numel():
-            works.append(receive(incoming[other], other, ranks, _EXCHANGE, label))
-    return Pending(label, works)
+    leaving = [(outgoing[other], other) for other in ranks.others if outgoing[other].numel()]
+    coming = [(incoming[other], other) for other in ranks.others if incoming[other].numel()]
+    return Pending(label, exchange("all_to_all", outgoing, leaving, coming, ranks, tag, label))
 
 
 def _start_all_to_all(
@@ -305,8 +310,9 @@ def _start_all_to_all(
     sent = torch.cat(list(outgoing))
     lengths = [one.numel() for one in incoming]
     found = sent.new_empty(sum(lengths))
-    work = dist.all_to_all_single(
-        found, sent, lengths, [one.numel() for one in outgoing], ranks.group, async_op=True
+    leaving = [one.numel() for one in outgoing]
+    work = functions.all_to_all_single(
+        found, sent, lengths, leaving, ranks.group, True, label=label
     )
 
     def put() -> None:
@@ -328,11 +334,11 @@ def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
     works: list[Work] = []
     if not ranks.exchanges_in_pairs(tensor.device) or ranks.size > 2:
         group = ranks.group_for(tensor)
-        works.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
-    elif ranks.rank == source:
-        works.append(send(tensor, 1 - source, ranks, _SPREAD, label))
+        works.append(functions.broadcast(tensor, None, group, True, source, label=label))
     else:
-        works.append(receive(tensor, source, ranks, _SPREAD, label))
+        way = [(tensor, 1 - ranks.rank)]
+        leaving, coming = (way, []) if ranks.rank == source else ([], way)
+        works += exchange("broadcast", tensor, leaving, coming, ranks, _SPREAD, label)
     Pending(label, works).wait()
 
 
@@ -351,8 +357,7 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] = [None] * ranks.size
-    with watched("an exchange of objects between ranks"):
-        dist.all_gather_object(values, value, group=ranks.host_group)
+    functions.all_gather_object(values, value, ranks.host_group, label=_OF_OBJECTS)
     return values
 
 
@@ -361,8 +366,7 @@ def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
-    with watched("an exchange of objects between ranks"):
-        dist.gather_object(value, values, group=ranks.host_group, group_dst=0)
+    functions.gather_object(value, values, None, ranks.host_group, 0, label=_OF_OBJECTS)
     return values or []
 
 
@@ -378,19 +382,9 @@ def gather_codes(code: int, ranks: Ranks, label: str = "an agreement between ran
         max_(bounds, ranks, label)
         if int(bounds[0]) == -int(bounds[1]):
             return [code] * ranks.size
-    works: list[Work] = []
-    for other in ranks.others:
-        works.append(send(codes[ranks.rank : ranks.rank + 1], other, ranks, _CODE, label))
-        works.append(receive(codes[other : other + 1], other, ranks, _CODE, label))
-    Pending(label, works).wait()
+    places = codes.split(1)
+    Pending(label, _to_all(places[ranks.rank], places, codes, ranks, _CODE, label)).wait()
     return [int(found) for found in codes]
-
-
-def barrier() -> None:
-    """Wait until every rank of the world has come here."""
-    if dist.is_initialized():
-        with watched("a barrier"):
-            dist.barrier()
 
 
 def _small_reduction(
@@ -402,11 +396,7 @@ def _small_reduction(
     if few and tensor.device.type == "cpu" and ranks.are_neighbours:
         _reduce_among_neighbours(tensor, operation, ranks, label)
         return
-    try:
-        with watched(label):
-            dist.all_reduce(tensor, op=operation, group=ranks.group_for(tensor))
-    except (RuntimeError, dist.DistError) as error:
-        raise failure(label, error) from error
+    functions.all_reduce(tensor, operation, ranks.group_for(tensor), label=label)
 
 
 def _reduce_among_neighbours(
@@ -415,9 +405,8 @@ def _reduce_among_neighbours(
     """Every rank sees what each has and takes it in the order of ranks: the same bits on all."""
     values = [torch.empty_like(tensor) for _ in range(ranks.size)]
     values[ranks.rank].copy_(tensor)
-    leaving = [send(values[ranks.rank], other, ranks, _SMALL, label) for other in ranks.others]
-    coming = [receive(values[other], other, ranks, _SMALL, label) for other in ranks.others]
-    Pending(label, [*coming, *leaving]).wait()
+    mine = values[ranks.rank]
+    Pending(label, _to_all(mine, values, tensor, ranks, _SMALL, label, "all_reduce")).wait()
     stacked = torch.stack(values)
     is_sum = operation == dist.ReduceOp.SUM
     tensor.copy_(stacked.sum(0) if is_sum else stacked.amax(0))

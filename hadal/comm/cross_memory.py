@@ -17,6 +17,7 @@ import struct
 import sys
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -65,19 +66,29 @@ def read(pid: int, source: int, target: int, nbytes: int) -> None:
         source, target, nbytes = source + copied, target + copied, nbytes - copied
 
 
-class _Ended:
+class Ended:
     """One send or receive: over, or at fault."""
 
-    __slots__ = ("_event", "_fault", "_timeout")
+    __slots__ = ("_event", "_fault", "_heir", "_timeout")
 
     def __init__(self, timeout: float) -> None:
         self._event = threading.Event()
         self._fault = ""
         self._timeout = timeout
+        self._heir: Callable[[], None] | None = None
 
     def end(self, fault: str = "") -> None:
+        """It is over; with a fault where it has failed."""
         self._fault = fault
         self._event.set()
+        if self._heir is not None:
+            self._heir()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Let `act` be called at the end, by any thread; it may be called twice."""
+        self._heir = act
+        if self._event.is_set():
+            act()
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +107,7 @@ class _Ended:
             raise RuntimeError(self._fault)
 
 
-class _Sent(_Ended):
+class _Sent(Ended):
     """A tensor that is offered, kept until it is taken."""
 
     __slots__ = ("tensor",)
@@ -106,7 +117,7 @@ class _Sent(_Ended):
         self.tensor = tensor
 
 
-class _Received(_Ended):
+class _Received(Ended):
     """A tensor that is wanted."""
 
     __slots__ = ("_neighbour", "nbytes", "tensor")
@@ -118,7 +129,7 @@ class _Received(_Ended):
         self._neighbour = neighbour
 
     def wait(self) -> None:
-        """As `_Ended.wait`; whoever waits copies what the thread has not begun with."""
+        """As `Ended.wait`; whoever waits copies what the thread has not begun with."""
         self._neighbour.take_what_met()
         super().wait()
 
@@ -157,7 +168,7 @@ class Neighbour:
 
     # ---- what the caller's thread does -----------------------------------------------------------
 
-    def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> _Ended:
+    def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
         """Offer a contiguous tensor of the host; it must stay as it is until the end."""
         nbytes, address = tensor.nbytes, tensor.data_ptr()
         with self._lock:
@@ -173,7 +184,7 @@ class Neighbour:
             self._write(_HEADER.pack(_OFFER, group, tag, self._number, address, nbytes))
             return sent
 
-    def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> _Ended:
+    def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
         """Have a contiguous tensor of the host filled with what the other process offers."""
         received = _Received(tensor, timeout, self)
         channel = _Channel(group, tag)
@@ -299,7 +310,7 @@ class Neighbour:
         self.close()
         with self._lock:
             self._fault = f"connection closed by process {self.pid} of this host"
-            left: list[_Ended] = [one for line in self._wanted.values() for one in line]
+            left: list[Ended] = [one for line in self._wanted.values() for one in line]
             left += self._untaken.values()
             self._wanted.clear()
             self._untaken.clear()

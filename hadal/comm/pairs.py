@@ -2,30 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.pending import Work, failure
+from hadal.comm.comms_log import Record, opened
+from hadal.comm.cross_memory import Ended
+from hadal.comm.pending import Work
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import collective_timeout_s
 from hadal.comm.watchdog import Letter
+from hadal.comm.works import failure
 
 
 def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
     """Begin to give another rank a contiguous tensor; what has one tag arrives in its order."""
-    try:
-        return Letter(_start_send(_as_bytes(tensor), other, ranks, tag=tag), other)
-    except RuntimeError as error:
-        raise failure(label, error) from error
+    record = opened("send", tensor, ranks.group, label)
+    return _sent(tensor, other, ranks, tag, label, _end_of(record))
 
 
 def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
     """Begin to fill a contiguous tensor with what another rank sends."""
+    record = opened("recv", tensor, ranks.group, label)
+    return _received(tensor, other, ranks, tag, label, _end_of(record))
+
+
+def exchange(
+    operation: str,
+    message: Tensor | Sequence[Tensor],
+    leaving: Sequence[tuple[Tensor, int]],
+    coming: Sequence[tuple[Tensor, int]],
+    ranks: Ranks,
+    tag: int,
+    label: str,
+) -> list[Work]:
+    """Begin the sends and receives, (tensor, rank) each, that make up one collective of all ranks.
+
+    They are one call of `operation` in the log, of a `message` as `hadal.comm.bandwidth` has it.
+    """
+    record = opened(operation, message, ranks.group, label)
+    ends: Sequence[Callable[[], None] | None] = [None] * (len(leaving) + len(coming))
+    if record is not None:
+        record.sent = sum(tensor.nbytes for tensor, _ in leaving)
+        ends = record.parts(len(ends))
+    sent = [
+        _sent(tensor, other, ranks, tag, label, end)
+        for (tensor, other), end in zip(leaving, ends, strict=False)
+    ]
+    received = [
+        _received(tensor, other, ranks, tag, label, end)
+        for (tensor, other), end in zip(coming, ends[len(leaving) :], strict=True)
+    ]
+    return [*received, *sent]
+
+
+def _end_of(record: Record | None) -> Callable[[], None] | None:
+    return None if record is None else record.parts(1)[0]
+
+
+def _sent(
+    tensor: Tensor,
+    other: int,
+    ranks: Ranks,
+    tag: int,
+    label: str,
+    ended: Callable[[], None] | None,
+) -> Work:
+    number = ranks.numbers[other]
     try:
-        return Letter(_start_receive(_as_bytes(tensor), other, ranks, tag=tag), other)
+        return _letter(_start_send(_as_bytes(tensor), other, ranks, tag=tag), number, ended)
     except RuntimeError as error:
-        raise failure(label, error) from error
+        raise failure(label, error, f"with rank {number}") from error
+
+
+def _received(
+    tensor: Tensor,
+    other: int,
+    ranks: Ranks,
+    tag: int,
+    label: str,
+    ended: Callable[[], None] | None,
+) -> Work:
+    number = ranks.numbers[other]
+    try:
+        return _letter(_start_receive(_as_bytes(tensor), other, ranks, tag=tag), number, ended)
+    except RuntimeError as error:
+        raise failure(label, error, f"with rank {number}") from error
+
+
+def _letter(work: Work, number: int, ended: Callable[[], None] | None) -> Work:
+    if ended is not None and isinstance(work, Ended):
+        work.then(ended)
+    return Letter(work, number, ended)
 
 
 def _start_send(tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from hadal.comm.watchdog import watched
+from hadal.comm.watchdog import missing_rank, watched
+from hadal.comm.works import failure
 from hadal.errors import CommunicationError
 
 
@@ -46,8 +47,12 @@ class Pending:
                 else:
                     self._watch.join()
             following = self.then()
+        except CommunicationError:
+            raise  # it names itself
         except (RuntimeError, dist.DistError) as error:
-            raise failure(self.label, error) from error
+            rank = missing_rank(self.works)
+            whom = "" if rank is None else f"with rank {rank}"
+            raise failure(self.label, error, whom) from error
         self._watch = None
         if following is None:
             self.done = True
@@ -76,15 +81,17 @@ class _Watch:
     def __init__(self, works: Sequence[Work]) -> None:
         self.ended = threading.Event()
         self._works = works
-        self._error: RuntimeError | None = None
+        self._error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             _wait_for(self._works)
-        except RuntimeError as error:
+        except BaseException as error:
+            # Of whatever kind: it is raised where the works are waited for, which would not end.
             self._error = error
-        self.ended.set()
+        finally:
+            self.ended.set()
 
     def join(self) -> None:
         """Wait for the end, and raise what the works raised."""
@@ -193,11 +200,3 @@ def relayed(first: Pending, start: Callable[[], Pending]) -> Pending:
     work = _Relayed(first, start)
     _relay.put(work)
     return Pending(first.label, [work])
-
-
-def failure(label: str, error: Exception) -> CommunicationError:
-    """What to raise where the backend reports `error` in the collective `label`."""
-    return CommunicationError(
-        f"{label} failed: {error}. Another rank died or waits elsewhere; its own message tells"
-        " more."
-    )

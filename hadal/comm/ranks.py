@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from hadal.comm.functions import all_gather_object
 from hadal.comm.neighbours import Circle, Identity, identity, meet
 from hadal.comm.start import local_rank, local_size, may_read_memory
 
@@ -44,7 +45,7 @@ class Ranks:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
         """The ranks of a process group that this one is in; all of them must call it."""
-        host_group = _host_group(group)
+        host_group = host_group_of(group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         return cls(group, rank, size, host_group, _circle(host_group))
 
@@ -115,7 +116,7 @@ def _new_group(numbers: list[int]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, made)  # this rank is in it
 
 
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for tensors on the host: a process group of a caller's own making
     may carry those of its accelerators only.
     """
@@ -155,23 +156,8 @@ def _find_circle(group: dist.ProcessGroup) -> Circle:
 def _told_by_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """What each rank tells, before there is a `Ranks` that a collective could be given."""
     told = [value] * dist.get_world_size(group)
-    dist.all_gather_object(told, value, group=group)  # noqa: TID251
+    all_gather_object(told, value, group, label="the meeting of neighbours")
     return told
-
-
-def is_initialized() -> bool:
-    """Whether a process group runs."""
-    return dist.is_initialized()
-
-
-def get_rank() -> int:
-    """This process's number in the world; 0 where no process group runs."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def get_world_size() -> int:
-    """How many processes the world has; 1 where no process group runs."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_local_rank() -> int:

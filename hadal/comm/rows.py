@@ -21,7 +21,7 @@ from hadal.comm.collectives import (
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors, for_the_wire, sum_into
-from hadal.comm.pairs import receive, send
+from hadal.comm.pairs import exchange, receive, send
 from hadal.comm.pending import Pending, Work, followed_by
 from hadal.comm.ranks import Ranks
 
@@ -125,6 +125,10 @@ def _start_spread(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pend
     return _start_pairs(sent, shape, ranks, wire.dtype, (label, *_FROM_OWNERS), fill)
 
 
+def _count(rows: _Rows) -> Tensor:
+    return torch.tensor([_WHOLE if rows.numbers is None else rows.numbers.numel()])
+
+
 def _touched(rows: Tensor) -> Tensor:
     """The numbers (int32) of the rows that are not zero; a NaN is not zero either."""
     return (rows != 0).any(dim=1).nonzero().flatten().to(torch.int32)
@@ -158,19 +162,18 @@ def _start_pairs(
     `act` gets what arrived, in the order of `ranks.others`.
     """
     label, count_tag, number_tag, value_tag = way
-    counting: list[Work] = []
     moving: list[Work] = []
     counts = torch.empty(ranks.size, dtype=torch.int64)
+    leaving = [(_count(rows), other) for other, rows in sent.items()]
+    coming = [(counts[other : other + 1], other) for other in sent]
+    counting = exchange("all_to_all", counts, leaving, coming, ranks, count_tag, label)
     for other, rows in sent.items():
-        count = torch.tensor([_WHOLE if rows.numbers is None else rows.numbers.numel()])
-        counting.append(send(count, other, ranks, count_tag, label))
-        counting.append(receive(counts[other : other + 1], other, ranks, count_tag, label))
         if rows.numbers is not None and rows.numbers.numel():
             moving.append(send(rows.numbers, other, ranks, number_tag, label))
         if rows.values.numel():
             moving.append(send(rows.values, other, ranks, value_tag, label))
 
-    def exchange() -> Pending:
+    def move() -> Pending:
         pieces = []
         for other in ranks.others:
             count = int(counts[other])
@@ -185,7 +188,7 @@ def _start_pairs(
         return Pending(label, moving, lambda: act(pieces))
 
     # What moves is waited for only once everybody knows how much to expect.
-    return Pending(label, counting, exchange)
+    return Pending(label, counting, move)
 
 
 def _start_by_collectives(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
+import json
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -46,6 +50,7 @@ _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 
@@ -61,7 +66,8 @@ def init_distributed(
     """Start the process group, unless one already runs.
 
     The place of this process is taken from the arguments, else from the variables of torchrun,
-    Slurm or MPI, else it is alone.
+    Slurm or an MPI (Open MPI, MVAPICH, MPICH, Intel's), else it is alone. Where rank 0 is, is said
+    by MASTER_ADDR, else by Slurm, Azure or SageMaker, else asked of MPI by way of mpi4py.
 
     Args:
         dist_backend: torch's backend name; by default the one of the current device.
@@ -159,11 +165,16 @@ def _start(backend: str, place: Place, init_method: str | None, timeout: timedel
         return
     dist.init_process_group(
         backend,
-        init_method=init_method or f"tcp://{place.address}:{place.port}",
+        init_method=init_method or _url(place),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
     )
+
+
+def _url(place: Place) -> str:
+    address = f"[{place.address}]" if ":" in place.address else place.address  # of IPv6
+    return f"tcp://{address}:{place.port}"
 
 
 class _Told(NamedTuple):
@@ -206,8 +217,23 @@ def find_place(
     port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
     address = variables.get("MASTER_ADDR", "")
     if not address and not is_told_where:
-        address = _first_host(variables, told.world_size)
+        address = _first_host(variables, told)
     return Place(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
+
+
+def is_initialized() -> bool:
+    """Whether a process group runs."""
+    return dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's number in a group, by default in the world; 0 where no group runs."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """How many processes a group has, by default the world; 1 where no group runs."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def local_rank() -> int:
@@ -235,7 +261,12 @@ def collective_timeout_s() -> float:
 
 
 # What launchers set to the number of processes on this host; Slurm's reads `4(x2),2`.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
 _SLURM_LOCAL_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
@@ -302,13 +333,62 @@ def _whole_number(variables: Mapping[str, str], key: str) -> int:
         ) from None
 
 
-def _first_host(variables: Mapping[str, str], world_size: int) -> str:
+# Azure's variables of the first node's address: of a job on several nodes `10.0.0.4:6000`.
+_AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
+_MPI = ("Open MPI", "MVAPICH", "MPI")
+
+
+def _first_host(variables: Mapping[str, str], told: _Told) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_slurm_host(nodes)
-    if world_size == 1 or _told_local_size(variables) == world_size:
+    if told.world_size == 1 or _told_local_size(variables) == told.world_size:
         return "127.0.0.1"
+    found = _azure_host(variables) or _sagemaker_host(variables)
+    if not found and told.launcher in _MPI:
+        found = _host_by_mpi()
+    if found:
+        return found
     raise CommunicationError(
-        f"{world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it to"
-        " that host's name for all ranks"
+        f"{told.world_size} ranks, but MASTER_ADDR does not say on which host rank 0 runs; set it"
+        " to that host's name for all ranks, or with an MPI install mpi4py"
     )
+
+
+def _azure_host(variables: Mapping[str, str]) -> str:
+    address = next((variables[name] for name in _AZURE if variables.get(name)), "")
+    return address.partition(":")[0]
+
+
+def _sagemaker_host(variables: Mapping[str, str]) -> str:
+    """The first of SageMaker's hosts, which it lists in the order of their ranks."""
+    if not variables.get("SM_HOSTS"):
+        return ""
+    try:
+        hosts = json.loads(variables["SM_HOSTS"])
+        return str(hosts[0])
+    except (ValueError, LookupError, TypeError):
+        raise CommunicationError(
+            "the variable SM_HOSTS must be a JSON list of hosts, found"
+            f" {variables['SM_HOSTS']!r}; set MASTER_ADDR"
+        ) from None
+
+
+def _host_by_mpi() -> str:
+    """Rank 0's address, told by MPI to all; empty without mpi4py."""
+    try:
+        mpi: Any = importlib.import_module("mpi4py").MPI
+    except ImportError:
+        return ""
+    return str(mpi.COMM_WORLD.bcast(_own_address(), 0))
+
+
+def _own_address() -> str:
+    """The address by which other hosts reach this one; its name where that is not known."""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect(("10.255.255.255", 1))  # sends nothing: it only chooses a way out
+        return str(probe.getsockname()[0])
+    return socket.gethostname()

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from hadal.comm.ranks import get_rank
-from hadal.comm.start import watchdog_limit
+from hadal.comm.start import get_rank, watchdog_limit
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +25,15 @@ class _Waitable(Protocol):
 
 
 class Letter:
-    """One send or receive under way, and the rank at its other end."""
+    """One send or receive under way, the rank at its other end, and whom to tell of its end."""
 
-    __slots__ = ("_work", "is_over", "other")
+    __slots__ = ("_ended", "_work", "is_over", "other")
 
-    def __init__(self, work: _Waitable, other: int) -> None:
+    def __init__(
+        self, work: _Waitable, other: int, ended: Callable[[], None] | None = None
+    ) -> None:
         self._work = work
+        self._ended = ended
         self.other = other
         self.is_over = False
 
@@ -39,6 +41,15 @@ class Letter:
         """Wait for its end."""
         self._work.wait()
         self.is_over = True
+        if self._ended is not None:
+            self._ended()
+
+
+def missing_rank(works: Sequence[object]) -> int | None:
+    """The number in the world of the rank that has not come, where what is waited for tells it."""
+    # They are waited for in their order, so the first that is not over is the one that hangs.
+    letters = (work for work in works if isinstance(work, Letter))
+    return next((letter.other for letter in letters if not letter.is_over), None)
 
 
 class Wait:
@@ -59,9 +70,7 @@ class Wait:
     def tell(self, now: float) -> str:
         """The line that says what is waited for; who is missing, where that is known."""
         self.told_at = now - self.since
-        # They are waited for in their order, so the first that is not over is the one that hangs.
-        letters = (work for work in self.works if isinstance(work, Letter))
-        missing = next((letter.other for letter in letters if not letter.is_over), None)
+        missing = missing_rank(self.works)
         who = "another rank" if missing is None else f"rank {missing}"
         return (
             f"rank {get_rank()} has waited {self.told_at:.0f} s for {self.label}: {who} has not"

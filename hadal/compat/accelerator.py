@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -100,9 +101,59 @@ class Accelerator:
         """Whether it computes in fp16; everything that torch 2.11 runs on does."""
         return True
 
+    def is_fp64_supported(self) -> bool:
+        """Whether it computes in fp64; some of Intel's do not, and say so."""
+        told = getattr(self._module(), "get_device_properties", None)
+        return True if told is None else bool(getattr(told(), "has_fp64", True))
+
+    def is_triton_supported(self) -> bool:
+        """Whether triton's kernels run on it: it is no CPU, and triton is installed."""
+        return self._is_there() and importlib.util.find_spec("triton") is not None
+
     def get_compile_backend(self) -> str:
         """What `engine.compile` takes by default."""
         return "inductor"
+
+    @property
+    def FloatTensor(self) -> Any:
+        """What makes a tensor of fp32 here."""
+        return self._maker("FloatTensor", torch.float32)
+
+    @property
+    def HalfTensor(self) -> Any:
+        """What makes a tensor of fp16 here."""
+        return self._maker("HalfTensor", torch.float16)
+
+    @property
+    def BFloat16Tensor(self) -> Any:
+        """What makes a tensor of bf16 here."""
+        return self._maker("BFloat16Tensor", torch.bfloat16)
+
+    @property
+    def DoubleTensor(self) -> Any:
+        """What makes a tensor of fp64 here."""
+        return self._maker("DoubleTensor", torch.float64)
+
+    @property
+    def IntTensor(self) -> Any:
+        """What makes a tensor of int32 here."""
+        return self._maker("IntTensor", torch.int32)
+
+    @property
+    def LongTensor(self) -> Any:
+        """What makes a tensor of int64 here."""
+        return self._maker("LongTensor", torch.int64)
+
+    @property
+    def ByteTensor(self) -> Any:
+        """What makes a tensor of uint8 here."""
+        return self._maker("ByteTensor", torch.uint8)
+
+    def _maker(self, name: str, dtype: torch.dtype) -> Any:
+        """torch's class of that name, or what makes the same where a device has no such class."""
+        home = self._module() if self._is_there() else torch
+        made = partial(torch.tensor, dtype=dtype, device=current_device())
+        return getattr(home, name, made)
 
     # ---- work that is queued ---------------------------------------------------------------------
 
@@ -113,6 +164,10 @@ class Accelerator:
     def is_synchronized_device(self) -> bool:
         """Whether calls return when their work is done, as on a CPU."""
         return not self._is_there()
+
+    # Programs ask these of a device whose work is queued: none of them of a CPU.
+    use_host_timers = resolves_data_dependency = is_synchronized_device
+    handles_memory_backpressure = is_synchronized_device
 
     @property
     def Stream(self) -> Any:
@@ -137,6 +192,11 @@ class Accelerator:
             return None
         return torch.accelerator.current_stream(self.device(device_index))
 
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The queue that a device begins with; None where it has none, as a CPU."""
+        found = getattr(self._module(), "default_stream", None)
+        return None if found is None else found(self.device(device_index))
+
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """Begin a named stretch in the device's profiler; nothing on a CPU."""
         tool = getattr(self._module(), "nvtx", None)
@@ -156,6 +216,17 @@ class Accelerator:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """The seed of the device's generator."""
+        return int(getattr(self._module(), "initial_seed", torch.initial_seed)())
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """A device's generator; on a CPU, the host's."""
+        found = getattr(self._module(), "default_generators", None)
+        generator: torch.Generator
+        generator = torch.default_generator if found is None else found[device_index]
+        return generator
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         """Where the device's generator stands."""
@@ -186,11 +257,26 @@ class Accelerator:
         used = memory_use(self.device(device_index))
         return used.device_peak or used.host
 
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that torch's allocator holds of a device; on a CPU, those of this process."""
+        if not self._is_there():
+            return self.memory_allocated()
+        return int(torch.accelerator.memory_reserved(self.device(device_index)))
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most that `memory_reserved` has been; on a CPU, what it is now."""
+        if not self._is_there():
+            return self.memory_allocated()
+        return int(torch.accelerator.max_memory_reserved(self.device(device_index)))
+
+    # Their names in older releases.
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Count the peak from here; a CPU has none."""
         reset_peak_memory(self.device(device_index))
 
-    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """torch's figures of the device's allocator; empty on a CPU."""
@@ -207,8 +293,17 @@ class Accelerator:
         """Bytes of them that are free."""
         return total_memory(self.device(device_index)).free
 
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """A copy that the device reads without the host's help; on a CPU, the tensor itself."""
+    def pin_memory(
+        self,
+        tensor: Tensor,
+        make_copy: bool = True,
+        match_shape: bool = True,
+        align_bytes: int = 1,
+    ) -> Tensor:
+        """A copy that the device reads without the host's help; on a CPU, the tensor itself.
+
+        torch copies shape and values and aligns by itself, whatever the other arguments ask.
+        """
         return tensor.pin_memory() if self._is_there() else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -231,6 +326,10 @@ class Accelerator:
         """Write into a process's variables that it may see these devices."""
         told = ",".join(map(str, local_accelerator_ids))
         current_env.update(dict.fromkeys(self.visible_devices_envs(), told))
+
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Call something once the device is used, which it is by now."""
+        callback()
 
     def get_op_builder(self, class_name: str) -> Any:
         """The class of this name in `deepspeed.ops.op_builder`; None where there is none."""

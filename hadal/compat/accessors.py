@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hadal.compat.placeholders import placeholder
@@ -165,10 +164,6 @@ class Accessors(Engine):
     def initial_dynamic_scale(self) -> float:
         """The loss scale of the first update."""
         return self._parts.scale_rule.initial
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss as `backward` multiplies it."""
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     def was_step_applied(self) -> bool:
         """Whether the last update changed the weights: not where it overflowed."""

@@ -1,15 +1,19 @@
-"""The functions of `deepspeed.comm` whose arguments are not quite torch's or Hadal's."""
+"""The functions of `deepspeed.comm` whose arguments are not quite those of `hadal.comm`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch import Tensor
 
 from hadal import comm
+from hadal.comm import ReduceOp, Row
+from hadal.comm.comms_log import comms_log as _log
 from hadal.comm.start import DEFAULT_PORT
+from hadal.comm.summary import shown_nbytes
 
 
 def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -41,24 +45,28 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
     )
 
 
-def get_rank(group: Any = None) -> int:
-    """This process's number in a group; 0 where none runs."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+def allgather_fn(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    debug: Any = None,
+) -> Any:
+    """As `hadal.comm.all_gather_into_tensor`."""
+    return comm.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-def get_world_size(group: Any = None) -> int:
-    """How many processes a group has; 1 where none runs."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def get_world_group() -> dist.ProcessGroup | None:
-    """The group of all processes; None where none runs."""
-    return dist.group.WORLD
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Whether torch gathers into one tensor; every release that Hadal runs on does."""
-    return True
+def reduce_scatter_fn(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: Any = None,
+) -> Any:
+    """As `hadal.comm.reduce_scatter_tensor`."""
+    return comm.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 class TorchBackend:
@@ -80,20 +88,150 @@ class TorchBackend:
 
     def is_initialized(self) -> bool:
         """Whether a process group runs."""
-        return dist.is_initialized()
+        return comm.is_initialized()
 
     def has_all_gather_into_tensor(self) -> bool:
         """See the function of this name."""
-        return has_all_gather_into_tensor()
+        return comm.has_all_gather_into_tensor()
 
     def has_reduce_scatter_tensor(self) -> bool:
         """The same of the other direction."""
-        return True
+        return comm.has_reduce_scatter_tensor()
 
     def get_all_gather_function(self) -> Callable[..., Any]:
-        """torch's gather into one tensor."""
-        return dist.all_gather_into_tensor  # noqa: TID251 - handed on
+        """The gather into one tensor."""
+        return comm.all_gather_into_tensor
 
     def get_reduce_scatter_function(self) -> Callable[..., Any]:
-        """torch's reduction from one tensor into shards of it."""
-        return dist.reduce_scatter_tensor  # noqa: TID251 - handed on
+        """The reduction from one tensor into shards of it."""
+        return comm.reduce_scatter_tensor
+
+
+# ---- the log of collectives ----------------------------------------------------------------------
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Start or stop the log; what is not given stays. An engine's own configuration is read by
+    `initialize`, so that `deepspeed_config` need not be.
+    """
+    now = _log.choice
+    is_on = comm.is_logging() if enabled is None else enabled
+    comm.start_log(
+        now.verbose if verbose is None else verbose,
+        now.prof_all if prof_all is None else prof_all,
+        now.prof_ops if prof_ops is None else prof_ops,
+        now.debug if debug is None else debug,
+    )
+    if not is_on:
+        comm.stop_log()
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print the log; with `return_dict` return its figures as DeepSpeed arranges them."""
+    rows = comm.log_summary(show_straggler)
+    return _arranged(rows, show_straggler) if return_dict else None
+
+
+def _arranged(rows: Sequence[Row], show_straggler: bool) -> dict[str, Any]:
+    summary: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in _by_size(rows):
+        summary.setdefault(row.operation, {})[row.nbytes] = {
+            "count": row.count,
+            "total_latency_ms": row.seconds * 1e3,
+            "avg_latency_ms": row.mean_s * 1e3,
+            "tput_avg_gbps": row.algorithm_bandwidth * 8e-9,
+            "busbw_avg_gbps": row.bus_bandwidth * 8e-9,
+            "msg_size_bytes": row.nbytes,
+            "msg_size_str": shown_nbytes(row.nbytes),
+        }
+    lost = [
+        {"operation": row.operation, "msg_size_bytes": row.nbytes, "lost_s": row.lost_s}
+        for row in rows
+        if row.lost_s
+    ]
+    return {
+        "summary": summary,
+        "straggler_analysis": lost if show_straggler else None,
+        "metadata": {
+            "world_size": comm.get_world_size(),
+            "rank": comm.get_rank(),
+            "timestamp": datetime.now().isoformat(),
+        },
+    }
+
+
+def _by_size(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one operation and message as one, whoever took part and called."""
+    joined: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        known = joined.get((row.operation, row.nbytes))
+        if known is not None:
+            row = replace(
+                known,
+                count=known.count + row.count,
+                total_nbytes=known.total_nbytes + row.total_nbytes,
+                seconds=known.seconds + row.seconds,
+            )
+        joined[row.operation, row.nbytes] = row
+    return list(joined.values())
+
+
+class CommsLogger:
+    """The log of this process, as programs switch it."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether collectives are recorded."""
+        return comm.is_logging()
+
+    def start_profiling_comms(self) -> None:
+        """Record all kinds from here on."""
+        configure(enabled=True, prof_all=True)
+
+    def stop_profiling_comms(self) -> None:
+        """Record no more."""
+        comm.stop_log()
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Record these kinds too, and only what is named."""
+        names = dict.fromkeys([*_log.choice.prof_ops, *op_name_list])
+        configure(enabled=True, prof_all=False, prof_ops=tuple(names))
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Record these kinds no more."""
+        left = tuple(name for name in _log.choice.prof_ops if name not in op_name_list)
+        configure(prof_ops=left)
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """As `log_summary`, or its figures alone."""
+        if print_log or show_straggler:
+            return log_summary(show_straggler, return_dict)
+        return _arranged(_log.rows(), False) if return_dict else None
+
+    def has_data(self) -> bool:
+        """Whether anything was recorded."""
+        return bool(_log.rows())
+
+    def get_operation_names(self) -> list[str]:
+        """The kinds that were recorded."""
+        return list(dict.fromkeys(row.operation for row in _log.rows()))
+
+    def get_total_operations(self) -> int:
+        """How many calls were recorded."""
+        return sum(row.count for row in _log.rows())
+
+    def reset_data(self) -> None:
+        """Forget what was recorded."""
+        comm.reset_log()
+
+
+comms_logger = CommsLogger()

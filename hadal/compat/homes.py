@@ -31,14 +31,16 @@ _CHECKPOINTING = {
     " set_num_layers"
 }
 _COLLECTIVES = {
-    _COMM: "TorchBackend get_rank get_world_group get_world_size has_all_gather_into_tensor"
-    " init_distributed",
-    "hadal.comm": "get_local_rank is_initialized",
-    "torch.distributed": "ReduceOp all_gather all_gather_into_tensor all_gather_object"
-    " all_reduce all_to_all all_to_all_single barrier broadcast broadcast_object_list"
-    " destroy_process_group gather get_backend get_global_rank get_process_group_ranks"
-    " irecv isend monitored_barrier new_group recv reduce reduce_scatter"
-    " reduce_scatter_tensor scatter send",
+    _COMM: "TorchBackend allgather_fn comms_logger configure init_distributed log_summary"
+    " reduce_scatter_fn",
+    "hadal.comm": "P2POp ReduceOp all_gather all_gather_coalesced all_gather_into_tensor"
+    " all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier"
+    " batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather get_backend"
+    " get_all_ranks_from_group get_global_rank get_local_rank get_process_group_ranks get_rank"
+    " get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced"
+    " has_coalescing_manager has_reduce_scatter_tensor inference_all_reduce initialize_mesh_device"
+    " irecv is_available is_initialized isend monitored_barrier new_group recv reduce"
+    " reduce_scatter reduce_scatter_tensor reset_log scatter send",
 }
 
 # module of the surface -> {module of ours -> names that are the same there}
@@ -95,6 +97,9 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.loss_scaler": {
         "hadal.compat.loss_scaler": "DynamicLossScaler LossScaler"
     },
+    "deepspeed.runtime.fp16.onebit.adam": {_OPTIMIZERS: "OnebitAdam"},
+    "deepspeed.runtime.fp16.onebit.lamb": {_OPTIMIZERS: "OnebitLamb"},
+    "deepspeed.runtime.fp16.onebit.zoadam": {_OPTIMIZERS: "ZeroOneAdam"},
     "deepspeed.runtime.fp16.unfused_optimizer": {_KINDS: "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.lr_schedules": {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
@@ -136,6 +141,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         " z3_leaf_module",
         _LOG: "log_dist logger set_log_level_from_string",
     },
+    "deepspeed.utils.comms_logging": {_COMM: "CommsLogger"},
     "deepspeed.utils.groups": {
         _GROUPS: "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size"
         " get_tensor_model_parallel_group get_tensor_model_parallel_rank"
@@ -164,9 +170,6 @@ _ALIKE: dict[str, dict[str, str]] = {
 _OTHERS: dict[str, str] = {
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
-    "deepspeed.comm.allgather_fn": "torch.distributed:all_gather_into_tensor",
-    "deepspeed.comm.inference_all_reduce": "torch.distributed:all_reduce",
-    "deepspeed.comm.reduce_scatter_fn": "torch.distributed:reduce_scatter_tensor",
     "deepspeed.DeepSpeedConfigError": "hadal.errors:ConfigError",
     "deepspeed.dist": "deepspeed.comm",
     "deepspeed.OnDevice": f"{_ZERO}:OnDevice",

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from hadal.compat.engine import DeepSpeedEngine
 
 
+_BY_PARAMETER = ("lamb", "onebitlamb")
+
+
 class _Kind(type):
     """A class that has no objects of its own: those of an engine are told by what it trains."""
 
@@ -50,7 +53,7 @@ class FP16_Optimizer(metaclass=_Kind):
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
         """Whether masters are kept for 16-bit weights, all of them on each rank."""
-        return _is_16_bit_without_zero(engine) and engine.optimizer_name() != "lamb"
+        return _is_16_bit_without_zero(engine) and engine.optimizer_name() not in _BY_PARAMETER
 
 
 class FP16_UnfusedOptimizer(metaclass=_Kind):
@@ -59,7 +62,7 @@ class FP16_UnfusedOptimizer(metaclass=_Kind):
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
         """Whether it is Lamb that steps such masters."""
-        return _is_16_bit_without_zero(engine) and engine.optimizer_name() == "lamb"
+        return _is_16_bit_without_zero(engine) and engine.optimizer_name() in _BY_PARAMETER
 
 
 def _is_16_bit_without_zero(engine: DeepSpeedEngine) -> bool:

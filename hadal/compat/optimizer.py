@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -162,6 +165,16 @@ class DeepSpeedOptimizer:
     def dynamic_loss_scale(self) -> bool:
         """Whether overflows move the loss scale."""
         return self.loss_scaler.dynamic
+
+    def quantize_nontrainable_params(self) -> None:
+        """Programs call it behind `initialize`, which has done so where the configuration asks."""
+        self._expect_stage("quantize_nontrainable_params", 3)
+        zero = self._engine._parts.config.zero_optimization
+        if not zero.zero_quantized_nontrainable_weights:
+            _log.warning(
+                "optimizer.quantize_nontrainable_params() does nothing: it is for"
+                " zero_optimization.zero_quantized_nontrainable_weights true"
+            )
 
     # ---- stepping --------------------------------------------------------------------------------
 

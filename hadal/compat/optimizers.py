@@ -16,7 +16,7 @@ from hadal.optim.build import build_optimizer
 # Called here as elsewhere in the house.
 _RENAMED = {"adamw_mode": "adam_w_mode"}
 # Gradients are always set to None, and state has the dtype of the master.
-_WITHOUT_EFFECT = frozenset({"set_grad_none", "fp32_optimizer_states"})
+_WITHOUT_EFFECT = frozenset({"set_grad_none", "fp32_optimizer_states", "deepspeed"})
 _REMEDIES = {
     "amsgrad": "DeepSpeed refuses or ignores it; take torch.optim.AdamW(amsgrad=True), which trains"
     " here",
@@ -144,4 +144,76 @@ class FusedLamb(metaclass=_Maker):
         max_coeff=10.0,
         min_coeff=0.01,
         amsgrad=False,
+    )
+
+
+class OnebitAdam(metaclass=_Maker):
+    """1-bit Adam."""
+
+    kind: ClassVar[str] = "OneBitAdam"
+    __signature__ = _signature(
+        "params",
+        deepspeed=None,
+        lr=1e-3,
+        freeze_step=100000,
+        bias_correction=True,
+        betas=_BETAS,
+        eps=1e-8,
+        eps_inside_sqrt=False,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        amsgrad=False,
+        cuda_aware=False,
+        comm_backend_name="nccl",
+    )
+
+
+class OnebitLamb(metaclass=_Maker):
+    """1-bit Lamb."""
+
+    kind: ClassVar[str] = "OneBitLamb"
+    __signature__ = _signature(
+        "params",
+        deepspeed=None,
+        lr=1e-3,
+        freeze_step=100000,
+        bias_correction=True,
+        betas=_BETAS,
+        eps=1e-8,
+        eps_inside_sqrt=False,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        max_coeff=10.0,
+        min_coeff=0.01,
+        amsgrad=False,
+        cuda_aware=False,
+        comm_backend_name="nccl",
+        coeff_beta=0.9,
+        factor_max=4.0,
+        factor_min=0.5,
+        factor_threshold=0.1,
+    )
+
+
+class ZeroOneAdam(metaclass=_Maker):
+    """0/1 Adam."""
+
+    kind: ClassVar[str] = "ZeroOneAdam"
+    __signature__ = _signature(
+        "params",
+        deepspeed=None,
+        lr=1e-3,
+        bias_correction=True,
+        betas=_BETAS,
+        eps=1e-8,
+        eps_inside_sqrt=False,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        var_freeze_step=100000,
+        var_update_scaler=16,
+        local_step_scaler=32678,
+        local_step_clipper=16,
+        amsgrad=False,
+        cuda_aware=False,
+        comm_backend_name="nccl",
     )

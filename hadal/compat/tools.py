@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce, wraps
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from hadal.comm import Ranks
+from hadal.comm.collectives import max_, sum_
+from hadal.comm.mpu import model_group_of
 from hadal.compat.log import log_dist
-from hadal.compat.placeholders import unbuilt
 from hadal.device import current_device, memory_use
 from hadal.errors import UsageError
+from hadal.optim.norm import is_model_part
 from hadal.zero.access import is_kept_by_engine
 
 
@@ -102,11 +106,13 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """Clip the gradients of parameters that no engine trains, as torch does.
+    """Clip the gradients of parameters that no engine trains, as torch does; return their norm.
+
+    With `mpu` it is the norm over all parts of the model: what is marked as a part counts on every
+    model-parallel rank, the rest on the first. All of them must call it.
 
     Raises:
         UsageError: an engine trains one of them: its gradients are not in `.grad`.
-        NotBuiltYetError: the model lies in parts on several ranks.
     """
     given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(is_kept_by_engine(parameter) for parameter in given):
@@ -114,9 +120,23 @@ def clip_grad_norm_(
             "clip_grad_norm_ got parameters that an engine trains, whose gradients are not in"
             " .grad: give gradient_clipping in the configuration, which clips all of them together"
         )
-    if mpu is not None:
-        raise unbuilt("deepspeed.runtime.utils.clip_grad_norm_(mpu=...)")
-    return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    if mpu is None:
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+    total = _norm_over_parts(given, float(norm_type), Ranks.of(model_group_of(mpu)))
+    nn.utils.clip_grads_with_norm_(given, max_norm, total)
+    return total
+
+
+def _norm_over_parts(parameters: Sequence[Any], norm_type: float, ranks: Ranks) -> Tensor:
+    counted = [p.grad for p in parameters if ranks.rank == 0 or is_model_part(p)]
+    norm = nn.utils.get_total_norm([g for g in counted if g is not None], norm_type)
+    total = norm.to(current_device(), torch.float64)
+    if math.isinf(norm_type):
+        max_(total, ranks, "the norm of gradients over the model's parts")
+        return total.float()
+    total = total**norm_type
+    sum_(total, ranks, "the norm of gradients over the model's parts")
+    return (total ** (1 / norm_type)).float()
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

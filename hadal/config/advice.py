@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hadal.config.amp import Amp
+from hadal.config.offload import OffloadOptimizer
 from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
 from hadal.config.top_level import Config
@@ -37,6 +38,15 @@ def _tell_offload(config: Config, report: Report) -> None:
             "zero_optimization.offload_param",
             f"has no effect at stage {zero.stage}, where every rank keeps whole weights; it acts at"
             " stage 3",
+        )
+    optimizer = zero.offload_optimizer
+    default = OffloadOptimizer().cpuadam_cores_perc
+    if optimizer is not None and optimizer.cpuadam_cores_perc != default:
+        # With super_offload it is refused.
+        report.note(
+            "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+            "has no effect without super_offload: updates on the host use the process's threads"
+            " (OMP_NUM_THREADS)",
         )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hadal.config.kinds import expected
-from hadal.config.optimizer import UNBUILT_TYPES
 from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
 from hadal.config.plain import plain, shown
 from hadal.config.scheduler import PARAMS as SCHEDULES
@@ -17,7 +16,6 @@ from hadal.config.section import Section, Status, default_of, mark_of
 from hadal.config.top_level import Config
 
 PAGE = Path("docs/configuration.md")
-_UNBUILT = set(UNBUILT_TYPES)
 _INTRODUCTION = """\
 # Configuration
 
@@ -54,9 +52,8 @@ def _types(path: str, params: Mapping[str, type[Section]]) -> list[str]:
     lines: list[str] = []
     for model in dict.fromkeys(params.values()):
         names = " and ".join(name for name, kind in params.items() if kind is model)
-        status: Status = "not built yet" if set(names.split(" and ")) & _UNBUILT else "acts"
         lines += [f"### `{path}` of {names}", "", _summary(model), ""]
-        lines += _table(model, status) if model.model_fields else []
+        lines += _table(model, "acts") if model.model_fields else []
     return lines
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from hadal.config.section import NO_EFFECT, Section, key
+from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Integer, Number
 
 
@@ -23,7 +23,10 @@ class Elasticity(Section):
     min_gpus: Integer = key(1, "Fewest ranks.", ge=1)
     max_gpus: Integer = key(10000, "Most ranks.", ge=1)
     min_time: Integer = key(
-        0, "Minutes between changes of the number of ranks, for schedulers.", ge=0, mark=NO_EFFECT
+        0,
+        "Minutes that ranks train before `hadal run --elastic_training` starts them anew to take in"
+        " hosts that have come.",
+        ge=0,
     )
     prefer_larger_batch: Boolean = key(True, "Among equals take the larger batch.")
     ignore_non_elastic_batch_info: Boolean = key(

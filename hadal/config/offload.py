@@ -10,7 +10,10 @@ _PATH = (
     "Folder on the disk; needed where the device is nvme. Each process has a folder of its own in "
     "it, which goes when the engine does. Ranks may name different ones."
 )
-_PIN = "Use page-locked host memory where there is an accelerator: faster copies, scarcer memory."
+_PIN = (
+    "Use page-locked host memory where there is an accelerator: copies go on beside its work; else "
+    "each one stops the thread that launches that."
+)
 
 
 class OffloadParam(Section):
@@ -68,7 +71,8 @@ class OffloadOptimizer(Section):
     buffer_count: Integer = key(
         4,
         "The host memory of an update on the disk: so many times `sub_group_size` elements in "
-        "fp32 (of which 2^24 count at most), for all that is read, worked on and written.",
+        "fp32 (of which 2^24 count at most), for all that is read, worked on and written. A part "
+        "is 2^19 elements long at least, with several threads up to 2^22.",
         ge=0,
     )
     pin_memory: Boolean = key(True, _PIN)

@@ -9,7 +9,6 @@ from hadal.config.optimizer_params import BUILT_IN, PARAMS
 from hadal.config.section import NO_EFFECT, Child, Mark, Section, key
 from hadal.config.values import Boolean, Text
 
-UNBUILT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _CANONICAL = {name.lower(): name for name in BUILT_IN}
 
 
@@ -27,7 +26,7 @@ class Optimizer(Section):
         None,
         "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, MuAdam, "
         "MuAdamW or MuSGD in any case, or the exact name of a class of torch.optim.",
-        mark=Mark(status="not built yet", only=UNBUILT_TYPES, auto_is_a_word=True),
+        mark=Mark(auto_is_a_word=True),
     )
     params: dict[str, Any] = key({}, "Arguments of the optimizer; see the tables of each type.")
     legacy_fusion: Boolean = key(

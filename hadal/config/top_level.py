@@ -161,7 +161,9 @@ class Config(General):
     wandb: Wandb = section(Wandb, "Events to Weights & Biases.")
     comet: Comet = section(Comet, "Events to Comet.")
     elasticity: Elasticity | None = key(None, "A batch for many numbers of ranks.")
-    comms_logger: CommsLogger | None = key(None, "Times of collectives.")
+    comms_logger: CommsLogger | None = key(
+        None, "How often, how much and how fast ranks send to each other."
+    )
     compression_training: CompressionTraining = section(CompressionTraining, "A smaller model.")
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
     datastates_ckpt: DatastatesCkpt | None = key(

@@ -39,8 +39,14 @@ _UNPREFIXED = (
 class LocoParam(Section):
     """Error feedback for quantised gradients."""
 
-    err_beta: Number = key(0.8, "Decay of the average compression error.", ge=0, le=1)
-    reset_T: Integer = key(1024, "Updates after which the error is forgotten.", ge=1)
+    err_beta: Number = key(
+        0.8,
+        "How much of the average stays at each gradient; the rest is what is lost of it. 0 keeps "
+        "all of the last loss alone, 1 nothing.",
+        ge=0,
+        le=1,
+    )
+    reset_T: Integer = key(1024, "Updates after which it is forgotten.", ge=1)
 
 
 class ZeroOptimization(Section):
@@ -205,15 +211,37 @@ class ZeroOptimization(Section):
         "the number of ranks. 0 and 1: none.",
         ge=0,
     )
-    zero_quantized_weights: Boolean = key(False, "Gather weights as int8.", mark=UNBUILT_AT_STAGE_3)
+    zero_quantized_weights: Boolean = key(
+        False,
+        "Stage 3: weights travel as int8 to where forward and backward use them (ZeRO++ qwZ), with "
+        "a scale for each 256: 0.508 of bf16's bytes. All ranks compute with the same rounded "
+        "values; masters, shards, checkpoints, `engine.state_dict()` and `GatheredParameters` "
+        "outside of forward stay exact. Parameters that stay whole are not rounded, nor is what "
+        "ranks of a second copy (`zero_hpz_partition_size`) give each other once more.",
+    )
     zero_quantized_nontrainable_weights: Boolean = key(
-        False, "Hold frozen weights quantised.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Stage 3: weights that are not trained (under adapters) rest as int8 and travel so: 0.508 "
+        "of bf16's memory and bytes. They are rounded once, by `initialize` or a load, and that is "
+        "what checkpoints save. Parameters that stay whole are not, and what rests on a disk does "
+        "so as it is.",
     )
     zero_quantized_gradients: Boolean = key(
-        False, "Reduce gradients as int4, within and between nodes.", mark=UNBUILT_AT_STAGE_3
+        False,
+        "Stages 2 and 3: gradients travel as int4 (ZeRO++ qgZ), with a scale for each 128: 0.266 "
+        "of bf16's bytes. They are added up inside each node first and then between nodes, so that "
+        "with R ranks on a node 1/R of that crosses (LOCAL_WORLD_SIZE, what the launcher says; "
+        "without it there is one hop). Sums are made in fp32; `communication_data_type` does not "
+        "act on them. What is not finite makes its whole block so, and fp16 finds it. Rows of "
+        "`sparse_gradients`, and what blocks of `mics_shard_size` tell each other, travel as they "
+        "are. Needs `reduce_scatter`.",
     )
     zeropp_loco_param: LocoParam | None = key(
-        None, "Error feedback for quantised gradients.", mark=UNBUILT_AT_STAGE_3
+        None,
+        "Error feedback for `zero_quantized_gradients` (LoCo): a moving average of what is lost of "
+        "a gradient is added to the next one. Costs the memory of the gradients that a rank sends, "
+        "whole. It is forgotten at each checkpoint, saved or loaded, so that a resumed run gives "
+        "the same numbers.",
     )
     mics_shard_size: Integer = key(
         -1,

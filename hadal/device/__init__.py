@@ -8,7 +8,14 @@ from hadal.device.accelerator import (
     rank_device,
     synchronize,
 )
-from hadal.device.autograd import backward_watched, unwatched
+from hadal.device.autograd import (
+    at_end_of_backward,
+    backward_watched,
+    is_in_backward,
+    is_in_node,
+    unwatched,
+    will_collect,
+)
 from hadal.device.compiler import spared_import
 from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
@@ -32,14 +39,20 @@ from hadal.device.memory import (
     reset_peak_memory,
     total_memory,
 )
+from hadal.device.stamps import Stamp
+from hadal.device.streams import Event, SideStream
 
 __all__ = [
     "AdagradRule",
     "AdamRule",
+    "Event",
     "MemoryThere",
     "MemoryUse",
     "SgdRule",
+    "SideStream",
+    "Stamp",
     "accelerator_kind",
+    "at_end_of_backward",
     "backward_watched",
     "choose_kind",
     "collective_backend",
@@ -51,6 +64,8 @@ __all__ = [
     "has_fused_kernels",
     "host_empty",
     "is_host_memory",
+    "is_in_backward",
+    "is_in_node",
     "keep_freed_memory",
     "memory_use",
     "page_locked",
@@ -62,4 +77,5 @@ __all__ = [
     "synchronize",
     "total_memory",
     "unwatched",
+    "will_collect",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,3 +25,30 @@ def backward_watched(root: Tensor, retain_graph: bool) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """Call `act` when the backward that runs now, and has called this, is through.
+
+    Not called where it raises. What `act` raises, it raises.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_in_node() -> bool:
+    """Whether this thread runs an operation of a backward: a second backward may run in it."""
+    return torch._C._current_autograd_node() is not None
+
+
+def will_collect(parameter: Tensor) -> bool:
+    """Whether the backward that runs now will bring the parameter, a leaf, a gradient.
+
+    Not so where gradients are only computed for somebody (`torch.autograd.grad`).
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))

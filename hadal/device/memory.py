@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from hadal.errors import OffloadError
 
 _STATM = Path("/proc/self/statm")
 _MEMINFO = Path("/proc/meminfo")
@@ -27,6 +31,8 @@ _LIMITS = (
 # own, and how much may lie free at the end of the heap (-1: all that does).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MMAP_NBYTES = 1 << 30
+# Of cudaHostRegister: locked for every device.
+_PORTABLE = 1
 _OLDER_MMAP_NBYTES = 1 << 25
 
 
@@ -74,8 +80,35 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """Bytes of host memory that the accelerator copies by itself."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    """Bytes of host memory that the accelerator copies by itself; they begin on a page.
+
+    CUDA locks memory that is there already. torch's own pool rounds each piece up to a power of
+    two, so that gradients of many gigabytes would take up to twice their bytes.
+
+    Raises:
+        OffloadError: the system locks no more.
+    """
+    if not nbytes or torch.accelerator.current_accelerator() != torch.device("cuda"):
+        page = resource.getpagesize()
+        whole = torch.empty(nbytes + page, dtype=torch.uint8, pin_memory=True)
+        return whole[-whole.data_ptr() % page :][:nbytes]
+    # Shared memory, the default, may be short.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), nbytes, _PORTABLE))
+    if code:
+        raise OffloadError(
+            f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); give the"
+            " process more memory that it may lock (`ulimit -l`, a container's limit), or set"
+            " pin_memory false"
+        )
+    weakref.finalize(memory, _unlock, whole.data_ptr()).atexit = False
+    return whole
+
+
+def _unlock(address: int) -> None:
+    torch.accelerator.synchronize()  # nothing copies there any more
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def is_host_memory(device: torch.device) -> bool:
@@ -85,8 +118,9 @@ def is_host_memory(device: torch.device) -> bool:
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
     """A 1-D tensor in host memory, uninitialised; page-locked, if asked, for an accelerator."""
-    locks = pinned and torch.accelerator.is_available()
-    return torch.empty(numel, dtype=dtype, pin_memory=locks)
+    if pinned and torch.accelerator.is_available():
+        return page_locked(numel * dtype.itemsize).view(dtype)
+    return torch.empty(numel, dtype=dtype)
 
 
 def free_host_nbytes() -> int:

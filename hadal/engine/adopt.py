@@ -12,7 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm.collectives import broadcast_
 from hadal.config import Config
-from hadal.engine.policies import leaves_of, limits_of, partition_of, refresh_of
+from hadal.config.zero_optimization import ZeroOptimization
+from hadal.engine.policies import leaves_of, limits_of, partition_of, refresh_of, transport_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
 from hadal.engine.tiers import Homes
 from hadal.zero import access, apply, init
@@ -42,11 +43,19 @@ class Adopter:
         self.homes = Homes(config, device)
         """Where the buckets rest."""
         self._partition = partition_of(
-            config, sharing.ranks.size, keeps_weights_off=self.homes.keeps_weights_off
+            config,
+            sharing.ranks.size,
+            keeps_weights_off=self.homes.keeps_weights_off,
+            lands_gradients=self.homes.lands_gradients,
         )
         self._limits = limits_of(config, sharing.shards.size)
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @property
+    def zero(self) -> ZeroOptimization:
+        """The section that says what is sharded."""
+        return self._config.zero_optimization
 
     def newcomers(self) -> dict[str, nn.Parameter]:
         """By full name, the model's parameters that have not been taken over."""
@@ -78,7 +87,7 @@ class Adopter:
                     self._device,
                     refresh_of(config),
                     self.homes.home_of(plan, self.sharing.shards.size),
-                    gathers_by_sum=config.zero_optimization.stage3_use_all_reduce_for_fetch_params,
+                    transport_of(config, self.sharing.shards.size),
                 )
             bucket.reshard()
             buckets.append(bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from hadal.comm import Ranks, init_distributed
+from hadal.comm import Ranks, init_distributed, start_log
 from hadal.comm.faults import told_to_all
 from hadal.comm.start import memory_is_tuned, told_elasticity
 from hadal.config import Config, load_config
@@ -22,6 +23,7 @@ from hadal.engine.checks import (
     check_birth,
     check_parameters,
     check_same,
+    check_same_keys,
     check_scheduler,
     members_of_groups,
 )
@@ -62,6 +64,7 @@ from hadal.engine.wishes import (
 )
 from hadal.errors import OffloadError, UsageError
 from hadal.optim.build import build_stepper
+from hadal.optim.exchanging import ExchangingStepper
 from hadal.zero import apply, init
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import Precision
@@ -131,11 +134,19 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         source = choose_config(args, config, config_params)
         source = with_schedule(args, source, lr_scheduler is not None)
         admitted = _admit(model, wishes, source, wish, world, engine_type)
+    _log_collectives(admitted.config)
     topology = make_topology(wish, admitted.config, world)
     engine = _assemble(admitted, wishes, topology, world, engine_type)
     if not memory_is_tuned():
         keep_freed_memory(current_device())
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _log_collectives(config: Config) -> None:
+    """Record from here on what ranks send, where that is asked for."""
+    log = config.comms_logger
+    if log is not None and log.enabled:
+        start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +207,18 @@ def _assemble(
     model, config, groups = admitted.model, admitted.config, admitted.groups
     optimizer, ranks = admitted.optimizer, topology.sharding
     device = current_device()
+    check_same_keys(_common(config), world)
     with told_to_all(world, "initialize"):
-        check_birth(model.named_parameters(), topology.sharing)
+        check_birth(model.named_parameters(), topology.sharing, config.zero_optimization)
     batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
-    check_same(model, groups, {**_common(config), **_described(admitted, wishes)}, ranks)
+    with told_to_all(world, "initialize"):
+        # Parts of a model need not be alike; each speaks among its own ranks.
+        check_same(model, groups, _described(admitted, wishes), ranks)
     adopter = Adopter(model, config, topology.sharing, device)
     with told_to_all(world, "initialize", OffloadError):
         adopter.homes.open_disks()
-    runtime = _build_runtime(admitted, adopter, ranks)
+    with _among_parts(topology, world):
+        runtime = _build_runtime(admitted, adopter, ranks)
     apply.watch_apply()
     runtime.reducing = clocks.reduce
     readers = topology.data_parallel
@@ -213,14 +228,17 @@ def _assemble(
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
-        stepper = build_stepper(optimizer, runtime.gradients, groups, disk_steps_of(config))
+        parts, steps = topology.model_parallel, disk_steps_of(config)
+        stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)
+        if isinstance(stepper, ExchangingStepper):
+            runtime.exchange = stepper
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
         LaterGroups(model, runtime, hooks, optimizer, stepper, adopter)
         return Training(optimizer, schedule, stepper)
 
     training = None
-    if admitted.is_chosen and runtime.gradients:
-        with told_to_all(ranks, "initialize"):
+    with told_to_all(world, "initialize"):
+        if admitted.is_chosen and runtime.gradients:
             training = make_training()
     if config.dump_state:
         tell_state(config, model, runtime, batches, topology)
@@ -250,6 +268,13 @@ def _assemble(
             config=config,
         )
     )
+
+
+def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[None]:
+    """Around what fails on all ranks of a part: the other parts then fail, too."""
+    if topology.model_parallel is None:
+        return nullcontext()
+    return told_to_all(world, "initialize", OffloadError)
 
 
 def _common(config: Config) -> dict[str, Any]:

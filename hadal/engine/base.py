@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import Live
 from hadal.config import Config
 from hadal.engine.collector import hold_collector
+from hadal.engine.direct import DirectBackward
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, Parts
@@ -45,9 +47,15 @@ class EngineBase(nn.Module):
         self._is_compiled = False
         self._moved: list[tuple[Tensor, Tensor]] = []
         """Memory of the device that was given back for a while, as bytes, and what was in it."""
+        self._direct = DirectBackward(self._begun_direct, parts.runtime)
         place.attend(parts.runtime, self)
 
+    def _begun_direct(self) -> AbstractContextManager[None]:
+        """Around a backward that the caller has started on a tensor."""
+        raise NotImplementedError
+
     def _expect_alive(self) -> None:
+        self._direct.end_left()
         if self._cycle.destroyed:
             raise UsageError("this engine was destroyed; use its module, or initialize anew")
         self._parts.runtime.expect_here()
@@ -239,6 +247,12 @@ class EngineBase(nn.Module):
     def loss_scale(self) -> float:
         """What the loss is multiplied with before backward (1.0 where nothing is fp16)."""
         return self._scale.scale
+
+    @property
+    def gradient_factor(self) -> float:
+        """What the gradients that wait for an update are multiplied with."""
+        factor = self._cycle.factor
+        return self._scale.scale if factor is None else factor
 
     def get_lr(self) -> list[float]:
         """The present learning rate of each param group."""

@@ -14,6 +14,7 @@ from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import Order
 from hadal.checkpoint.together import compare_tags
 from hadal.engine.base import EngineBase
+from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
 from hadal.optim.loss_scale import ScaleState
 
@@ -23,6 +24,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 class SavesCheckpoints(EngineBase):
     """An engine's checkpoints. All ranks must call each method."""
+
+    _has_told_of_residuals = False
 
     def save_checkpoint(
         self,
@@ -58,6 +61,7 @@ class SavesCheckpoints(EngineBase):
         """
         self._expect_alive()
         self._parts.runtime.meet_at_checkpoint()
+        self._forget_residuals()
         name = str(tag or f"global_step{self._counters.global_steps}")
         compare_tags(name, self._parts.saving.tag_validation, self._parts.world)
         if self._parts.runtime.holds_gradients and self._parts.world.rank == 0:
@@ -74,6 +78,16 @@ class SavesCheckpoints(EngineBase):
         return True
 
     store_checkpoint = save_checkpoint
+
+    def _forget_residuals(self) -> None:
+        """What error feedback holds is not saved: a run that goes on begins as a resumed one."""
+        if self._parts.runtime.forget_residuals() and not self._has_told_of_residuals:
+            self._has_told_of_residuals = True
+            if self._parts.world.rank == 0:
+                _log.warning(
+                    "error feedback (zero_optimization.zeropp_loco_param) begins anew at each"
+                    " checkpoint, so that a resumed run gives the same numbers"
+                )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save that goes on by itself has ended. All ranks must call it.
@@ -121,6 +135,7 @@ class SavesCheckpoints(EngineBase):
         """
         self._expect_alive()
         self._parts.runtime.meet_at_checkpoint()
+        self._forget_residuals()
         self._saver.wait()
         folder = find(Path(load_dir), None if tag is None else str(tag), self._parts.world)
         if folder is None:
@@ -133,7 +148,7 @@ class SavesCheckpoints(EngineBase):
             custom=custom_load_fn,
         )
         # What is loaded is trained on, whatever mode the caller is in.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), collector_at_rest():
             if self._training is None and self._parts.runtime.gradients:
                 self._training = self._parts.make_training()
             loaded = load(folder, self._live(), wanted)
@@ -143,7 +158,7 @@ class SavesCheckpoints(EngineBase):
             # One that has never moved tells nothing: what was saved may have had none.
             if load_optimizer_states and self._parts.scale_rule.dynamic and scale.iteration:
                 self._scale = scale
-        self._cycle.backwards = 0
+        self._cycle.backwards, self._cycle.factor = 0, None
         if self._inside_accumulation:
             # Gradients are not saved, and today's accumulation may be another one.
             self._begin_accumulation()

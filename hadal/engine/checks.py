@@ -15,6 +15,7 @@ from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere
 from hadal.config import Config
 from hadal.config.plain import leaves
+from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
 from hadal.zero.grouping import is_foreign
@@ -52,8 +53,10 @@ def check_parameters(
             )
 
 
-def check_birth(named: Iterable[tuple[str, nn.Parameter]], sharing: Sharing) -> None:
-    """Raise `UsageError` for a parameter that was born sharded among other ranks."""
+def check_birth(
+    named: Iterable[tuple[str, nn.Parameter]], sharing: Sharing, zero: ZeroOptimization
+) -> None:
+    """Raise `UsageError` for a parameter that was born sharded for another training."""
     ranks = sharing.ranks
     for name, parameter in named:
         born = init.born_among(parameter)
@@ -70,38 +73,55 @@ def check_birth(named: Iterable[tuple[str, nn.Parameter]], sharing: Sharing) -> 
                 f" give initialize zero_optimization.zero_hpz_partition_size {near.size} and stage"
                 " 3, or leave the group out"
             )
+        for key in init.asked_at_birth(parameter):
+            if not getattr(zero, key):
+                raise UsageError(
+                    f"parameter {name} was born with {key}=True; give initialize"
+                    f" zero_optimization.{key} true, or leave it out of hadal.zero.Init"
+                )
+
+
+def check_same_keys(configuration: dict[str, Any], ranks: Ranks) -> None:
+    """All ranks must have been given the same configuration."""
+    _compare("configuration", _texts(configuration), ranks)
 
 
 def check_same(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
-    configuration: dict[str, Any],
+    described: dict[str, Any],
     ranks: Ranks,
 ) -> None:
-    """All ranks must have been given the same model and configuration."""
+    """All ranks that hold the same must have been given the same model, and what belongs to it."""
     group_of = {id(p): number for number, members in enumerate(groups) for p in members}
-    described = {
+    parameters = {
         name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         f" in param group {group_of.get(id(p))}"
         for name, p in model.named_parameters()
     }
-    keys = {path: json.dumps(v, default=str) for path, v in leaves(configuration)}
-    for what, mine in (("configuration", keys), ("model", described)):
-        if is_same_everywhere(json.dumps(mine), ranks):
-            continue
+    _compare("configuration", _texts(described), ranks)
+    _compare("model", parameters, ranks)
+
+
+def _texts(values: dict[str, Any]) -> dict[str, str]:
+    return {path: json.dumps(value, default=str) for path, value in leaves(values)}
+
+
+def _compare(what: str, mine: dict[str, str], ranks: Ranks) -> None:
+    if not is_same_everywhere(json.dumps(mine), ranks):
         theirs = gather_objects(mine, ranks)
-        raise MismatchError(_first_difference(what, theirs))
+        raise MismatchError(_first_difference(what, theirs, ranks.numbers))
 
 
-def _first_difference(what: str, by_rank: Sequence[dict[str, str]]) -> str:
+def _first_difference(what: str, by_rank: Sequence[dict[str, str]], numbers: Sequence[int]) -> str:
     first = by_rank[0]
-    for rank, other in enumerate(by_rank[1:], start=1):
+    for rank, other in zip(numbers[1:], by_rank[1:], strict=True):
         for name in [*first, *(key for key in other if key not in first)]:
             here, there = first.get(name, "nothing"), other.get(name, "nothing")
             if here != there:
                 return (
-                    f"the ranks were given different {what}s: {name} is {here} on rank 0 and"
-                    f" {there} on rank {rank}. Build the same {what} on every rank."
+                    f"the ranks were given different {what}s: {name} is {here} on rank {numbers[0]}"
+                    f" and {there} on rank {rank}. Build the same {what} on every rank."
                 )
     return f"the ranks were given the same {what} in different orders; build it alike on every rank"
 

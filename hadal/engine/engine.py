@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from hadal.zero import access
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
+
+_Engine = TypeVar("_Engine", bound="Engine")
 
 
 class Engine(SavesCheckpoints, GivesWeights, MovesStates):
@@ -141,6 +143,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         self._check_loss_everywhere(loss, boundary)
         if self._training is None:
             self._training = self._parts.make_training()
+        self._count_factor(self._scale.scale)
         factor = self._scale.scale
         if scale_wrt_gas:
             factor /= self._batches.accumulation
@@ -154,6 +157,54 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             parts.hooks.backward(scaled, retain_graph)
         self._cycle.backwards += 1
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale (fp16), for a backward without the engine's.
+
+        `engine.scale(loss).backward()` is then what `engine.backward(loss)` is; where nothing is
+        fp16, `loss.backward()` is too.
+        """
+        self._cycle.is_loss_scaled = True
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
+
+    @contextmanager
+    def _begun_direct(self) -> Iterator[None]:
+        parts, cycle = self._parts, self._cycle
+        where = f"rank {parts.ranks.rank}: loss.backward()"
+        boundary = self.is_gradient_accumulation_boundary() and not cycle.unsynchronized
+        is_scaled, cycle.is_loss_scaled = cycle.is_loss_scaled, False
+        fault: HadalError | None = None
+        try:
+            if not cycle.backwards:
+                self._newcomers.check(where)
+            if self._scale.scale != 1.0 and not is_scaled:
+                raise UsageError(
+                    f"{where} leaves out the loss scale ({self._scale.scale}), without which fp16"
+                    " gradients vanish; call engine.scale(loss).backward(), or"
+                    " engine.backward(loss)"
+                )
+            # Nobody divides the loss by the micro-steps, as `backward` does: the update does.
+            self._count_factor(self._scale.scale * self._batches.accumulation)
+        except HadalError as error:
+            fault = error
+        if parts.runtime.any_fault(fault is not None, boundary=boundary):
+            raise fault or LossError(f"{where} was refused on another rank, which tells why")
+        if self._training is None:
+            self._training = parts.make_training()
+        with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
+            yield
+        cycle.backwards += 1
+
+    def _count_factor(self, factor: float) -> None:
+        """Say what this backward's gradients are multiplied with."""
+        known = self._cycle.factor
+        if known is not None and known != factor:
+            raise UsageError(
+                f"rank {self._parts.ranks.rank}: gradients of one update came from"
+                " engine.backward(loss), which divides by the micro-steps, and from"
+                " loss.backward(), which does not; take one of the two for all of its micro-steps"
+            )
+        self._cycle.factor = factor
 
     def _check_loss_everywhere(self, loss: object, boundary: bool) -> None:
         """Raise on every rank where the loss of one is at fault: none may wait for it."""
@@ -193,6 +244,16 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
                 " under torch.no_grad(), or detached?"
             )
 
+    def train(self: _Engine, mode: bool = True) -> _Engine:
+        """Set the module's mode, as torch does. All ranks must call it where `mode` is false.
+
+        Where the optimizer lets weights differ between ranks for a while (ZeroOneAdam), they are
+        made the same before they are evaluated.
+        """
+        if not mode:
+            self._parts.runtime.bring_together()
+        return super().train(mode)
+
     def step(self) -> None:
         """End a micro-step; at the boundary, update the weights and the learning rate.
 
@@ -231,7 +292,8 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         with parts.clocks.step:
             parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
             parts.runtime.reshard_all()
-            found = measure(parts, self._scale.scale)
+            factor, self._cycle.factor = self.gradient_factor, None
+            found = measure(parts, factor)
             if self._cycle.skips_next:
                 self._cycle.skips_next = False
                 found = found if found.overflow else replace(found, overflow=True, is_asked=True)
@@ -239,13 +301,16 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             if found.overflow:
                 counters.skipped_steps += 1
             else:
-                self._step_weights(training, found.clip / self._scale.scale)
+                self._step_weights(training, found.clip / factor)
                 if training.schedule is not None:
                     training.schedule.step()
             parts.runtime.clear_gradients()
         counters.global_steps += 1
         counters.global_samples += samples
+        before = self._scale.scale
         self._scale = moved_scale(self._scale, found, counters.global_steps - 1, parts)
+        if self._scale.scale != before:
+            parts.runtime.rescale_residuals(self._scale.scale / before)
         parts.reporter.end_update(counters.global_steps, samples, self._progress)
 
     def _step_weights(self, training: Training, multiplier: float) -> None:
@@ -279,6 +344,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected since the last update."""
         self._parts.runtime.clear_gradients()
+        self._cycle.factor = None
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -291,7 +357,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             return self.overflow
         self._expect_alive()
         self._parts.runtime.reduce_all()
-        return measure(self._parts, self._scale.scale).overflow
+        return measure(self._parts, self.gradient_factor).overflow
 
     @property
     def skips_next_update(self) -> bool:
@@ -339,7 +405,11 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     @torch.no_grad()
     def destroy(self) -> None:
-        """Take the hooks off and give every parameter whole memory of its own. All ranks must."""
+        """Take the hooks off and give every parameter whole memory of its own. All ranks must.
+
+        Raises:
+            OffloadError: weights cannot be read from their disk; files are removed all the same.
+        """
         if self._cycle.destroyed:
             return
         self._saver.wait()
@@ -348,9 +418,14 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         runtime = self._parts.runtime
         self._parts.hooks.remove()
         access.forget(runtime.bucket_of)
-        runtime.release()
-        self._parts.homes.close()
-        if self._collector is not None:
-            self._collector()
-        gc.collect()
-        give_back_freed_memory()
+        try:
+            runtime.release()
+        finally:
+            # Also where weights can be read from their disk no more: nothing of it stays behind.
+            try:
+                self._parts.homes.close()
+            finally:
+                if self._collector is not None:
+                    self._collector()
+                gc.collect()
+                give_back_freed_memory()

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME, nbytes_of
-from hadal.checkpoint.live import Live
 from hadal.engine.base import EngineBase
-from hadal.errors import NotBuiltYetError
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +19,8 @@ _log = logging.getLogger(__name__)
 class GivesWeights(EngineBase):
     """The part of an engine that gives its model's weights away. All ranks must call each method.
 
-    Rank 0 is given them a bucket at a time; the other ranks need memory for one bucket.
+    Rank 0 is given them a bucket at a time; the other ranks need memory for one bucket. Of a model
+    in model-parallel parts, the first rank of those that hold a part is given that part.
     """
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -38,7 +37,8 @@ class GivesWeights(EngineBase):
         """Write the model, in the dtypes that it computes in, in Hugging Face layout.
 
         Args:
-            save_dir: the folder; it is made where it does not exist.
+            save_dir: the folder; it is made where it does not exist. Model-parallel parts go into
+                `mp_rank_00`, `mp_rank_01` and so on below it.
             save_filename: the file, or what several files are named after. Where it does not end in
                 `.safetensors`, `torch.save` writes it, and rank 0 holds a whole file in memory.
             exclude_frozen_parameters: leave out what is not trained.
@@ -52,7 +52,8 @@ class GivesWeights(EngineBase):
             CheckpointError: it cannot be written; on every rank.
             ValueError: `max_shard_size` is no size.
         """
-        live = self._whole_model("save_16bit_model")
+        self._expect_alive()
+        live = self._live()
         nbytes = nbytes_of(max_shard_size)
         if live.rules.cuts_weights and not live.rules.gathers_weights:
             if live.world.rank == 0:
@@ -98,7 +99,8 @@ class GivesWeights(EngineBase):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The whole model on the host of rank 0, None elsewhere; tied names share a tensor."""
-        live = self._whole_model("_consolidated_16bit_state_dict")
+        self._expect_alive()
+        live = self._live()
         live.runtime.meet_at_checkpoint()
         return consolidated(live, exclude_frozen=exclude_frozen_parameters)
 
@@ -107,13 +109,3 @@ class GivesWeights(EngineBase):
     ) -> dict[str, Tensor] | None:
         """The same, under the name that other programs call at stage 3."""
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def _whole_model(self, method: str) -> Live:
-        self._expect_alive()
-        live = self._live()
-        if live.parts != 1:
-            raise NotBuiltYetError(
-                f"engine.{method} is not built yet for a model whose parts lie on several ranks;"
-                " save engine.state_dict() of each part"
-            )
-        return live

@@ -44,6 +44,7 @@ def open_log(config: Config, rank: int) -> None:
         or config.dump_state
         or config.wall_clock_breakdown
         or config.memory_breakdown
+        or (config.comms_logger is not None and config.comms_logger.verbose)
         or (config.checkpoint.writer is not None and config.checkpoint.writer.show_statistics)
     )
     if asks and rank == 0 and not log.hasHandlers():

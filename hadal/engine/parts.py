@@ -126,6 +126,10 @@ class Cycle:
     """Where the engine stands between two updates."""
 
     backwards: int = 0
+    factor: float | None = None
+    """What the gradients of the present update are multiplied with; None before there are any."""
+    is_loss_scaled: bool = False
+    """Whether the caller has multiplied a loss with the loss scale, for a backward of its own."""
     stepping: bool = False
     """Whether `engine.step` is making an update."""
     boundary: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -54,6 +55,14 @@ def disk_steps_of(config: Config) -> DiskSteps:
     )
 
 
+def weight_buffers_of(config: Config) -> tuple[int, int]:
+    """How many buffers weights are read into from the disk, and the bytes of one."""
+    section = config.zero_optimization.offload_param
+    return (
+        (0, 0) if section is None else (section.buffer_count, section.buffer_size * _WEIGHT_NBYTES)
+    )
+
+
 class Homes:
     """Gives every bucket its home; owns the disks.
 
@@ -76,6 +85,11 @@ class Homes:
         """Whether weights leave the memory that computes, between uses."""
         tier = self._residence.weights
         return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(self._device))
+
+    @property
+    def lands_gradients(self) -> bool:
+        """Whether gradients leave the memory that computes, for updates on the host."""
+        return self._residence.optimizer is not Tier.DEVICE and not is_host_memory(self._device)
 
     def open_disks(self) -> None:
         """Open every disk that may be needed, before ranks wait for each other.
@@ -150,8 +164,8 @@ class Homes:
         section = self._config.zero_optimization.offload_param
         assert section is not None  # it says that weights rest on the disk
         if self._pool is None:
-            nbytes = section.buffer_size * _WEIGHT_NBYTES
-            self._pool = BufferPool(section.buffer_count, nbytes, pinned=section.pin_memory)
+            count, nbytes = weight_buffers_of(self._config)
+            self._pool = BufferPool(count, nbytes, pinned=section.pin_memory)
         return self._store(section.nvme_path)
 
     def _store(self, nvme_path: str | None) -> DiskStore:
@@ -163,8 +177,9 @@ class Homes:
         return self._stores[path]
 
     def close(self) -> None:
-        """Remove all files."""
-        for store in self._stores.values():
-            store.close()
-        if self._pool is not None:
-            self._pool.close()
+        """Remove all files, of each disk whatever becomes of the others."""
+        with ExitStack() as closing:
+            for store in self._stores.values():
+                closing.callback(store.close)
+            if self._pool is not None:
+                closing.callback(self._pool.close)

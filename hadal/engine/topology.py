@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +11,23 @@ from typing import Any
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere
+from hadal.comm.mpu import (
+    cuts_the_model,
+    data_group_of,
+    expect_data_methods,
+    model_group_of,
+    shared_size_of,
+    sharing_group_of,
+    sizes_of,
+)
 from hadal.config import Config
 from hadal.config.report import written
+from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, Fault, MismatchError, UsageError
+from hadal.zero.policy import STAGES
 from hadal.zero.sharing import Sharing
 
-# What tensor-parallel programs call the ranks that hold parts of one model, the commonest first.
-_MODEL_NAMES = ("model_parallel", "tensor_model_parallel", "slice_parallel")
-_ASKED = ("group", "world_size", "rank")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class TopologyWish:
     @property
     def cuts_the_model(self) -> bool:
         """Whether the program's own groups say which ranks see different samples."""
-        return self.mpu is not None and hasattr(self.mpu, "get_data_parallel_world_size")
+        return cuts_the_model(self.mpu)
 
 
 def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
@@ -68,6 +78,7 @@ def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
 
     Raises:
         UsageError: both are given, a method is missing, or the sizes do not fit the ranks.
+        NotBuiltYetError: the mpu cuts ranks in further ways (a pipeline, contexts, experts).
     """
     if mpu is not None and mesh_param is not None:
         raise UsageError("initialize got mpu= and mesh_param=, which say the same; give one")
@@ -75,28 +86,13 @@ def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
         return _wish_of_mesh(mesh_param, world)
     if mpu is None:
         return TopologyWish()
-    if hasattr(mpu, "get_sequence_parallel_world_size"):
-        _expect(mpu, ["get_sequence_parallel_group", "get_sequence_parallel_rank"])
-        shared = int(mpu.get_sequence_parallel_world_size())
-    else:
-        shared = 1
+    shared = shared_size_of(mpu)
     wish = TopologyWish(mpu, None, shared)
     if not wish.cuts_the_model:
         if shared == 1 and not hasattr(mpu, "get_sequence_parallel_world_size"):
-            _expect(mpu, [f"get_data_parallel_{what}" for what in _ASKED])
+            expect_data_methods(mpu)
         return wish
-    wanted = [f"get_data_parallel_{what}" for what in _ASKED]
-    wanted += [f"get_{_model_name(mpu)}_{what}" for what in _ASKED]
-    if shared > 1:
-        wanted.append("get_sequence_data_parallel_group")
-    _expect(mpu, wanted)
-    data = int(mpu.get_data_parallel_world_size())
-    model = int(getattr(mpu, f"get_{_model_name(mpu)}_world_size")())
-    if data * shared * model != world.size:
-        raise UsageError(
-            f"initialize(mpu=...): {data} data-parallel x {shared} sequence-parallel x {model}"
-            f" model-parallel ranks are {data * shared * model}, and there are {world.size}"
-        )
+    data, _ = sizes_of(mpu, world.size)
     return TopologyWish(mpu, data, shared)
 
 
@@ -109,20 +105,6 @@ def _wish_of_mesh(mesh_param: Any, world: Ranks) -> TopologyWish:
             f" two integers whose product is the {world.size} ranks"
         )
     return TopologyWish(None, *sizes)
-
-
-def _model_name(mpu: Any) -> str:
-    found = (name for name in _MODEL_NAMES if hasattr(mpu, f"get_{name}_world_size"))
-    return next(found, _MODEL_NAMES[0])
-
-
-def _expect(mpu: Any, methods: Sequence[str]) -> None:
-    missing = [name for name in methods if not callable(getattr(mpu, name, None))]
-    if missing:
-        raise UsageError(
-            f"initialize(mpu=...) got a {type(mpu).__name__} without {', '.join(missing)}; give an"
-            " object that has them (Megatron's parallel_state module does)"
-        )
 
 
 def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
@@ -139,31 +121,49 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
 def sharing_of(config: Config, ranks: Ranks) -> Sharing:
     """How `ranks`, which hold the same parameters, share model states. All of them must call it."""
     zero = config.zero_optimization
-    shard_size = zero.mics_shard_size
+    cuts_weights = STAGES[zero.stage].weights
+    shard_size = zero.mics_shard_size if cuts_weights else ranks.size
     # What is cut over one rank is whole.
-    if zero.stage != 3 or ranks.size == 1 or shard_size == 1:
+    if not STAGES[zero.stage].gradients or ranks.size == 1 or shard_size == 1:
         return Sharing.over(ranks)
     shard_size = shard_size if shard_size > 0 else ranks.size
-    node_size = None
-    if zero.mics_hierarchical_params_gather:
-        node_size = _node_size(ranks, shard_size)
-    return Sharing.cut(ranks, shard_size, zero.zero_hpz_partition_size, node_size)
+    second = zero.zero_hpz_partition_size if cuts_weights else 1
+    return Sharing.cut(ranks, shard_size, second, *_sizes_of_hops(zero, ranks, shard_size))
 
 
-def _node_size(ranks: Ranks, shard_size: int) -> int:
-    """How many ranks of a copy stand on one node."""
+def _sizes_of_hops(
+    zero: ZeroOptimization, ranks: Ranks, shard_size: int
+) -> tuple[int | None, int | None]:
+    """How many ranks of a copy are near each other: for gathers, and for coded gradients.
+
+    None: they go in one hop.
+    """
+    gathers = zero.mics_hierarchical_params_gather and STAGES[zero.stage].weights
+    if not (gathers or zero.zero_quantized_gradients):
+        return None, None
+    size, why = _node_size(ranks, shard_size)
+    if gathers and size is None:
+        raise _no_hops(why)
+    if size is None and ranks.rank == 0:
+        _log.warning(
+            "zero_optimization.zero_quantized_gradients: gradients are reduced in one hop over all"
+            " ranks, which takes more bytes between nodes than two: %s",
+            why,
+        )
+    return (size if gathers else None), (size if zero.zero_quantized_gradients else None)
+
+
+def _node_size(ranks: Ranks, shard_size: int) -> tuple[int | None, str]:
+    """How many ranks of a copy stand on one node; None where that is not known, and why."""
     local_size = get_local_world_size()
     if not is_same_everywhere(str(local_size), ranks) or local_size is None:
         pairs = zip(ranks.numbers, gather_objects(local_size, ranks), strict=True)
         told = ", ".join(f"rank {number}: {size}" for number, size in pairs)
-        raise _no_hops(f"launchers must tell one number of ranks for all nodes, and told {told}")
-    node_size = common_node_size(ranks.numbers, shard_size, local_size)
-    if node_size is None:
-        raise _no_hops(
-            f"nodes of {local_size} ranks do not divide the blocks of {shard_size} ranks that share"
-            " the weights evenly"
-        )
-    return node_size
+        return None, f"launchers must tell one number of ranks for all nodes, and told {told}"
+    return common_node_size(ranks.numbers, shard_size, local_size), (
+        f"nodes of {local_size} ranks do not divide the blocks of {shard_size} ranks that share the"
+        " weights evenly"
+    )
 
 
 def common_node_size(numbers: Sequence[int], shard_size: int, local_size: int) -> int | None:
@@ -212,10 +212,7 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
 
 
 def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
-    data = Ranks.of(mpu.get_data_parallel_group())
-    model = Ranks.of(getattr(mpu, f"get_{_model_name(mpu)}_group")())
-    if shared == 1:
-        return Topology(Sharing.over(data), data, None, model if model.size > 1 else None)
-    sequence = Ranks.of(mpu.get_sequence_parallel_group())
-    sharding = Ranks.of(mpu.get_sequence_data_parallel_group())
+    sharding, data = Ranks.of(sharing_group_of(mpu)), Ranks.of(data_group_of(mpu))
+    sequence = Ranks.of(mpu.get_sequence_parallel_group()) if shared > 1 else None
+    model = Ranks.of(model_group_of(mpu))
     return Topology(Sharing.over(sharding), data, sequence, model if model.size > 1 else None)

@@ -11,14 +11,16 @@ from pathlib import Path
 from hadal.errors import LaunchError, NotBuiltYetError
 from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
-from hadal.launcher.job import GRACE_S, LOST_S, Job, Kind, Program
+from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Kind, Program
 from hadal.launcher.network import free_port, is_here
-from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on
+from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on, text_of
 from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
 
 DEFAULT_PORT = 29500
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
+RESTARTS = 3
+"""How often the ranks of an elastic job may fail of themselves."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Where there is none of these, there is no accelerator, and torch need not be asked (2 seconds).
 _DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dri", "davinci0", "accel", "hl0", "dxg")
@@ -55,7 +57,12 @@ class Choices:
     elastic_training: bool = False
     min_elastic_nodes: int | None = None
     max_elastic_nodes: int | None = None
+    max_restarts: int | None = None
     as_deepspeed: bool = False
+    world_sizes: tuple[int, ...] = ()
+    """The numbers of ranks that the program's configuration can train; empty: any."""
+    pause_s: float = 0.0
+    """How long it wants ranks to train before hosts that have come are taken in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,8 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Pla
         NotBuiltYetError: a choice asks for what this version does not do.
     """
     _refuse(choices)
+    if choices.elastic_training:
+        _refuse_elastic(choices)
     hostfile = _hostfile(choices, folder)
     if choices.launcher == "slurm":
         return _by_slurm(choices, variables, folder, hostfile)
@@ -115,12 +124,15 @@ def _job(
     shows_slots: bool,
 ) -> Job:
     told = of_env_files((Path.home(), folder), _env_names(variables))
+    elastic = _elastic(choices, variables, pool) if choices.elastic_training else None
+    any_port = 0 if elastic else free_port() if is_one else DEFAULT_PORT
     return Job(
         program=_program(choices, folder, variables),
         pool=pool,
         variables=told if is_one else {**_passed_on(variables, folder), **told},
         shows_slots=shows_slots,
-        port=choices.master_port or (free_port() if is_one else DEFAULT_PORT),
+        port=choices.master_port or any_port,
+        elastic=elastic,
     )
 
 
@@ -132,12 +144,6 @@ def _refuse(choices: Choices) -> None:
         raise NotBuiltYetError(
             f"--autotuning {choices.autotuning} is not built yet; leave it out, and set the batch"
             " and ZeRO keys of the configuration by hand"
-        )
-    if choices.elastic_training or choices.min_elastic_nodes or choices.max_elastic_nodes:
-        raise NotBuiltYetError(
-            "--elastic_training, --min_elastic_nodes and --max_elastic_nodes are not built yet;"
-            " start the job anew on the hosts that are left: checkpoints load at any number of"
-            " ranks"
         )
     if choices.as_deepspeed and choices.no_python:
         raise LaunchError("--as-deepspeed needs Python to run the program; leave out --no_python")
@@ -161,6 +167,33 @@ def _refuse(choices: Choices) -> None:
         )
 
 
+def _refuse_elastic(choices: Choices) -> None:
+    if choices.launcher != "ssh":
+        raise LaunchError(
+            f"--elastic_training starts hosts anew by themselves, which --launcher"
+            f" {choices.launcher} cannot do; leave that out, and name the hosts in a hostfile"
+        )
+    if choices.no_ssh:
+        raise LaunchError(
+            "--elastic_training needs one command that sees all hosts: leave out --no_ssh, or start"
+            " each host by `torchrun --nnodes MIN:MAX --rdzv-backend c10d --rdzv-endpoint ADDRESS`"
+        )
+
+
+def _elastic(choices: Choices, variables: Mapping[str, str], pool: Pool) -> Elastic:
+    least = choices.min_elastic_nodes or 1
+    most = choices.max_elastic_nodes or len(pool)
+    if least > len(pool):
+        raise LaunchError(
+            f"--min_elastic_nodes {least}, but there are {len(pool)} hosts: {', '.join(pool)}"
+        )
+    if least > most:
+        raise LaunchError(f"--min_elastic_nodes {least} is more than --max_elastic_nodes {most}")
+    restarts = RESTARTS if choices.max_restarts is None else choices.max_restarts
+    join_s = _seconds(variables, "HADAL_JOIN_S", JOIN_S)
+    return Elastic(least, most, restarts, join_s, choices.world_sizes, choices.pause_s)
+
+
 def _without_effect(choices: Choices, is_one: bool) -> list[str]:
     """The flags that are given, and speak of what this job does not have."""
     by_ssh = choices.launcher == "ssh" and not choices.no_ssh and not is_one
@@ -170,6 +203,9 @@ def _without_effect(choices: Choices, is_one: bool) -> list[str]:
         "--ssh_port": choices.ssh_port and not by_ssh,
         "--venv_script": choices.venv_script and not (by_ssh or choices.launcher == "pdsh"),
         "--no_ssh_check": choices.no_ssh_check and not by_ssh,
+        "--min_elastic_nodes": choices.min_elastic_nodes and not choices.elastic_training,
+        "--max_elastic_nodes": choices.max_elastic_nodes and not choices.elastic_training,
+        "--max_restarts": choices.max_restarts is not None and not choices.elastic_training,
     }
     return [flag for flag, is_idle in idle.items() if is_idle]
 
@@ -179,9 +215,7 @@ def _without_effect(choices: Choices, is_one: bool) -> list[str]:
 
 def _hostfile(choices: Choices, folder: Path) -> Pool | None:
     path = folder / choices.hostfile
-    if not path.is_file():
-        return None
-    return read_hostfile(path.read_text("utf-8"), str(path))
+    return read_hostfile(text_of(path), str(path)) if path.exists() else None
 
 
 def _narrowed(choices: Choices, pool: Pool) -> Pool:

@@ -89,6 +89,13 @@ def report(failures: Sequence[Failure], *, names_hosts: bool, logs: str = "") ->
     return lines
 
 
+def agents_words(notes: str, port: int) -> list[str]:
+    """What to show of an agent's last words."""
+    if "EADDRINUSE" in notes:
+        return [f"port {port} is in use on that host; take another one by --master_port"]
+    return notes.splitlines()
+
+
 def _hint(first: Failure) -> str:
     if "unrecognized arguments: --local_rank" in first.text:
         return "the script knows no --local_rank: start it with --no_local_rank"

@@ -63,8 +63,16 @@ class Left:
     """The last lines that torch's agent wrote."""
 
 
-Frame = Hello | Began | Said | Ended | Left
-_KINDS = {kind.__name__: kind for kind in (Hello, Began, Said, Ended, Left)}
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A host of an elastic job has no rank under way, and asks for a round."""
+
+    port: int
+    """Where its agent listens for the others, should it be the first of them."""
+
+
+Frame = Hello | Began | Said | Ended | Left | Asked
+_KINDS = {kind.__name__: kind for kind in (Hello, Began, Said, Ended, Left, Asked)}
 
 
 def encoded(frame: Frame) -> bytes:
@@ -105,11 +113,31 @@ class Lines:
     """Cuts a stream into lines; a carriage return ends one too, as in progress bars."""
 
     def __init__(self) -> None:
-        self.rest = b""
+        self._parts: list[bytes] = []
+        self.rest_nbytes = 0
+
+    @property
+    def rest(self) -> bytes:
+        """What is no whole line yet."""
+        return b"".join(self._parts)
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The lines that are whole now, each with its end."""
-        lines = (self.rest + piece).splitlines(keepends=True)
         # A \r at the very end may be one half of \r\n.
-        self.rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        is_open = bool(self._parts) and self._parts[-1].endswith(b"\r")
+        if not is_open and b"\n" not in piece and b"\r" not in piece:
+            self._keep(piece)  # a long line is not looked through again with each of its pieces
+            return []
+        lines = (self.take() + piece).splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            self._keep(lines.pop())
         return lines
+
+    def take(self) -> bytes:
+        """The rest, which is then empty."""
+        rest, self._parts, self.rest_nbytes = self.rest, [], 0
+        return rest
+
+    def _keep(self, piece: bytes) -> None:
+        self._parts.append(piece)
+        self.rest_nbytes += len(piece)

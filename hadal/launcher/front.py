@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
-from hadal.launcher.ending import Failure, report, worst
-from hadal.launcher.frames import Began, Ended, Frame, Hello, Left, Said, decoded
+from hadal.launcher.ending import Failure, agents_words, report, worst
+from hadal.launcher.frames import Asked, Began, Ended, Frame, Hello, Left, Said, decoded
 from hadal.launcher.job import Job, packed, share_of, where_hadal_is
 from hadal.launcher.network import address_towards, is_loopback
 from hadal.launcher.printing import Printer
@@ -109,30 +109,38 @@ class Front:
         self._interrupted_by: signal.Signals | None = None
         self._selector = selectors.DefaultSelector()
         paths = filter(None, (os.environ.get("PYTHONPATH"), where_hadal_is()))
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self._channels = {host: Channel(host, way, variables) for host, way in ways.items()}
+        self._variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self._channels = {host: Channel(host, way, self._variables) for host, way in ways.items()}
         self._began_at = time.monotonic()
         self._has_ended = threading.Event()
 
     def run(self) -> int:
         """Stay until every process on every host has ended; return the exit code."""
         for each in _STOPPING:
+            if signal.getsignal(each) is signal.SIG_IGN:
+                continue  # whoever started this wants it to live on: nohup, a shell's `&`
             signal.signal(each, lambda number, _: self._heard(signal.Signals(number)))
         for channel in self._channels.values():
-            for is_error, pipe in ((False, channel.process.stdout), (True, channel.process.stderr)):
-                assert pipe is not None
-                self._selector.register(pipe, selectors.EVENT_READ, (channel, is_error))
+            self._listen_to(channel)
         threading.Thread(target=self._beat, daemon=True).start()
-        while any(channel.state is not State.GONE for channel in self._channels.values()):
+        while not self._is_over():
             for key, _ in self._selector.select(_LOOK_S):
                 self._read(key.fd, *key.data)
             self._look()
         return self._end()
 
+    def _listen_to(self, channel: Channel) -> None:
+        for is_error, pipe in ((False, channel.process.stdout), (True, channel.process.stderr)):
+            assert pipe is not None
+            self._selector.register(pipe, selectors.EVENT_READ, (channel, is_error))
+
+    def _is_over(self) -> bool:
+        return all(channel.state is State.GONE for channel in self._channels.values())
+
     def _beat(self) -> None:
         """Give hosts signs of life, also while nobody reads what this process prints."""
         while not self._has_ended.wait(self._job.program.lost_s / _BEATS):
-            for channel in self._channels.values():
+            for channel in list(self._channels.values()):
                 if channel.state is State.RUNNING:
                     channel.tell("")
 
@@ -165,22 +173,25 @@ class Front:
                     channel.hello, channel.state = frame, State.READY
                     self._send_shares()
             case Said():
-                self._printer.said(frame.rank, frame.is_error, frame.text)
+                self._printer.said(channel.host, frame.rank, frame.is_error, frame.text)
             case Ended():
                 self._rank_ended(channel, frame)
             case Left():
                 channel.left = frame if channel.left is None or frame.code else channel.left
-                if frame.code != 0:
-                    self._stop(signal.SIGTERM)
+                self._agent_left(channel, frame)
             case Began():
+                self._printer.began(channel.host, frame.rank)
                 if channel.way.reach is Reach.ALL:
                     self._hosts[frame.rank] = frame.host
+            case Asked():
+                self._asked(channel, frame)
 
     def _rank_ended(self, channel: Channel, frame: Ended) -> None:
-        began_at, text = self._printer.ended(frame.rank, shows=frame.code == 0)
+        began_at, text = self._printer.ended(channel.host, frame.rank, shows=frame.code == 0)
         if frame.code == 0:
             return
-        before_stop = self._stopped_at is None or (began_at or 0) < self._stopped_at
+        stopped_at = self._ranks_stopped_at()
+        before_stop = stopped_at is None or (began_at or 0) < stopped_at
         if frame.was_stopped and (began_at is None or not before_stop):
             return
         if self._interrupted_by is not None:
@@ -189,7 +200,21 @@ class Front:
         at, host = began_at or time.monotonic(), self._hosts.get(frame.rank, channel.host)
         told = Failure(frame.rank, host, code, at, text, has_traceback=began_at is not None)
         self._failures.append(told)
+        self._rank_failed()
+
+    def _ranks_stopped_at(self) -> float | None:
+        """When the ranks that run were asked to end."""
+        return self._stopped_at
+
+    def _rank_failed(self) -> None:
         self._stop(signal.SIGTERM)
+
+    def _agent_left(self, channel: Channel, frame: Left) -> None:
+        if frame.code != 0:
+            self._stop(signal.SIGTERM)
+
+    def _asked(self, channel: Channel, frame: Asked) -> None:
+        """Only hosts of an elastic job ask."""
 
     def _gone(self, channel: Channel) -> None:
         """A host's process is gone: is it lost?"""
@@ -198,12 +223,16 @@ class Front:
         self._drain(channel)
         if channel.way.reach is Reach.ALL:
             return
-        if channel.left is None and self._stopped_at is None:
-            said = channel.complaints.decode(errors="replace").strip()
-            how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
-            told = f"host {channel.host} {how} ({_end_of(channel, code)})"
-            self._lost.append(f"{told}: {said}" if said else told)
-            self._stop(signal.SIGTERM)
+        if self._stopped_at is None and not self._has_left(channel):
+            self._host_lost(channel, _loss(channel, was, code, self._job.port))
+
+    def _has_left(self, channel: Channel) -> bool:
+        """Its end was told: it is not lost."""
+        return channel.left is not None
+
+    def _host_lost(self, channel: Channel, told: str) -> None:
+        self._lost.append(told)
+        self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
         """Take the rest of its standard error, which ssh's shared connections hold open."""
@@ -252,13 +281,18 @@ class Front:
         self._printer.look()
         while self._signals:
             self._interrupted(self._signals.pop(0))
-        if self._stopped_at is None and now - self._began_at > HELLO_S:
+        if self._stopped_at is None:
+            self._wait_on(now)
+        if self._stopped_at is not None and now - self._stopped_at > self._job.program.grace_s + 4:
+            self._kill()
+
+    def _wait_on(self, now: float) -> None:
+        """Give up hosts that do not answer."""
+        if now - self._began_at > HELLO_S:
             silent = [c.host for c in self._channels.values() if c.state is State.REACHED_FOR]
             if silent:
                 self._lost += [f"host {host} has not answered in {HELLO_S:g} s" for host in silent]
                 self._stop(signal.SIGTERM)
-        if self._stopped_at is not None and now - self._stopped_at > self._job.program.grace_s + 4:
-            self._kill()
 
     def _stop(self, sent: signal.Signals) -> None:
         """Ask every process on every host to end, once."""
@@ -328,7 +362,7 @@ class Front:
             left = channel.left
             if left is not None and left.code != 0:
                 self._say(f"torch's agent on {channel.host} failed: exit code {left.code}")
-                for line in left.notes.splitlines():
+                for line in agents_words(left.notes, self._job.port):
                     self._say(f"  {line}")
                 return left.code
             if channel.way.reach is Reach.ALL and code != 0:
@@ -337,17 +371,24 @@ class Front:
         return 0
 
 
-def _end_of(channel: Channel, code: int) -> str:
-    return f"{'ssh' if channel.way.is_ssh else 'its process'} ended with {code}"
+def _loss(channel: Channel, was: State, code: int, port: int) -> str:
+    """How a host was lost, in one line or a few."""
+    how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
+    by = "ssh" if channel.way.is_ssh else "its process"
+    said = channel.complaints.decode(errors="replace").strip()
+    if channel.left is not None:
+        by, code = "torch's agent", channel.left.code
+        said = "\n".join(agents_words(channel.left.notes, port))
+    told = f"host {channel.host} {how} ({by} ended with {code})"
+    return f"{told}: {said}" if said else told
 
 
 def printer_for(job: Job, names_hosts: bool) -> Printer:
     """Print to this process's output, with as much before each line as tells ranks apart."""
 
-    def prefix(rank: int) -> str:
+    def prefix(host: str, rank: int) -> str:
         if job.world_size == 1:
             return ""
-        host = f"{job.host_of(rank)} " if names_hosts else ""
-        return f"[{host}rank {rank}] "
+        return f"[{host} rank {rank}] " if names_hosts else f"[rank {rank}] "
 
     return Printer(sys.stdout.buffer, sys.stderr.buffer, prefix)

@@ -10,7 +10,8 @@ from hadal.errors import LaunchError
 Pool = dict[str, tuple[int, ...]]
 """The slots of each host, in the order of the hostfile. A slot is an accelerator's number."""
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s|$)")
+# A name that begins with a dash would be a flag of ssh.
+_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(?:\s|$)")
 _NODE = re.compile(r"([^\s:,@]+)(?::(\d+(?:,\d+)*))?")
 
 

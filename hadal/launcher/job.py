@@ -12,7 +12,10 @@ from typing import Any
 
 from hadal.launcher.hosts import Pool
 
-GRACE_S, LOST_S = 5.0, 30.0
+GRACE_S, LOST_S, JOIN_S = 5.0, 30.0, 600.0
+_WORD = 100_000
+# What an agent of an elastic job is told: a round, or that the one under way is over.
+ROUND, CHANGE = "ROUND", "CHANGE"
 
 
 class Kind(str, Enum):
@@ -44,6 +47,8 @@ class Program:
     """The folder for a file of each rank's output."""
     grace_s: float = GRACE_S
     """How long a rank may take to end once it was asked to, before it is killed."""
+    slots: tuple[tuple[int, ...], ...] = ()
+    """Those of each host, where no process on the host can tell its ranks; empty: all."""
     lost_s: float = LOST_S
     """How long hosts may be without a sign of each other before they give up."""
 
@@ -60,6 +65,24 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Elastic:
+    """How a job goes on when hosts are lost or come back."""
+
+    least: int
+    """With fewer hosts it waits."""
+    most: int
+    """More hosts stand by."""
+    restarts: int
+    """How often its ranks may fail of themselves, and are started again."""
+    join_s: float
+    """How long it waits for hosts."""
+    world_sizes: tuple[int, ...] = ()
+    """The numbers of ranks that can train the batch; empty: any."""
+    pause_s: float = 0.0
+    """How long a round lasts at least, where it could go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A program on the slots of hosts."""
 
@@ -70,6 +93,7 @@ class Job:
     shows_slots: bool = True
     """Each rank sees its host's slots alone, by the accelerators' own variables."""
     port: int = 29500
+    elastic: Elastic | None = None
 
     @property
     def world_size(self) -> int:
@@ -104,6 +128,20 @@ class Share:
     shows_slots: bool
     host: str
     """Its name in the job."""
+    is_elastic: bool = False
+    """Which rank is where is told round by round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a host is told of a round: the ranks of an elastic job, from one start to the next."""
+
+    number: int
+    node_rank: int
+    nodes: int
+    address: str
+    port: int
+    """Where its first host's agent listens."""
 
 
 def share_of(job: Job, host: str, address: str) -> Share:
@@ -118,10 +156,11 @@ def share_of(job: Job, host: str, address: str) -> Share:
         variables=job.variables,
         shows_slots=job.shows_slots,
         host=host,
+        is_elastic=job.elastic is not None,
     )
 
 
-def packed(value: Program | Share | Job) -> str:
+def packed(value: Program | Share | Job | Round) -> str:
     """A value as one word of letters, digits, `-` and `_`."""
     return base64.urlsafe_b64encode(json.dumps(asdict(value)).encode()).decode().rstrip("=")
 
@@ -138,8 +177,13 @@ def share_in(word: str) -> Share:
     return Share(**told)
 
 
+def round_in(word: str) -> Round:
+    """The round that was packed."""
+    return Round(**_unpacked(word))
+
+
 def job_in(word: str) -> Job:
-    """The job that was packed."""
+    """The job that was packed. An elastic one never travels whole."""
     told = _unpacked(word)
     pool = {host: tuple(slots) for host, slots in told["pool"].items()}
     told.update(program=_program(told["program"]), pool=pool)
@@ -157,8 +201,19 @@ def _program(told: dict[str, Any]) -> Program:
         words=tuple(told["words"]),
         kind=Kind(told["kind"]),
         cores=None if cores is None else tuple(cores),
+        slots=tuple(map(tuple, told["slots"])),
     )
     return Program(**told)
+
+
+def rank_command(program: Program, python: str = sys.executable) -> list[str]:
+    """The words that start the process beside a rank."""
+    return [python, "-u", "-m", "hadal.launcher.rank", *cut(packed(program))]
+
+
+def cut(word: str) -> list[str]:
+    """One word as several: Linux takes none above 128 KiB, and arguments may be long."""
+    return [word[start : start + _WORD] for start in range(0, len(word), _WORD)]
 
 
 def where_hadal_is() -> str:

@@ -16,18 +16,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 
 from hadal.launcher.frames import Hello, Left, encoded
-from hadal.launcher.job import GRACE_S, LOST_S, Share, job_in, packed, share_in, share_of
+from hadal.launcher.job import (
+    GRACE_S,
+    LOST_S,
+    Share,
+    cut,
+    job_in,
+    packed,
+    rank_command,
+    share_in,
+    share_of,
+)
 from hadal.launcher.processes import exit_code, follow_parent, following
+from hadal.launcher.variables import showing
 
 _LOOK_S = 0.2
-_NOTE_LINES = 30
+_NOTE_LINES, _NOTE_LENGTH = 30, 2000
 _PIECE_NBYTES = 1 << 16
-# What accelerators are seen is told to CUDA and ROCm, Intel's and Huawei's drivers.
-_SHOWN_BY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,7 +49,7 @@ class Node:
         self._agent: subprocess.Popen[bytes] | None = None
         self._grace_s, self._lost_s = GRACE_S, LOST_S
         self._kills_at: float | None = None
-        self._notes: deque[str] = deque(maxlen=_NOTE_LINES)
+        self._notes = b""
 
     def run(self, share: Share | None) -> int:
         """Run the share, or the one that is told; return the exit code of torch's agent."""
@@ -54,7 +62,7 @@ class Node:
                 words = self._heard(selector) if selector.select(_LOOK_S) else []
                 share = share_in(words[0]) if words else None
                 for word in words[1:]:
-                    self.stop(signal.Signals[word])
+                    self._obey(word)
             if share is None or self._kills_at is not None:
                 return exit_code(-signal.SIGTERM)
             self._grace_s, self._lost_s = share.program.grace_s, share.program.lost_s
@@ -63,7 +71,8 @@ class Node:
             selector.register(self._agent.stderr, selectors.EVENT_READ)
             self._watch(self._agent, selector)
         code = exit_code(self._agent.wait())
-        _tell(encoded(Left(code, "\n".join(self._notes)[-2000:])))
+        notes = self._notes.decode(errors="replace").splitlines()[-_NOTE_LINES:]
+        _tell(encoded(Left(code, "\n".join(notes)[-_NOTE_LENGTH:])))
         return code
 
     def stop(self, sent: signal.Signals) -> None:
@@ -74,13 +83,22 @@ class Node:
             # Killed, torch's agent takes its ranks along: they follow their parents.
             self._agent.send_signal(signal.SIGKILL if again else sent)
 
+    def _obey(self, word: str) -> None:
+        """Signals are for all ranks; what else there is, for the agent of an elastic job."""
+        if word in signal.Signals.__members__:
+            self.stop(signal.Signals[word])
+        elif self._agent is not None and self._agent.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._agent.stdin.write(word.encode() + b"\n")
+                self._agent.stdin.flush()
+
     def _watch(self, agent: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> None:
         while agent.poll() is None or selector.get_map().keys() - {0}:
             ready = selector.select(_LOOK_S)
             for key, _ in ready:
                 if key.fd == 0:
                     for word in self._heard(selector):
-                        self.stop(signal.Signals[word])
+                        self._obey(word)
                 else:
                     self._note(key.fd, selector)
             if not ready and agent.poll() is not None:
@@ -112,7 +130,7 @@ class Node:
         piece = os.read(source, _PIECE_NBYTES)
         if not piece:
             selector.unregister(source)
-        self._notes.extend(piece.decode(errors="replace").splitlines())
+        self._notes = (self._notes + piece)[-_PIECE_NBYTES:]
 
 
 def _started(share: Share) -> subprocess.Popen[bytes]:
@@ -120,7 +138,7 @@ def _started(share: Share) -> subprocess.Popen[bytes]:
         agent_command(share),
         env={**os.environ, **variables_of(share, os.environ, len(os.sched_getaffinity(0)))},
         cwd="/",
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if share.is_elastic else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=following(signal.SIGTERM),
@@ -129,6 +147,8 @@ def _started(share: Share) -> subprocess.Popen[bytes]:
 
 def agent_command(share: Share, python: str = sys.executable) -> list[str]:
     """The words that start torch's elastic agent for this host's ranks."""
+    if share.is_elastic:
+        return [python, "-u", "-m", "hadal.launcher.agent", *cut(packed(share))]
     place = {
         "nnodes": share.nodes,
         "node-rank": share.node_rank,
@@ -137,7 +157,7 @@ def agent_command(share: Share, python: str = sys.executable) -> list[str]:
         "master-port": share.port,
     }
     words = [f"--{key}={value}" for key, value in place.items()]
-    rank = [python, "-u", "-m", "hadal.launcher.rank", packed(share.program)]
+    rank = rank_command(share.program, python)
     return [python, "-m", "torch.distributed.run", *words, "--no-python", *rank]
 
 
@@ -149,11 +169,9 @@ def variables_of(share: Share, there: Mapping[str, str], cores: int) -> dict[str
             "OMP_NUM_THREADS", str(max(1, cores // max(1, len(share.slots))))
         ),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(share.program.grace_s + 1)),
-        "CROSS_RANK": str(share.node_rank),
-        "CROSS_SIZE": str(share.nodes),
     }
     if share.shows_slots:
-        told.update(dict.fromkeys(_SHOWN_BY, ",".join(map(str, share.slots))))
+        told.update(showing(share.slots))
     return {**told, **share.variables}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hadal.errors import CommunicationError, LaunchError
@@ -43,6 +43,26 @@ class Place:
         }
 
 
+def slots_of(place: Place, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The slots of this process's host, where each host in turn has as many ranks as slots.
+
+    Raises:
+        LaunchError: ranks were placed in another way.
+    """
+    first = 0
+    for slots in hosts:
+        if place.rank < first + len(slots):
+            if (place.local_rank, place.local_size) == (place.rank - first, len(slots)):
+                return tuple(slots)
+            break
+        first += len(slots)
+    raise LaunchError(
+        f"rank {place.rank} is number {place.local_rank} of {place.local_size} on its host, but the"
+        f" slots {list(map(list, hosts))} were to be filled host by host; leave out the words of"
+        " --launcher_args that place ranks, or take whole hosts"
+    )
+
+
 def find_place(variables: Mapping[str, str]) -> Place:
     """Read the place of this process.
 
@@ -58,6 +78,12 @@ def find_place(variables: Mapping[str, str]) -> Place:
         "this process was told no rank: expected the variables of torchrun, Slurm or MPI"
         f" ({', '.join(row[0] for row in _TOLD_BY)})"
     )
+
+
+def group_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Which host of all this is, as torch's agent tells it, under the names of DeepSpeed."""
+    names = {"CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
+    return {own: variables[name] for own, name in names.items() if name in variables}
 
 
 def meeting_host(variables: Mapping[str, str]) -> dict[str, str]:

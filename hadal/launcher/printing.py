@@ -18,6 +18,8 @@ from hadal.launcher.frames import Lines
 HOLD_S = 2.0
 """A rank that goes on so long after a traceback lives: it is shown."""
 _TAIL_LINES = 20
+_LONGEST_NBYTES = 1 << 20
+"""A longer line is cut, rather than held until its end."""
 
 
 @dataclass
@@ -35,31 +37,36 @@ class _Talk:
 
 
 class Printer:
-    """Prints what ranks say."""
+    """Prints what ranks say. A rank is told by its host too: it may move to another one."""
 
     def __init__(
         self,
         out: BinaryIO,
         error: BinaryIO,
-        prefix_of: Callable[[int], str],
+        prefix_of: Callable[[str, int], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out
         self._error = error
         self._prefix_of = prefix_of
         self._clock = clock
-        self._talks: dict[int, _Talk] = {}
+        self._talks: dict[tuple[str, int], _Talk] = {}
 
-    def said(self, rank: int, is_error: bool, piece: bytes) -> None:
+    def began(self, host: str, rank: int) -> None:
+        """A rank's process has started: nothing is known of it yet."""
+        self._talks.pop((host, rank), None)
+
+    def said(self, host: str, rank: int, is_error: bool, piece: bytes) -> None:
         """A rank has printed a piece."""
-        talk = self._talk(rank)
+        talk = self._talk(host, rank)
         lines = talk.error if is_error else talk.out
         for line in lines.feed(piece):
             self._line(talk, is_error, line)
         # A rank alone is shown as it types; of several, whole lines only.
         if not talk.prefix and lines.rest and not (is_error and self._may_begin(talk, lines.rest)):
-            self._line(talk, is_error, lines.rest)
-            lines.rest = b""
+            self._line(talk, is_error, lines.take())
+        if lines.rest_nbytes > _LONGEST_NBYTES:
+            self._line(talk, is_error, lines.take() + b"\n")
 
     def told(self, piece: bytes) -> None:
         """What is no rank's is printed as it is."""
@@ -73,16 +80,15 @@ class Printer:
                 self._release(talk)
         self.flush()
 
-    def ended(self, rank: int, *, shows: bool) -> tuple[float | None, str]:
+    def ended(self, host: str, rank: int, *, shows: bool) -> tuple[float | None, str]:
         """A rank has ended: when its last traceback began, and its text or the last lines.
 
         With `shows` a traceback that was held back is printed.
         """
-        talk = self._talk(rank)
+        talk = self._talk(host, rank)
         for is_error, lines in ((False, talk.out), (True, talk.error)):
-            if lines.rest:
-                self._line(talk, is_error, lines.rest + b"\n" * bool(talk.prefix))
-                lines.rest = b""
+            if lines.rest_nbytes:
+                self._line(talk, is_error, lines.take() + b"\n" * bool(talk.prefix))
         if shows and talk.is_held:
             self._release(talk)
         talk.is_held = False
@@ -95,10 +101,10 @@ class Printer:
         self._out.flush()
         self._error.flush()
 
-    def _talk(self, rank: int) -> _Talk:
-        if rank not in self._talks:
-            self._talks[rank] = _Talk(self._prefix_of(rank).encode())
-        return self._talks[rank]
+    def _talk(self, host: str, rank: int) -> _Talk:
+        if (host, rank) not in self._talks:
+            self._talks[host, rank] = _Talk(self._prefix_of(host, rank).encode())
+        return self._talks[host, rank]
 
     def _line(self, talk: _Talk, is_error: bool, line: bytes) -> None:
         if is_error:

@@ -16,16 +16,20 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of
 from hadal.launcher.frames import Began, Ended, encoded, said
 from hadal.launcher.job import Program, program_in
-from hadal.launcher.place import Place, find_place, meeting_host
+from hadal.launcher.place import Place, find_place, group_of, meeting_host, slots_of
 from hadal.launcher.processes import (
+    adopt_orphans,
+    end_all_below,
     exit_code,
     follow_parent,
     following,
     signal_group,
 )
+from hadal.launcher.variables import showing
 
 _PIECE_NBYTES = 1 << 16
 _LOOK_S = 0.2
@@ -41,7 +45,7 @@ class Rank:
     def __init__(self, program: Program, place: Place) -> None:
         self.place = place
         self._program = program
-        self._log = _log_of(program.logs, place.rank)
+        self._log: BinaryIO | None = None
         self._kills_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -57,9 +61,11 @@ class Rank:
         for each in _PASSED_ON:
             signal.signal(each, lambda number, _: self._send(signal.Signals(number)))
         try:
+            self._log = _log_of(self._program.logs, self.place.rank)
             self._process = self._started()
-        except OSError as error:
-            self._print(True, f"{error.strerror}: {error.filename}\n".encode())
+        except (OSError, LaunchError) as error:
+            told = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
+            self._print(True, f"{told}\n".encode())
             self._tell(encoded(Ended(self.place.rank, _CANNOT_START, self.was_stopped)))
             return _CANNOT_START
         if self.was_stopped:
@@ -69,6 +75,7 @@ class Rank:
         code = self._process.wait()
         if self.was_stopped or code != 0:
             self._send(signal.SIGKILL)  # what the program has started and left behind
+            end_all_below()
         self._tell(encoded(Ended(self.place.rank, code, self.was_stopped)))
         return exit_code(code)
 
@@ -80,10 +87,13 @@ class Rank:
 
     def _started(self) -> subprocess.Popen[bytes]:
         program, place = self._program, self.place
-        variables = {**meeting_host(os.environ), **os.environ, **place.variables()}
+        there = os.environ
+        variables = {**meeting_host(there), **there, **place.variables(), **group_of(there)}
+        if program.slots:
+            variables |= showing(slots_of(place, program.slots))
         if program.binds:
-            there = program.cores or os.sched_getaffinity(0)
-            own = cores_of(place.local_rank, place.local_size, there)
+            cores = program.cores or os.sched_getaffinity(0)
+            own = cores_of(place.local_rank, place.local_size, cores)
             os.sched_setaffinity(0, own)
             variables["OMP_NUM_THREADS"] = str(len(own))
         return subprocess.Popen(
@@ -118,7 +128,12 @@ class Rank:
 
     def _print(self, is_error: bool, piece: bytes) -> None:
         if self._log is not None:
-            self._log.write(piece)
+            try:
+                self._log.write(piece)
+            except OSError as error:  # the training goes on
+                self._log = None
+                told = f"the file of this rank's output ends here: {error.strerror}\n"
+                self._print(True, told.encode())
         for frame in said(self.place.rank, is_error, piece):
             self._tell(frame)
 
@@ -143,7 +158,8 @@ def _log_of(folder: str, rank: int) -> BinaryIO | None:
 def main(words: list[str]) -> int:
     """Run one rank."""
     follow_parent(signal.SIGTERM)
-    rank = Rank(program_in(words[0]), find_place(os.environ))
+    adopt_orphans()
+    rank = Rank(program_in("".join(words)), find_place(os.environ))
     with contextlib.suppress(KeyboardInterrupt):
         return rank.run()
     return exit_code(-signal.SIGINT)

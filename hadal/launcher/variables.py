@@ -9,6 +9,13 @@ from hadal.errors import LaunchError
 
 DEEPSPEED_ENV, HADAL_ENV = ".deepspeed_env", ".hadal_env"
 _PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "HADAL")
+# What accelerators are seen is told to CUDA and ROCm, Intel's and Huawei's drivers.
+_SHOWN_BY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def showing(slots: Sequence[int]) -> dict[str, str]:
+    """The variables by which a process sees these accelerators alone."""
+    return dict.fromkeys(_SHOWN_BY, ",".join(map(str, slots)))
 
 
 def read_env_file(text: str, name: str) -> dict[str, str]:
@@ -33,8 +40,22 @@ def of_env_files(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str
     told: dict[str, str] = {}
     for path in (folder / name for folder in folders for name in names):
         if path.is_file():
-            told.update(read_env_file(path.read_text("utf-8"), str(path)))
+            told.update(read_env_file(text_of(path), str(path)))
     return told
+
+
+def text_of(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    try:
+        return path.read_text("utf-8-sig")
+    except IsADirectoryError:
+        raise LaunchError(f"{path} is a folder; expected a file") from None
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"{path} is no text in UTF-8: {error}") from None
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:

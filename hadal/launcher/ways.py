@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from hadal.errors import LaunchError
 from hadal.launcher.hosts import Pool
-from hadal.launcher.job import Job, packed, where_hadal_is
+from hadal.launcher.job import Job, Program, packed, rank_command, where_hadal_is
 
 CONNECT_S = 10
 ALIVE_TIMES = 3
@@ -111,26 +111,26 @@ def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> W
     size = _even(job.pool, "slurm")
     counts = (f"--nodes={len(job.pool)}", f"--ntasks={job.world_size}", f"--ntasks-per-node={size}")
     words = ("srun", *counts, *nodes, "--kill-on-bad-exit=1", "--export=ALL", *arguments)
-    return Way((*words, *_rank(job)), Reach.ALL, _variables(job))
+    return Way((*words, *rank_command(job.program)), Reach.ALL, _variables(job))
 
 
 def by_openmpi(job: Job, address: str, arguments: Sequence[str]) -> Way:
     """One process of Open MPI's mpirun for each rank."""
     variables = _variables(job, address)
-    hosts = ",".join(f"{host}:{len(slots)}" for host, slots in _whole(job.pool, "openmpi").items())
+    hosts = ",".join(f"{host}:{len(slots)}" for host, slots in job.pool.items())
     words = ["mpirun", "-n", str(job.world_size), "--host", hosts]
     for key, _ in variables:
         words += ["-x", key]
-    return Way((*words, *arguments, *_rank(job)), Reach.ALL, variables)
+    return Way((*words, *arguments, *rank_command(_with_slots(job))), Reach.ALL, variables)
 
 
 def by_hydra(job: Job, address: str, arguments: Sequence[str], name: str) -> Way:
     """One process for each rank by the mpirun of MPICH, MVAPICH or Intel MPI."""
     variables = _variables(job, address)
-    size = _even(_whole(job.pool, name), name)
+    size = _even(job.pool, name)
     words = ("mpirun", "-n", str(job.world_size), "-ppn", str(size), "-hosts", ",".join(job.pool))
     listed = ("-genvlist", ",".join(key for key, _ in variables))
-    return Way((*words, *listed, *arguments, *_rank(job)), Reach.ALL, variables)
+    return Way((*words, *listed, *arguments, *rank_command(_with_slots(job))), Reach.ALL, variables)
 
 
 FanOut = Callable[[Job, str, Sequence[str]], Way]
@@ -140,10 +140,6 @@ MPI: dict[str, FanOut] = {
     "mvapich": lambda job, address, words: by_hydra(job, address, words, "mvapich"),
     "impi": lambda job, address, words: by_hydra(job, address, words, "impi"),
 }
-
-
-def _rank(job: Job) -> tuple[str, ...]:
-    return (sys.executable, "-u", "-m", "hadal.launcher.rank", packed(job.program))
 
 
 def _variables(job: Job, address: str = "") -> tuple[tuple[str, str], ...]:
@@ -166,12 +162,8 @@ def _even(pool: Pool, launcher: str) -> int:
     return sizes.pop()
 
 
-def _whole(pool: Pool, launcher: str) -> Pool:
-    """Ranks of MPI take a host's accelerators from the first one on."""
-    for host, slots in pool.items():
-        if slots != tuple(range(len(slots))):
-            raise LaunchError(
-                f"--launcher {launcher} cannot choose the slots {list(slots)} of {host}; take whole"
-                " hosts, --num_gpus N, or --launcher ssh"
-            )
-    return pool
+def _with_slots(job: Job) -> Program:
+    """The program of a rank, which is told its host's slots where these are not the first ones."""
+    slots = tuple(job.pool.values())
+    is_whole = all(own == tuple(range(len(own))) for own in slots)
+    return job.program if is_whole else replace(job.program, slots=slots)

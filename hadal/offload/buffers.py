@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 
 import torch
 from torch import Tensor
 
-from hadal.device import page_locked
+from hadal.device import Event, page_locked
 from hadal.errors import OffloadError, UsageError
 from hadal.offload.direct import pages
 from hadal.offload.extents import ALIGNMENT
@@ -25,9 +26,7 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if not pinned or not torch.accelerator.is_available():
         return torch.frombuffer(pages(nbytes), dtype=torch.uint8)
-    whole = page_locked(nbytes + ALIGNMENT)
-    start = -whole.data_ptr() % ALIGNMENT
-    return whole[start : start + nbytes]
+    return page_locked(nbytes)
 
 
 def memory_of(buffer: Tensor) -> memoryview:
@@ -75,6 +74,8 @@ class BufferPool:
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}
+        # Those that a device still copies from, in the order in which it does.
+        self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._is_closed = False
         self._changed = threading.Condition()
 
@@ -101,8 +102,8 @@ class BufferPool:
             self._taken[buffer.data_ptr()] = buffer
             return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Let others have a buffer that was taken here.
+    def give_back(self, buffer: Tensor, after: Event | None = None) -> None:
+        """Let others have a buffer that was taken here, from the moment when `after` is over.
 
         Raises:
             UsageError: it was not taken here, or is back already.
@@ -115,20 +116,28 @@ class BufferPool:
                 raise UsageError(
                     "a buffer was given back to a pool that has not lent it, or has it already"
                 )
-            self._free.append(found)
+            if after is None or after.is_over:
+                self._free.append(found)
+            else:
+                self._leaving.append((after, found))
             self._changed.notify()
 
     def close(self) -> None:
         """Let go of all memory; what is still taken goes when its holders let go of it."""
         with self._changed:
             self._is_closed = True
+            while self._leaving:
+                self._leaving.popleft()[0].wait_on_host()
             self._free.clear()
             self._taken.clear()
             self._changed.notify_all()
 
     def has_free(self) -> bool:
         """Whether a buffer can be taken without waiting."""
-        return self._is_closed or bool(self._free) or len(self._taken) < self.count
+        while self._leaving and self._leaving[0][0].is_over:
+            self._free.append(self._leaving.popleft()[1])
+        out = len(self._taken) + len(self._leaving)
+        return self._is_closed or bool(self._free) or out < self.count
 
     def _made(self) -> Tensor:
         # A view of its own place in memory even where it is empty: buffers are told apart by it.

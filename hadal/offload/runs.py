@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -125,10 +126,25 @@ def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
 
 
+class Readable(Protocol):
+    """Values that are read a stretch at a time."""
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+
+    def start_read(self, start: int, out: Tensor) -> Request | None:
+        """Begin to fill `out` with those from `start` on; None: it is done."""
+
+
 class RunCut:
     """A stretch of a run, for who wants to know its length and dtype and read it part by part."""
 
-    def __init__(self, run: DiskRun, start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, run: Readable, start: int = 0, stop: int | None = None) -> None:
         self._run = run
         self._start = start
         self._stop = run.numel if stop is None else stop

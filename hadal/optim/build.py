@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hadal.comm import Ranks
 from hadal.device import current_device, spared_import
-from hadal.errors import OptimizerError
+from hadal.errors import NotBuiltYetError, OptimizerError
 from hadal.optim.fused import UncorrectedAdam
 from hadal.optim.lamb import Lamb, LambStepper
 from hadal.optim.lion import Lion
 from hadal.optim.muon import Muon, MuonStepper
 from hadal.optim.mup import MUP_KINDS, build_mup
 from hadal.optim.on_disk import DiskSteps
+from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from hadal.optim.signs import OneBitAdamStepper, OneBitLambStepper, ZeroOneAdamStepper
 from hadal.optim.step import FlatStepper, Stepper, refuse_disk, refuse_other_state_dtype
 from hadal.optim.whole import WholeStepper
 from hadal.zero.gradients import Gradients
@@ -47,14 +50,28 @@ _REFUSED = {
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
 }
 # Types that are no class of torch.optim.
-_OWN: Mapping[str, type[Optimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+_OWN: Mapping[str, type[Optimizer]] = {
+    "Lamb": Lamb,
+    "Lion": Lion,
+    "Muon": Muon,
+    "OneBitAdam": OneBitAdam,
+    "OneBitLamb": OneBitLamb,
+    "ZeroOneAdam": ZeroOneAdam,
+}
+_SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., Stepper]] = {
+    OneBitAdam: OneBitAdamStepper,
+    OneBitLamb: OneBitLambStepper,
+    ZeroOneAdam: ZeroOneAdamStepper,
+}
 # Keys of the `optimizer` section that are no argument: they steer the choice of a class, or say
 # what is so here anyway.
 _ADAM = ("Adam", "AdamW")
+_SIGNS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_ADAM, ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none")),
     "Adagrad": ("amsgrad",),
     "Lion": ("set_grad_none",),
+    **dict.fromkeys(_SIGNS, ("bias_correction", "cuda_aware", "comm_backend_name")),
 }
 
 
@@ -140,12 +157,13 @@ def build_stepper(
     gradients: Sequence[Gradients],
     parameters: Sequence[Sequence[nn.Parameter]],
     steps: DiskSteps | None = None,
+    model_parallel: Ranks | None = None,
 ) -> Stepper:
     """Put the buckets under a user's optimizer.
 
     The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
     holds, per param group, the model's own parameters in their order; `steps` says how updates go
-    through what rests on the disk.
+    through what rests on the disk, `model_parallel` which ranks hold the other parts of the model.
 
     State that the optimizer holds already goes along with its parameters.
 
@@ -162,8 +180,21 @@ def build_stepper(
         return FlatStepper(optimizer, gradients, steps or DiskSteps())
     refuse_other_state_dtype(optimizer, gradients)
     refuse_disk(optimizer, gradients)
+    if type(optimizer) in _SENDING_SIGNS:
+        _refuse_parts(optimizer, model_parallel)
+        return _SENDING_SIGNS[type(optimizer)](optimizer, gradients, parameters)
     if type(optimizer) is Lamb:
-        return LambStepper(optimizer, gradients)
+        return LambStepper(optimizer, gradients, model_parallel)
     if type(optimizer) is Muon:
         return MuonStepper(optimizer, gradients, parameters)
     return WholeStepper(optimizer, gradients, parameters)
+
+
+def _refuse_parts(optimizer: Optimizer, model_parallel: Ranks | None) -> None:
+    """Raise where signs would make different what all parts of a model hold."""
+    if model_parallel is not None and model_parallel.size > 1:
+        raise NotBuiltYetError(
+            f"{type(optimizer).__name__} is not built yet for a model whose parts lie on several"
+            " ranks: what all parts hold would be given each part's magnitudes, and drift apart;"
+            " choose Adam, AdamW or Lamb"
+        )

@@ -8,17 +8,27 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from hadal.offload.crossing import Sending
 from hadal.optim.elementwise import Update
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
 # in float32 stays in the cache between these, on an accelerator enough to keep it busy.
 _CPU_BLOCK_NUMEL = 1 << 19
 _ACCELERATOR_BLOCK_NUMEL = 1 << 25
+# Several threads wait for each other at the end of each of these. What they wait grows with their
+# number, and much more where they share cores with others; so blocks grow with it, up to a bound.
+_LARGEST_GROWTH = 8
 
 
 def block_numel(device: torch.device) -> int:
-    """How many elements are worked on at a time."""
-    return _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
+    """How many elements are worked on at a time: the same in every tier, for the same bits."""
+    return _CPU_BLOCK_NUMEL * growth() if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
+
+
+def growth() -> int:
+    """How many times as many elements are worked on at a time on a CPU as by one thread."""
+    threads = torch.get_num_threads()
+    return 1 if threads == 1 else min(2 << (threads.bit_length() - 1), _LARGEST_GROWTH)
 
 
 def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
@@ -81,8 +91,10 @@ class Desk:
 class Desks:
     """The desks of one update, one for each memory that updates are made in."""
 
-    def __init__(self, multiplier: float) -> None:
+    def __init__(self, multiplier: float, sending: Sending | None = None) -> None:
         self._multiplier = multiplier
+        self.sending = sending
+        """The way of new weights to the device, where that is not where they are made."""
         self._desks: dict[torch.device, Desk] = {}
 
     def on(self, device: torch.device) -> Desk:

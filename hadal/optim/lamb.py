@@ -7,7 +7,8 @@ For a parameter w with the bias-corrected moments m and v of its gradient,
     w     -= lr * ratio * update
 
 The norms are those of whole parameters. Where these are cut over ranks each rank adds up the
-squares of its own fragments, and one small sum over the ranks serves all parameters of an update.
+squares of its own fragments, and one small sum over the ranks serves all parameters of an update;
+so does a second one, over the ranks that hold the parts of one model.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.errors import OptimizerError
+from hadal.comm import Ranks
+from hadal.comm.collectives import sum_
+from hadal.comm.faults import is_same_everywhere
+from hadal.errors import MismatchError, OptimizerError
 from hadal.optim.desk import block_numel
+from hadal.optim.norm import is_model_part
 from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
 from hadal.optim.step import StepperInMemory, as_one_step, refresh
@@ -152,12 +157,19 @@ class LambStepper(StepperInMemory):
     move the same bytes and take a third moment's memory.
     """
 
-    def __init__(self, optimizer: Lamb, gradients: Sequence[Gradients]) -> None:
+    def __init__(
+        self, optimizer: Lamb, gradients: Sequence[Gradients], model_parallel: Ranks | None = None
+    ) -> None:
         self._optimizer = optimizer
+        self._model_parallel = model_parallel
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[tuple[Piece, list[_Part]]]] = {}
         self._groups: list[int] = []
         """The param group of each row of norms: of each parameter, the same on every rank."""
+        self._cut_rows: dict[int, str] = {}
+        """The rows of parameters that are cut over the model's parts, with their names."""
+        self._are_agreed = False
+        """Whether the parts are known to have the same such rows."""
         for group in optimizer.param_groups:
             group["params"] = []
         for one in gradients:
@@ -182,6 +194,12 @@ class LambStepper(StepperInMemory):
         layout, begin = one.bucket.layout, one.bucket.span[0]
         first = len(self._groups)
         self._groups += [slot.group for slot in layout.slots]
+        for row, (slot, parameter) in enumerate(
+            zip(layout.slots, one.bucket.parameters, strict=True), start=first
+        ):
+            if is_model_part(parameter):
+                self._cut_rows[row] = slot.name
+        self._are_agreed = False
         self._gradients.append(one)
         self._pieces[one] = [
             (
@@ -214,7 +232,25 @@ class LambStepper(StepperInMemory):
                 )
         if bucket.partition.optimizer:
             bucket.sharing.sum_(sums, "the sum of Lamb's norms")
+        if self._model_parallel is not None:
+            self._add_up_parts(sums, self._model_parallel)
         return sums
+
+    def _add_up_parts(self, sums: Tensor, model_parallel: Ranks) -> None:
+        """Make the sums of parameters that are cut over the model's parts those of all parts."""
+        if not self._are_agreed:
+            self._are_agreed = is_same_everywhere(repr(self._cut_rows), model_parallel)
+        if not self._are_agreed:
+            raise MismatchError(
+                "Lamb needs the norms of whole parameters, and the model-parallel ranks"
+                f" {model_parallel.numbers} do not hold parts of the same ones (this one has"
+                f" {len(self._cut_rows)} parameters that are marked tensor_model_parallel); mark"
+                " the same parameters on each, or train with AdamW"
+            )
+        rows = torch.tensor(list(self._cut_rows), dtype=torch.long, device=sums.device)
+        cut = sums[rows]
+        sum_(cut, model_parallel, "the sum of Lamb's norms over the model's parts")
+        sums[rows] = cut
 
     def _learn_piece(
         self, piece: Piece, parts: Sequence[_Part], mean: Tensor, multiplier: float, sums: Tensor
@@ -230,14 +266,15 @@ class LambStepper(StepperInMemory):
                 numel = block.master.numel()
                 given = gradients[start : start + numel].to(block.master.dtype, copy=True)
                 _learn(block, given.mul_(multiplier), group)
-                sums[row, 0] += _square_sum(block.master)
-                sums[row, 1] += _square_sum(_update(block, group, count))
+                # Some buckets may be updated on the host, and others on the device.
+                sums[row, 0] += _square_sum(block.master).to(sums.device)
+                sums[row, 1] += _square_sum(_update(block, group, count)).to(sums.device)
 
     def _step_piece(self, piece: Piece, parts: Sequence[_Part], ratios: Tensor) -> None:
         group = self._optimizer.param_groups[piece.group]
         state = self._optimizer.state[piece.values]
         whole = _Values(piece.values.detach(), state["exp_avg"], state["exp_avg_sq"])
-        ratios = ratios.to(whole.master.dtype)
+        ratios = ratios.to(whole.master)
         for row, fragment in parts:
             stretch = _Values(*(_cut(values, fragment) for values in whole))
             for _, block in stretch.blocks(block_numel(ratios.device)):

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hadal.comm.faults import told_to_all
-from hadal.errors import OffloadError
+from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, aligned
+from hadal.offload.crossing import Sending
 from hadal.offload.runs import UNIT_NUMEL, DiskRun, RunCut, one_update
 from hadal.offload.store import DiskStore
 from hadal.offload.walk import Pace, Stop, walk
@@ -43,7 +44,8 @@ class StateOnDisk:
         """Elements of the bucket's span."""
         self._runs: dict[str, DiskRun] = {}
         self._is_shown = False
-        self._put_away()
+        with one_update(self._runs.values):
+            self._put_away()
 
     # ---- outside of updates ----------------------------------------------------------------------
 
@@ -51,19 +53,25 @@ class StateOnDisk:
     def present(self, *, writes: bool = True) -> Iterator[None]:
         """Have masters and state in memory; what is written into them is kept.
 
-        Inside another `present`, that one decides.
+        Where the body raises nothing is. Inside another `present`, that one decides.
         """
         if self._is_shown:
             yield
             return
-        with self.bucket.present(writes=writes):
-            self._show()
-            self._is_shown = True
-            try:
+        before = self.memory()
+        try:
+            # What was written counts once the masters are written, too.
+            with one_update(self._runs.values), self.bucket.present(writes=writes):
+                self._show()
+                self._is_shown = True
                 yield
-            finally:
-                self._is_shown = False
                 self._put_away(writes=writes)
+        except BaseException:
+            self.take_back(before)
+            self._put_away(writes=False)
+            raise
+        finally:
+            self._is_shown = False
 
     def _show(self) -> None:
         master = self.bucket.master
@@ -97,7 +105,7 @@ class StateOnDisk:
         whole = aligned(max(self.numel, 1) * dtype.itemsize).view(dtype)[: self.numel].zero_()
         for piece, value in zip(holders, values, strict=True):
             whole[piece.start : piece.stop].copy_(value)
-        self._run_of(key, dtype, 0.0).write(whole)
+        self._run_of(key, dtype, 0.0).write_next(whole)
 
     def _state(self, piece: Piece) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(piece.values, {})
@@ -297,7 +305,8 @@ def _walk(
                 rewriting.close()
                 rewriting.enter_context(one.bucket.rewriting())
                 present = one
-            _step_part(one, stop, dict(zip(stop.runs, values, strict=True)), begun[one], desk)
+            parts = dict(zip(stop.runs, values, strict=True))
+            _step_part(one, stop, parts, begun[one], desk, desks.sending)
 
 
 def _largest_nbytes(stops: Iterable[Stop]) -> int:
@@ -315,6 +324,7 @@ def _step_part(
     values: Mapping[DiskRun, Tensor],
     begun: Sequence[tuple[Piece, Update, list[DiskRun]]],
     desk: Desk,
+    sending: Sending | None,
 ) -> None:
     bucket, master = one.bucket, values[stop.runs[0]]
     bucket.absorb_edits_into(master, stop.start)
@@ -325,7 +335,7 @@ def _step_part(
             cut = slice(low - first, high - first)
             owned = [master[cut], *(values[run][cut] for run in runs)]
             desk.apply(update, one.mean[low:high], owned)
-            bucket.put_weights(low, master[cut])
+            bucket.put_weights(low, master[cut], sending)
 
 
 def _restore_weights(states: Iterable[StateOnDisk], error: BaseException) -> None:
@@ -335,9 +345,13 @@ def _restore_weights(states: Iterable[StateOnDisk], error: BaseException) -> Non
             state.bucket.restore_weights()
     except OffloadError as second:
         raise OffloadError(
-            f"{str(error) or type(error).__name__}; and the weights cannot be read back ({second}),"
-            " so that they are of different updates: load a checkpoint before going on"
+            f"{_text_of(error)}; and the weights cannot be read back ({second}), so that they are"
+            " of different updates: load a checkpoint before going on"
         ) from error
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def bring_weights_to_disk(
@@ -346,7 +360,7 @@ def bring_weights_to_disk(
     """Make an update of buckets whose masters are in memory, and whose weights may be on the disk.
 
     Raises:
-        OffloadError: weights could not be written, on some rank; masters have changed already.
+        OffloadError: it did not come to its end, on some rank; masters have changed already.
     """
     runs = [run for one in gradients for run in one.bucket.runs_of_weights]
     if not runs:
@@ -361,10 +375,13 @@ def bring_weights_to_disk(
             for one in gradients:
                 with one.bucket.rewriting():
                     step(one)
-    except OffloadError as error:
+    except CommunicationError:
+        raise
+    except BaseException as error:
+        # An interrupt too: what it leaves must be neither trained on nor saved.
         raise OffloadError(
-            f"{error}; masters in memory are of the new update, and weights on the disk of the last"
-            " one: load a checkpoint before going on"
+            f"{_text_of(error)}; masters in memory are of the new update, and weights on the disk"
+            " of the last one: load a checkpoint before going on"
         ) from error
 
 

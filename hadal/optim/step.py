@@ -101,10 +101,7 @@ class FlatStepper:
                     )
         if self._on_disk and self._state_guard is None:
             self._state_guard = self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-        # Updates on a device go on while those on the host are made.
-        self._gradients = sorted(
-            [*self._gradients, *gradients], key=lambda one: is_host_memory(one.bucket.steps_on)
-        )
+        self._gradients += gradients
 
     def step(self, multiplier: float) -> None:
         """Make one update with the mean gradients times `multiplier`.
@@ -119,12 +116,16 @@ class FlatStepper:
             refuse_disk(self._optimizer, self._gradients)
             self._step_at_once(multiplier)
             return
-        desks = Desks(multiplier)
+        ordered = _in_order(self._gradients)
+        ways = (one.bucket.start_sending() for one in ordered)
+        # It follows what the device was given so far, and not the updates that it is given now.
+        desks = Desks(multiplier, next(filter(None, ways), None))
         refreshing: list[Pending | None] = []
         if self._on_disk:
-            step_on_disk(self._on_disk, begin, desks, self._steps, self._part_buffers)
-            refreshing += [one.bucket.start_refresh() for one in self._on_disk]
-        in_memory = [one for one in self._gradients if one not in self._on_disk]
+            on_disk = {one: self._on_disk[one] for one in ordered if one in self._on_disk}
+            step_on_disk(on_disk, begin, desks, self._steps, self._part_buffers)
+            refreshing += [one.bucket.start_refresh() for one in on_disk]
+        in_memory = [one for one in ordered if one not in self._on_disk]
         if any(one.bucket.weights_on_disk for one in in_memory):
             bring_weights_to_disk(in_memory, lambda one: self._step_bucket(one, begin, desks))
             refreshing += [one.bucket.start_refresh() for one in in_memory]
@@ -173,7 +174,7 @@ class FlatStepper:
                 cut = slice(start - piece.start, stop - piece.start)
                 owned = [run[cut] for run in (values, *update.state)]
                 desk.apply(update, one.mean[start:stop], owned)
-                bucket.write_back(start, stop)
+                bucket.write_back(start, stop, desks.sending)
 
     def _step_at_once(self, multiplier: float) -> None:
         """Whatever does not step in blocks: its own `step`, once, on all pieces."""
@@ -186,6 +187,16 @@ class FlatStepper:
         for piece in chain.from_iterable(self._pieces.values()):
             piece.values.grad = None
         refresh(self._gradients)
+
+
+def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
+    """The order of an update's buckets: the same on all ranks.
+
+    Those of a device come first: it makes them while the host makes the others. Of these, what
+    backward has reached first comes first, as its gradients have landed first.
+    """
+    on_device = [one for one in gradients if not is_host_memory(one.bucket.steps_on)]
+    return [*on_device, *(one for one in reversed(gradients) if one not in set(on_device))]
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.errors import CommunicationError, UsageError
 from hadal.zero import copies
+from hadal.zero.attached import Attached
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import register_external_parameter
 from hadal.zero.gathering import Phase
@@ -25,7 +25,7 @@ class Keeper(Protocol):
     """Whoever holds the buckets of some parameters: an engine's runtime, or `zero.Init`."""
 
     @property
-    def bucket_of(self) -> Mapping[nn.Parameter, Bucket]:
+    def bucket_of(self) -> copies.Buckets:
         """The bucket of each parameter that it holds."""
 
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
 
 # Who keeps a parameter, so that `GatheredParameters` needs nothing but the parameter.
-_keepers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_keepers: Attached[Keeper] = Attached("keeper")
 
 
 def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
@@ -49,14 +49,13 @@ def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
 def forget(parameters: Iterable[nn.Parameter]) -> None:
     """Undo `register`."""
     for parameter in parameters:
-        _keepers.pop(parameter, None)
+        _keepers.pop(parameter)
         copies.unguard(parameter)
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper | None:
     """Who holds this parameter's bucket; None for a parameter of nobody's."""
-    keeper: Keeper | None = _keepers.get(parameter)
-    return keeper
+    return _keepers.get(parameter)
 
 
 def is_kept_by_engine(parameter: nn.Parameter) -> bool:

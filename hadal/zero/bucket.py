@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from hadal.comm import Ranks
+from hadal.comm.codecs.codec import Codec
+from hadal.comm.coded import start_coded_gather
 from hadal.comm.collectives import (
     broadcast_,
     slice_of,
@@ -21,18 +25,19 @@ from hadal.comm.collectives import (
 )
 from hadal.comm.pending import Pending
 from hadal.errors import ModelError, ShardedAccessError
+from hadal.offload.crossing import Sending
 from hadal.offload.runs import DiskRun, RunCut
+from hadal.zero.coded_resting import CodedResting
+from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
-from hadal.zero.policy import Partition, Precision, Refresh
+from hadal.zero.policy import Partition, Precision, Refresh, Transport
 from hadal.zero.resting import Home, Resting
 from hadal.zero.sharing import Sharing
 
-# Elements compared at a time on a CPU: what is cast for it stays in the cache.
-_CPU_BLOCK_NUMEL = 1 << 18
-
 _REFRESH = Refresh()
 _ON_DEVICE = Home()
+_AS_THEY_ARE = Transport()
 
 
 class Weights(Enum):
@@ -56,8 +61,11 @@ class Bucket:
     second copy of weights, my cut of that one too, left behind when `full` is freed: from then on,
     until weights change, `full` is gathered from the node alone.
 
-    `home` says where shard and master rest. What rests on the disk is a tensor only inside
-    `present`; gathers read it by themselves.
+    Where weights travel coded, `full` holds what was decoded of them, on every rank the same, and
+    the shard stays what it is. An `exact` gather brings the shards themselves.
+
+    `home` says where shard and master rest. What rests on the disk, or coded, is a tensor only
+    inside `present`; gathers read it by themselves.
     """
 
     def __init__(
@@ -68,12 +76,13 @@ class Bucket:
         device: torch.device,
         refresh: Refresh = _REFRESH,
         home: Home = _ON_DEVICE,
-        *,
-        gathers_by_sum: bool = False,
+        transport: Transport = _AS_THEY_ARE,
     ) -> None:
         self.name = plan.name
         self.home = home
-        self._gathers_by_sum = gathers_by_sum
+        self.transport = transport
+        is_frozen = not plan.trainable and transport.frozen is not None
+        self._codec = transport.frozen if is_frozen else transport.gather
         self.partition: Partition = plan.partition
         self.precision = precision
         self.sharing = sharing
@@ -100,11 +109,18 @@ class Bucket:
         self.state = Weights.FULL
         self.on_gather: Callable[[Tensor, range], None] | None = None
         """Is shown what was gathered, for this rank's use or for the others', and by whom."""
+        self._steps_off = home.lands_off(device)
+        # Of whole weights as the last update left them, where masters lie in another memory.
+        self._digest: Tensor | None = None
+        self._is_suspect = True
         self._pending: Pending | None = None
         self._places = range(0)
+        # My cut of what was decoded, as it arrived; None where `full` holds the shards themselves.
+        self._arrived: Tensor | None = None
         self._secondary: Tensor | None = None
         # Whether the node's copy is of the present weights: the same on all ranks at each gather.
         self._is_near = False
+        self._is_exact = False
         self._adopt()
 
     def divided(self, plan: BucketPlan) -> Bucket:
@@ -116,7 +132,7 @@ class Bucket:
             self.device,
             self._refresh,
             self.home,
-            gathers_by_sum=self._gathers_by_sum,
+            self.transport,
         )
 
     def rename(self, names: Sequence[str]) -> None:
@@ -140,18 +156,9 @@ class Bucket:
             # One parameter's old memory after the other: never a second copy of all of them.
             parameter.data = place.view(slot.shape)
         broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
-        start, stop = self.span
         self.full: Tensor = given.to(self.precision.compute)
-        self._shard = self.home.rest_weights(
-            f"the weights of {self.name}", self.full[start:stop], is_cut=self.partition.weights
-        )
-        self._master: Resting | None = None
-        if self.trainable:
-            self._master = self._shard
-            if self.has_own_master:
-                first = self.full if self.precision.rounds_early else given
-                values = first[start:stop].to(self.precision.master, copy=True)
-                self._master = self.home.rest_master(f"the masters of {self.name}", values)
+        with self.home.as_one(self.ranks, f"laying {self.name} down"):
+            self._lay_to_rest(given)
         self._views = self.views_of(self.full)
         # One element each, so that a write to one freed parameter cannot reach another.
         nans = torch.full((len(self.parameters),), torch.nan, dtype=self.full.dtype).to(self.device)
@@ -161,6 +168,26 @@ class Bucket:
         self._nans = nans
         self._versions = [0] * len(self.parameters)
         self._point_at(self._views)
+
+    def _lay_to_rest(self, given: Tensor) -> None:
+        start, stop = self.span
+        self._shard = self._rest(self.full[start:stop])
+        self._master: Resting | None = None
+        if self.trainable:
+            self._master = self._shard
+            if self.has_own_master:
+                first = self.full if self.precision.rounds_early else given
+                values = first[start:stop].to(self.precision.master, copy=True)
+                self._master = self.home.rest_master(f"the masters of {self.name}", values)
+
+    def _rest(self, mine: Tensor) -> Resting:
+        """Put my cut of the weights where it rests."""
+        name, is_cut = f"the weights of {self.name}", self.partition.weights
+        resting = self.home.rest_weights(name, mine, is_cut=is_cut)
+        frozen = None if self.trainable else self.transport.frozen
+        if frozen is None or not is_cut or resting.is_on_disk:
+            return resting
+        return CodedResting(name, resting.values, frozen)
 
     # ---- where it rests --------------------------------------------------------------------------
 
@@ -205,16 +232,16 @@ class Bucket:
         if self._master is None or not self._master.is_away or self.partition.weights:
             return
         with self._master.present(writes=False) as master:
-            is_changed = self._absorb_into(master, self.full[self.span[0] : self.span[1]])
+            is_changed = absorb_into(master, self.full[self.span[0] : self.span[1]])
         if is_changed:
             with self.present():
                 pass
 
     @property
-    def rests_on_disk(self) -> bool:
-        """Whether anything of this bucket rests in a file."""
-        on_disk = self._master is not None and self._master.is_on_disk
-        return on_disk or self._shard.is_on_disk
+    def rests_away(self) -> bool:
+        """Whether anything of this bucket is in memory, as it is, inside `present` alone."""
+        comes = self._master is not None and self._master.comes_and_goes
+        return comes or self._shard.comes_and_goes
 
     @property
     def runs_of_weights(self) -> list[DiskRun]:
@@ -261,6 +288,10 @@ class Bucket:
         if self.state is Weights.SHARDED and not self._is_near:
             self._shard.start_reading()
 
+    def forget_ahead(self) -> None:
+        """What was read ahead is not wanted any more."""
+        self._shard.forget_ahead()
+
     def leave_disk(self) -> None:
         """Give room on the disk back: the bucket is not used any more."""
         self._shard.free()
@@ -293,22 +324,34 @@ class Bucket:
         """What weights take of memory: my cut of them, and all that is gathered."""
         if self.state is Weights.FULL:
             yield self.full
-        if not self._shard.is_away:
-            yield self.shard
+        yield from self._shard.held
         if self._secondary is not None:
             yield self._secondary
+        if self._arrived is not None:
+            yield self._arrived
 
     # ---- moving between SHARDED and FULL ---------------------------------------------------------
 
-    def start_unshard(self) -> None:
-        """Begin to gather the full buffer: SHARDED to ARRIVING (to FULL at once when alone)."""
+    @property
+    def rounds(self) -> bool:
+        """Whether a gather that is not exact brings other values than the shards."""
+        return self.partition.weights and self._codec is not None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the full buffer holds other values than the shards."""
+        return self._arrived is not None
+
+    def start_unshard(self, *, exact: bool = False) -> None:
+        """Begin to gather the full buffer: SHARDED to ARRIVING."""
         if self.state is not Weights.SHARDED:
             return
         self._check_placeholders()
         # Views that autograd saved look into this storage. It is resized, never replaced.
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        self._places = self.gatherers
-        self._pending = self._start_gather(self.full)
+        self._places = self.gatherers_of(exact=exact)
+        self._is_exact = exact
+        self._pending = self._start_gather(self.full, exact=exact)
         self.state = Weights.ARRIVING
 
     def wait_unshard(self) -> None:
@@ -318,14 +361,16 @@ class Bucket:
         assert self._pending is not None  # ARRIVING means that a gather was started
         self._pending.wait()
         self._pending = None
+        if self.rounds and not self._is_exact:
+            self._arrived = self.full[self.span[0] : self.span[1]].clone()
         if self.on_gather is not None:
             self.on_gather(self.full, self._places)
         self._point_at(self._views)
         self.state = Weights.FULL
 
-    def unshard(self) -> None:
+    def unshard(self, *, exact: bool = False) -> None:
         """Gather the full buffer and wait for it."""
-        self.start_unshard()
+        self.start_unshard(exact=exact)
         self.wait_unshard()
 
     def reshard(self, *, in_use: bool = False) -> None:
@@ -338,53 +383,74 @@ class Bucket:
             return
         if not in_use or self._compares_for_nothing or self._was_written:
             self.absorb_edits()
-        if self._is_near:
+        if self._is_near and self._holds_what_travels:
             self._leave_secondary(self.full)
         self._point_at(self._placeholders)
+        self._arrived = None
         self.full.untyped_storage().resize_(0)
         self.state = Weights.SHARDED
 
     @property
     def _compares_for_nothing(self) -> bool:
-        return self.device.type == "cpu" and not self._shard.is_away
+        return self.device.type == "cpu" and (self.is_rounded or not self._shard.is_away)
 
     @property
     def _was_written(self) -> bool:
         pairs = zip(self.parameters, self._versions, strict=True)
         return any(parameter._version != version for parameter, version in pairs)
 
-    def serve(self) -> None:
+    def serve(self, *, exact: bool = False) -> None:
         """Give my shard to ranks that gather this bucket while I do not use it."""
-        was_near, places = self._is_near, self.gatherers
+        was_near, places = self._is_near, self.gatherers_of(exact=exact)
         scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
-        self._start_gather(scratch).wait()
+        self._start_gather(scratch, exact=exact).wait()
         if self.on_gather is not None:
             self.on_gather(scratch, places)
-        if self._is_near and not was_near and self.state is Weights.SHARDED:
+        if self._is_near and not was_near and not self._holds_what_travels:
             self._leave_secondary(scratch)
 
-    @property
-    def gatherers(self) -> range:
+    def gatherers_of(self, *, exact: bool = False) -> range:
         """The places, among all ranks, of those that take part in my next gather."""
-        return self.sharing.places_of_node if self._is_near else self.sharing.places
+        is_near = self._is_near and not (exact and self.rounds)
+        return self.sharing.places_of_node if is_near else self.sharing.places
 
-    def _start_gather(self, full: Tensor) -> Pending:
+    @property
+    def _holds_what_travels(self) -> bool:
+        """Whether the full buffer is there, with the values that forward and backward use."""
+        return self.state is not Weights.SHARDED and not (self.rounds and self._is_exact)
+
+    def _start_gather(self, full: Tensor, *, exact: bool) -> Pending:
         """Begin to fill `full`: from the node, where its copy holds, else from all shards."""
-        gather = start_gather_by_sum if self._gathers_by_sum else start_all_gather
-        sharing, node = self.sharing, self.sharing.node
+        node, is_apart = self.sharing.node, exact and self.rounds
+        if is_apart:
+            # The node's copy is of what forward and backward use, and may be stale behind this.
+            self._is_near = False
         if node is not None and self._is_near:
             slice_of(full, node.rank, node).copy_(self._near_shard())
-            return gather(full, node, self._gather_label)
-        self._shard.copy_to(full[self.span[0] : self.span[1]])
-        # What is gathered now leaves the node's copy behind.
-        self._is_near = node is not None
-        if sharing.hops is not None:
-            return start_gather_in_hops(full, *sharing.hops, self._gather_label)
-        return gather(full, sharing.shards, self._gather_label)
+            return self._gather_over(node, full)
+        if not is_apart:
+            # What is gathered now leaves the node's copy behind.
+            self._is_near = node is not None
+        place, codec = full[self.span[0] : self.span[1]], None if is_apart else self._codec
+        return self._shard.fill(place, partial(self._gather_over_all, full, codec))
+
+    def _gather_over_all(self, full: Tensor, codec: Codec | None) -> Pending:
+        if codec is not None:
+            gather = partial(self._gather_over_all, codec=None)
+            return start_coded_gather(full, self.sharing.shards, codec, gather)
+        hops = self.sharing.hops
+        if hops is not None:
+            return start_gather_in_hops(full, *hops, self._gather_label)
+        return self._gather_over(self.sharing.shards, full)
+
+    def _gather_over(self, ranks: Ranks, full: Tensor) -> Pending:
+        by_sum = self.transport.gathers_by_sum
+        gather = start_gather_by_sum if by_sum else start_all_gather
+        return gather(full, ranks, self._gather_label)
 
     def _near_shard(self) -> Tensor:
         """My cut of the node's copy of the weights."""
-        if self.state is Weights.SHARDED:
+        if not self._holds_what_travels:
             assert self._secondary is not None  # what was gathered has left it behind
             return self._secondary
         if self._pending is not None:
@@ -422,18 +488,36 @@ class Bucket:
 
     # ---- master and weights ----------------------------------------------------------------------
 
-    def write_back(self, start: int, stop: int) -> None:
+    def write_back(self, start: int, stop: int, sending: Sending | None = None) -> None:
         """Put elements [start, stop) of the stepped master into the weights, cast."""
         if self.has_own_master and self.master is not None:
-            self.put_weights(start, self.master[start:stop])
+            self.put_weights(start, self.master[start:stop], sending)
 
-    def put_weights(self, start: int, values: Tensor) -> None:
-        """Put new master values, of the elements from `start` of my span on, into the weights."""
-        self.shard[start : start + values.numel()].copy_(values)
+    def put_weights(self, start: int, values: Tensor, sending: Sending | None = None) -> None:
+        """Put new master values, of the elements from `start` of my span on, into the weights.
+
+        `sending` was begun for an update, when the device had been given all that reads them.
+        """
+        if self._steps_off == self._shard.lies_off:
+            self.shard[start : start + values.numel()].copy_(values)
+        elif self._steps_off:
+            way = sending or self.start_sending()
+            assert way is not None  # updates are made in another memory than the device's
+            way.send(values, self.shard[start : start + values.numel()])
+        else:
+            self._shard.land(start, values)
+
+    def start_sending(self) -> Sending | None:
+        """Begin to send new weights to the device; None where updates are made there."""
+        crossing = self.home.crossing(self.device) if self._steps_off else None
+        return None if crossing is None else crossing.sending()
 
     def start_refresh(self) -> Pending | None:
         """Gather the weights where they are whole, but were stepped or loaded in shards."""
         self.outdate()
+        if self._steps_off and not self.partition.weights:
+            # Masters lie elsewhere: they are compared only where this has changed.
+            self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
             return None
         label = f"the refresh of {self.name}"
@@ -456,38 +540,29 @@ class Bucket:
         self.check_links()
         mine = self.full[self.span[0] : self.span[1]]
         if self.partition.weights:
+            if self._arrived is not None:
+                if same_bits(self._arrived, mine):
+                    return
+                with self._shard.present(writes=False) as shard:
+                    mine = shard_with_edits(shard, self._arrived, mine)
             if self._shard.holds(mine):
                 return
-        elif self._master is not None and self._master.is_away:
-            return
+        else:
+            self._is_suspect = self._digest is None or not torch.equal(self._digest, digest(mine))
+            is_away = self._master is not None and self._master.is_away
+            if is_away or not self._is_suspect:
+                return
         if self._master is not None and self.has_own_master:
             with self._master.present() as master:
-                self._absorb_into(master, mine)
+                absorb_into(master, mine)
         if self.partition.weights:
             self._shard.replace(mine)
 
     def absorb_edits_into(self, values: Tensor, start: int) -> None:
         """Put the user's edits of whole weights into a stretch of the master that begins there."""
-        if self.state is Weights.FULL and not self.partition.weights:
+        if self.state is Weights.FULL and not self.partition.weights and self._is_suspect:
             first = self.span[0] + start
-            self._absorb_into(values, self.full[first : first + values.numel()])
-
-    @staticmethod
-    def _absorb_into(master: Tensor, weights: Tensor) -> bool:
-        """Put edited weights into a master; tell whether there were any."""
-        is_changed = False
-        block = _CPU_BLOCK_NUMEL if master.device.type == "cpu" else weights.numel()
-        buffer = torch.empty(min(block, weights.numel()), dtype=weights.dtype, device=master.device)
-        for start in range(0, weights.numel(), max(block, 1)):
-            present = weights[start : start + block].to(master.device)
-            values = master[start : start + block]
-            cast = buffer[: present.numel()].copy_(values)
-            if not _same_bits(cast, present):
-                # Elements that the user left alone keep the master's full precision.
-                edited = present.to(values.dtype)
-                values.copy_(torch.where(cast == present, values, edited))
-                is_changed = True
-        return is_changed
+            absorb_into(values, self.full[first : first + values.numel()])
 
     def take_back(self) -> None:
         """Copy values that were assigned (`parameter.data = tensor`) into their place here."""
@@ -518,9 +593,3 @@ class Bucket:
         """Give every parameter memory of its own again, with its present (whole) values."""
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two 1-D tensors of one dtype, of a multiple of 8 bytes, hold the same bits."""
-    # Compared as words: 16-bit floats are compared one by one, four times as slow.
-    return torch.equal(one.view(torch.int64), other.view(torch.int64))

@@ -7,18 +7,24 @@ that a bucket holds is given its own answer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from hadal.errors import ShardedAccessError
+from hadal.zero.attached import is_attached
 from hadal.zero.bucket import Bucket
 
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
 
 
-def guard(parameter: nn.Parameter, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
+class Buckets(Protocol):
+    """The bucket of each parameter that somebody holds."""
+
+    def __getitem__(self, parameter: nn.Parameter, /) -> Bucket: ...
+
+
+def guard(parameter: nn.Parameter, bucket_of: Buckets) -> None:
     """Let copies of `parameter` hold its values in memory of their own, not its whole bucket."""
     guarded = _Guarded(parameter, bucket_of)
     setattr(parameter, _COPY, guarded.deepcopy)
@@ -36,7 +42,7 @@ class _Guarded:
 
     __slots__ = ("_bucket_of", "_parameter")
 
-    def __init__(self, parameter: nn.Parameter, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
+    def __init__(self, parameter: nn.Parameter, bucket_of: Buckets) -> None:
         self._parameter = weakref.ref(parameter)
         self._bucket_of = bucket_of
 
@@ -54,7 +60,11 @@ class _Guarded:
         parameter = self._parameter()
         assert parameter is not None  # it is being pickled
         copied = self._copied(parameter, "pickled")
-        own = {name: value for name, value in vars(parameter).items() if name not in _NAMES}
+        own = {
+            name: value
+            for name, value in vars(parameter).items()
+            if name not in _NAMES and not is_attached(name)
+        }
         vars(copied).update(own)
         return copied.__reduce_ex__(protocol)
 

@@ -10,14 +10,15 @@ is built, host memory is what every process of a node takes that builds it whole
 What rests off the device lies on the host or on a disk (Rajbhandari 2021). An optimizer that does
 so has its gradients, cut as it is, on the host. Beside weights that rest in another tier, or where
 either is on a disk, it has masters of its own in fp32 too. On a disk there are two generations of
-everything: what counts, and what an update is writing.
+everything: what counts, and what an update is writing. What is read and written there goes through
+buffers on the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
@@ -26,6 +27,8 @@ from hadal.zero.policy import Tier
 
 _GB = 1e9
 _FP32_NBYTES = 4
+# Elements: parts of what rests on a disk begin at multiples of it.
+_UNIT_NUMEL = 4096
 _GENERATIONS = 2
 """Of what rests on a disk: an update that fails leaves the last one."""
 
@@ -39,6 +42,8 @@ class Cost:
     master: int
     """0 where weights are their own masters."""
     state: int
+    moment: int = _FP32_NBYTES
+    """Of what the optimizer holds, one value."""
 
     @property
     def optimizer(self) -> int:
@@ -52,6 +57,28 @@ FULL = Cost(4, 4, 0, 8)
 
 
 @dataclass(frozen=True, slots=True)
+class Buffers:
+    """Host memory that a rank reads and writes its part of a disk through, at most."""
+
+    state_count: int
+    """Buffers for masters and optimizer state; each holds a part of one of these."""
+    state_numel: int
+    """Elements of one of them."""
+    weights_nbytes: int
+    """Bytes of all buffers that weights are read into."""
+
+    def state_nbytes(self, numel: int, itemsize: int) -> int:
+        """Bytes of those for state, of which a rank has `numel` elements of each kind."""
+        whole = -(-numel // _UNIT_NUMEL) * _UNIT_NUMEL
+        return self.state_count * min(self.state_numel, whole) * itemsize
+
+
+# Four sub-groups of 2^24 elements: of a master and two moments, in parts that are read, worked on
+# and written; five buffers of 10^8 weights.
+DEFAULT_BUFFERS = Buffers(9, 14 << 19, 5 * 100_000_000 * _FP32_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
 class Rest:
     """Where a rank's shards rest between uses."""
 
@@ -62,6 +89,8 @@ class Rest:
     """Elements of weights that stay on the host where weights rest on a disk (`max_in_cpu`)."""
     ratio: float = 1.0
     """The share of the optimizer that rests where `optimizer` says; the rest is on the device."""
+    buffers: Buffers = field(default_factory=lambda: DEFAULT_BUFFERS)
+    """What is used of them where something rests on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +157,13 @@ class States(NamedTuple):
     weights: Held
     gradients: Held
     optimizer: Held
+    buffers: Held
+    """What is read from a disk and written to it goes through them."""
 
     @property
     def total(self) -> Held:
-        """All three together."""
-        return self.weights.plus(self.gradients).plus(self.optimizer)
+        """All of them together."""
+        return self.weights.plus(self.gradients).plus(self.optimizer).plus(self.buffers)
 
 
 def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
@@ -161,6 +192,7 @@ def states_of(
         _weights(stage, model, job, cost, rest),
         _gradients(stage, model, job, cost, rest),
         _optimizer(stage, model, job, cost, rest),
+        _buffers(stage, model, job, cost, rest),
     )
 
 
@@ -193,6 +225,18 @@ def _optimizer(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> He
         master = cost.master or (cost.weight if _parts_master(weights, tier) else 0)
         found = found.plus(Held.at(tier, (master + cost.state) * part))
     return found
+
+
+def _buffers(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    found = 0
+    off = _part_off(rest, math.ceil(model.trained / (job.cuts if stage else 1)))
+    if off and rest.optimizer is Tier.DISK:
+        itemsize = max(cost.master or cost.weight, cost.moment)
+        found += rest.buffers.state_nbytes(off, itemsize)
+    shard = math.ceil((model.numel - model.persistent) / job.cuts)
+    if stage == 3 and rest.weights is Tier.DISK and shard > rest.in_host_numel:
+        found += rest.buffers.weights_nbytes
+    return Held(host=found)
 
 
 def _part_off(rest: Rest, count: int) -> int:

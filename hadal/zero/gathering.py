@@ -11,6 +11,7 @@ the others lend where they come to the end.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm import Ranks
-from hadal.errors import CommunicationError, MismatchError, ShardedAccessError
+from hadal.errors import CommunicationError, MismatchError, OffloadError, ShardedAccessError
 from hadal.zero.agreement import (
     AT_FAULT,
     BEGINNING,
@@ -40,6 +41,8 @@ from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.trace import Kind, Recorder
+
+_log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -176,7 +179,7 @@ class Gathering:
             if bucket.state is Weights.ARRIVING:
                 self._gather(number)
             elif bucket.state is Weights.SHARDED:
-                self._agreement.request(number)
+                self._agreement.request(self._code(number))
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
@@ -224,23 +227,37 @@ class Gathering:
         finally:
             self._moves = before
 
-    def _gather(self, number: int) -> None:
-        bucket = self._buckets[number]
-        bucket.unshard()
+    def _code(self, number: int) -> int:
+        """What is announced to gather a bucket: its number, beyond all of them where it is exact.
 
-    def _name(self, number: int) -> str:
-        return self._buckets[number].name
+        Outside of forward and backward it is: whoever reads or saves weights there wants them.
+        """
+        is_exact = self.phase is Phase.IDLE and self._buckets[number].rounds
+        return number + len(self._buckets) if is_exact else number
 
-    def _lend(self, number: int) -> None:
-        self._buckets[number].serve()
+    def _called(self, code: int) -> tuple[Bucket, bool]:
+        """The bucket of a code, and whether its gather is exact."""
+        return self._buckets[code % len(self._buckets)], code >= len(self._buckets)
 
-    def _lend_to(self, number: int, askers: Collection[int]) -> None:
+    def _gather(self, code: int) -> None:
+        bucket, exact = self._called(code)
+        bucket.unshard(exact=exact)
+
+    def _name(self, code: int) -> str:
+        return self._called(code)[0].name
+
+    def _lend(self, code: int) -> None:
+        bucket, exact = self._called(code)
+        bucket.serve(exact=exact)
+
+    def _lend_to(self, code: int, askers: Collection[int]) -> None:
         """Lend, unless nobody asks among those that this rank gathers the bucket with.
 
         They know the same of it, so all of them take part or none does.
         """
-        if any(asker in self._buckets[number].gatherers for asker in askers):
-            self._lend(number)
+        bucket, exact = self._called(code)
+        if any(asker in bucket.gatherers_of(exact=exact) for asker in askers):
+            self._lend(code)
 
     def done(self, bucket: Bucket) -> None:
         """A use of a bucket is over: free it, unless it is needed elsewhere or soon again."""
@@ -300,6 +317,10 @@ class Gathering:
         if self.phase is not Phase.BACKWARD:
             for bucket in self._uses[unit]:
                 self.done(bucket)
+
+    def used_by(self, unit: Unit) -> Sequence[Bucket]:
+        """The buckets that a unit is known to use."""
+        return self._uses[unit]
 
     def before_backward_of(self, unit: Unit) -> None:
         """The gradient of a unit's output has arrived."""
@@ -437,9 +458,16 @@ class Gathering:
 
     def _abandon(self, error: BaseException) -> None:
         """The other ranks count on this one for the rest of the plan, whatever happened to it."""
+        for bucket in self._buckets:
+            bucket.forget_ahead()
         if self._walk.plan and not isinstance(error, (CommunicationError, MismatchError)):
-            with self._own_moves():
-                self._leave()
+            try:
+                with self._own_moves():
+                    self._leave()
+            except OffloadError as second:
+                # `error` is on its way already. Nothing behind this gather can be lent either, as
+                # they are matched by their order.
+                _log.warning("ranks that need what this one cannot read wait for it: %s", second)
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
@@ -473,6 +501,7 @@ class Gathering:
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable for a while, outside of forward and backward."""
         held = list(dict.fromkeys(buckets))
+        self._free_rounded(held)
         gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
         for bucket in held:
             self.need(bucket)
@@ -486,8 +515,15 @@ class Gathering:
             for bucket in gathered:
                 self.done(bucket)
 
+    def _free_rounded(self, buckets: Iterable[Bucket]) -> None:
+        """Outside of forward and backward: free what is to be gathered again, as it is."""
+        for bucket in buckets:
+            if bucket.is_rounded and self.phase is Phase.IDLE and not self._pins[bucket]:
+                self._free(bucket)
+
     def gather_for_good(self) -> None:
         """Gather every bucket; nothing will free it again."""
+        self._free_rounded(self._buckets)
         for bucket in self._buckets:
             self.need(bucket)
         self._meet(END_OF_ACCESS)

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
+from hadal.comm.coded import (
+    Messages,
+    start_coded_reduce_in_hops,
+    start_coded_reduce_scatter,
+)
 from hadal.comm.collectives import (
     slice_of,
     start_all_reduce,
@@ -16,9 +21,10 @@ from hadal.comm.collectives import (
     start_owner_reduces,
     start_reduce_scatter,
 )
-from hadal.comm.factors import Factors
+from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending, at_end, followed_by
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
+from hadal.device import Event
 from hadal.zero.bucket import Bucket
 from hadal.zero.policy import Reduction, Route
 
@@ -40,7 +46,8 @@ class Arrival(Enum):
     REDUCING = auto()
     """A reduction is under way: the full buffer must not be touched."""
     MEAN = auto()
-    """The mean over all ranks (or their sum, where that is asked for) is in `mean`."""
+    """The mean over all ranks (or their sum, where that is asked for) is in `mean`; where gradients
+    stay, what this rank brings to it."""
 
 
 class Gradients:
@@ -55,16 +62,21 @@ class Gradients:
     to its shards, and then between the ranks that hold the same one. The second waits for the last
     reduction of an update; before it, the mean is that of this copy's ranks.
 
+    Where gradients travel coded, what the codec loses may be kept and sent with the next ones. It
+    is forgotten after so many updates, and at each checkpoint.
+
     Where updates are made on the host and the device has memory of its own, each mean leaves it
-    when it has arrived, and is summed up there.
+    when it has arrived, and is summed up there, while the device goes on with its backward.
     """
 
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
         self.bucket = bucket
-        self._route = reduction.route
-        self._factors = reduction.factors(bucket.ranks.size)
+        self.reduction = reduction
+        """How the gradients of the next update become one; changed between two updates."""
         self._is_of_copy = False
         self.partitioned = bucket.partition.gradients
+        self._messages = self._make_messages()
+        self._updates = 0
         self.state = Arrival.EMPTY
         self.full: Tensor | None = None
         precision = bucket.precision
@@ -72,23 +84,46 @@ class Gradients:
         self._views: list[Tensor] = []
         self._filled = bytearray(len(bucket.parameters))
         self._lands_off = bucket.home.lands_off(bucket.device)
+        self._crossing = bucket.home.crossing(bucket.device) if self._lands_off else None
         self._landed: Tensor | None = None
+        self._landing: Event | None = None
+        """Of what is still under way to `_landed`."""
         self._mean: Tensor | None = None
         self._mean_holds = False
         self._kept: Tensor | None = None
         self._late: dict[int, Tensor] = {}
         self._pending: Pending | None = None
 
+    def _make_messages(self) -> Messages | None:
+        """What encodes gradients; None where they travel as they are."""
+        transport = self.bucket.transport
+        if transport.reduce is None or not self.partitioned:
+            return None
+        feedback = transport.feedback
+        return Messages(transport.reduce, None if feedback is None else feedback.decay)
+
     @property
     def mean(self) -> Tensor:
         """The mean gradient of the elements that this rank steps (the bucket's `span`)."""
-        assert self._mean is not None  # asked for only after a reduction
+        mean = self._read()
+        assert mean is not None  # asked for only after a reduction
+        return mean
+
+    def _read(self) -> Tensor | None:
+        """The mean, when what is on its way to the host has landed there."""
+        if self._landing is not None and self._has_landed:
+            self._landing.wait_on_host()
+            self._landing = None
         return self._mean
 
     @property
     def waits(self) -> bool:
         """Whether there are gradients here that no reduction has taken along."""
         return self.state is Arrival.LOCAL or bool(self._late)
+
+    @property
+    def _factors(self) -> Factors:
+        return self.reduction.factors(self.bucket.ranks.size)
 
     @property
     def share(self) -> float:
@@ -99,10 +134,10 @@ class Gradients:
     def reduced(self) -> Tensor | None:
         """The mean of what has been reduced since the last update, over the bucket's `span`."""
         if self.state is Arrival.MEAN:
-            return self._mean
+            return self._read()
         if self._kept is not None:
             return self._kept
-        return self._mean if self.partitioned and self._mean_holds else None
+        return self._read() if self.partitioned and self._mean_holds else None
 
     def collected(self, index: int) -> Tensor | None:
         """This rank's own gradient of parameter number `index` that no reduction has taken along.
@@ -139,7 +174,8 @@ class Gradients:
 
     def tensors(self) -> Iterator[Tensor]:
         """What gradients take of memory, between micro-steps."""
-        for tensor in (self.full, self._mean, self._kept, *self._late.values()):
+        late = self._late.values()
+        for tensor in (self.full, self._mean, self._kept, *late, *self.residuals):
             if tensor is not None:
                 yield tensor
 
@@ -188,6 +224,8 @@ class Gradients:
             self._views = self.bucket.views_of(self.full)
         elif self.state is Arrival.MEAN:
             self._reopen(self.full)
+        # A mean that still leaves this buffer for the host is one that nobody has asked for, nor
+        # will: the next one takes its place there.
         self.state = Arrival.LOCAL
 
     def _reopen(self, full: Tensor) -> None:
@@ -221,11 +259,37 @@ class Gradients:
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
+        self._count_update()
         self._pending = self._start(self.full, self._label)
         self._is_of_copy = self.bucket.sharing.replicas is not None
         self.state = Arrival.REDUCING
         if last and self._is_of_copy and not self._lands_off:
             self._pending = followed_by(self._pending, self._start_second_hop)
+
+    def _count_update(self) -> None:
+        """Before a reduction: what was lost is forgotten where its time is over."""
+        feedback = self.bucket.transport.feedback
+        if self._mean_holds or feedback is None:
+            return  # not the first one of an update
+        if self._updates == feedback.updates:
+            self.forget_residuals()
+        self._updates += 1
+
+    def forget_residuals(self) -> None:
+        """What coded gradients have lost on their way will not be sent any more."""
+        self._updates = 0
+        if self._messages is not None:
+            self._messages.drop()
+
+    def rescale_residuals(self, factor: float) -> None:
+        """Gradients will be `factor` times as large from now on: the loss scale has moved."""
+        if self._messages is not None:
+            self._messages.rescale(factor)
+
+    @property
+    def residuals(self) -> list[Tensor]:
+        """What coded gradients have lost so far and will be sent with the next ones."""
+        return [] if self._messages is None else self._messages.residuals
 
     def start_second_hop(self) -> None:
         """Begin to average over the copies what has been averaged within mine."""
@@ -247,6 +311,10 @@ class Gradients:
         bucket = self.bucket
         if not bucket.partition.optimizer:
             self._mean = full
+            if self.reduction.stays:
+                # As large as if all ranks had brought the same: their mean is what it would be.
+                scale = self.share * bucket.ranks.size
+                return Pending(label, then=lambda: sum_into(full, [full], scale, False))
             return self._start_whole(full, bucket.ranks, self._factors, label)
         if not self.partitioned:
             self._mean = slice_of(full, bucket.sharing.shards.rank, bucket.sharing.shards)
@@ -276,8 +344,25 @@ class Gradients:
         if bucket.row_numel:
             rows = RowWire(wire, factors, bucket.row_numel)
             return start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
-        start = _STARTS[self._route]
+        if self._messages is not None:
+            return self._start_coded(full, out, accumulate, label, factors.before * factors.after)
+        start = _STARTS[self.reduction.route]
         return start(full, out, shards, wire, accumulate, label, factors)
+
+    def _start_coded(
+        self, full: Tensor, out: Tensor, accumulate: bool, label: str, factor: float
+    ) -> Pending:
+        assert self._messages is not None  # they are asked for
+        sharing, messages = self.bucket.sharing, self._messages
+        if sharing.coded_hops is None:
+            shards = sharing.shards
+            return start_coded_reduce_scatter(
+                full, out, shards, messages, factor, accumulate, label
+            )
+        across, inside = sharing.coded_hops
+        return start_coded_reduce_in_hops(
+            full, out, across, inside, messages, factor, accumulate, label
+        )
 
     def advance(self, patience: float | None = None, *, through: bool = False) -> bool:
         """Bring the reduction that is under way one phase further, or `through` all of them.
@@ -315,15 +400,13 @@ class Gradients:
         return self._landed is not None and self._mean is self._landed
 
     def _land(self) -> None:
-        """Bring the mean that has arrived to the host, to what has landed there before."""
-        arrived = self.mean
+        """Let the mean that has arrived leave for the host, to what has landed there before."""
+        arrived = self._mean
+        assert arrived is not None and self._crossing is not None
+        adds = self.partitioned and self._mean_holds
         if self._landed is None:
-            memory = self.bucket.home.gradient_memory(arrived.numel(), arrived.dtype)
-            self._landed = memory.copy_(arrived)
-        elif self.partitioned and self._mean_holds:
-            self._landed.add_(arrived.to(self._landed.device))
-        else:
-            self._landed.copy_(arrived)
+            self._landed = self.bucket.home.gradient_memory(arrived.numel(), arrived.dtype)
+        self._landing = self._crossing.land(arrived, self._landed, after=self._landing, adds=adds)
         self._mean = self._landed
 
     def _free_full(self) -> None:

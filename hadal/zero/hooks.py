@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
@@ -163,16 +164,21 @@ class Hooks:
     def _watch_gradient(
         self, bucket: Bucket, index: int, parameter: nn.Parameter
     ) -> RemovableHandle:
-        on_gradient = self._runtime.on_gradient
+        # Held weakly, as Python's collector sees nothing behind a hook that autograd holds. The
+        # parameter leads to both (`access.register`), so they live as long as it does.
+        known, held = weakref.ref(self._runtime), weakref.ref(bucket)
 
         def collect(_: Tensor) -> None:
-            _unseen(lambda: on_gradient(bucket, index))
+            runtime, bucket = known(), held()
+            if runtime is not None and bucket is not None:
+                _unseen(lambda: runtime.on_gradient(bucket, index))
 
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(collect)
         return handle
 
     def _watch_unit(self, unit: Unit) -> None:
         gathering = self._runtime.gathering
+        before_backward_of = self._runtime.before_backward_of
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             gathering.before_use(unit)
@@ -181,7 +187,7 @@ class Hooks:
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                _on_gradient_of(output, lambda: gathering.before_backward_of(unit))
+                _on_gradient_of(output, lambda: before_backward_of(unit))
             gathering.after_use(unit)
 
         module = unit.module

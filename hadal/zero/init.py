@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -22,14 +22,15 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.collectives import broadcast_, start_all_gather
+from hadal.comm.mpu import sharing_group_of
 from hadal.device import current_device
 from hadal.errors import NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
 from hadal.zero import access, apply
+from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member, is_foreign
@@ -54,7 +55,9 @@ class _Nursery:
     """
 
     def __init__(self) -> None:
-        self.bucket_of: MutableMapping[nn.Parameter, Bucket] = WeakIdKeyDictionary()
+        self.bucket_of: Attached[Bucket] = Attached("birth")
+        self.asked: Attached[tuple[str, ...]] = Attached("asked")
+        """The keys that `initialize` must find on."""
         self._touched: OrderedDict[Bucket, None] = OrderedDict()
         # The gathered masters that parameters look at instead of their own bucket's buffer.
         self._given: dict[Bucket, Tensor] = {}
@@ -120,7 +123,8 @@ class _Nursery:
             given = torch.empty(
                 bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
             )
-            with bucket.present(writes=False):
+            reading = bucket.home.as_one(bucket.ranks, f"reading {bucket.name}")
+            with reading, bucket.present(writes=False):
                 assert bucket.master is not None  # it is trained
                 given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
             start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}").wait()
@@ -141,7 +145,8 @@ class _Nursery:
                 if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
                     view.copy_(parameter.detach())
             broadcast_(given, 0, bucket.ranks, label)
-            with bucket.present():
+            writing = bucket.home.as_one(bucket.ranks, f"writing {bucket.name}")
+            with writing, bucket.present():
                 assert bucket.master is not None  # it was revealed
                 bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
                 bucket.write_back(0, bucket.master.numel())
@@ -241,6 +246,11 @@ def born_among(parameter: nn.Parameter) -> Sharing | None:
     return None if bucket is None else bucket.sharing
 
 
+def asked_at_birth(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The keys of `zero_optimization` that a parameter was born to be trained with."""
+    return _nursery.asked.get(parameter) or ()
+
+
 class Init:
     """A context in which modules are born sharded. All ranks must build the same modules in it.
 
@@ -271,12 +281,13 @@ class Init:
         dtype: what floating-point parameters are shown in once the context ends; by default that of
             the configuration's fp16 or bf16. Values are kept as they were given besides, until
             `initialize` makes masters of them.
-        mpu: gives the data-parallel group, by its `get_data_parallel_group()`.
+        mpu: the object that `initialize` gets; it tells which ranks hold the same model.
         zero_param_parallel_group: the consecutive ranks, of a node, that keep a second copy of
             weights between them from birth on. `initialize` must find the same in
             `zero_optimization.zero_hpz_partition_size`, which is enough by itself.
-        zero_quantized_weights: not built yet.
-        zero_quantized_nontrainable_weights: not built yet.
+        zero_quantized_weights: say that `initialize` must find this key of `zero_optimization` on,
+            which is enough by itself: it acts from there on.
+        zero_quantized_nontrainable_weights: as the one before.
         sequence_data_parallel_group: as `data_parallel_group`, which is the shorter name for the
             same: the ranks that hold the same model.
         param_swapper: not built yet.
@@ -311,13 +322,14 @@ class Init:
         self._enabled = enabled
         if not enabled:
             return
-        _refuse_unbuilt(
-            zero_quantized_weights=zero_quantized_weights or None,
-            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
-            param_swapper=param_swapper,
-        )
+        _refuse_unbuilt(param_swapper=param_swapper)
+        asked = {
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        }
+        self._asked = tuple(name for name, is_asked in asked.items() if is_asked)
         if mpu is not None and data_parallel_group is None:
-            data_parallel_group = mpu.get_data_parallel_group()
+            data_parallel_group = sharing_group_of(mpu)
         group = _one_of(
             data_parallel_group=data_parallel_group,
             sequence_data_parallel_group=sequence_data_parallel_group,
@@ -381,6 +393,8 @@ class Init:
     def _bear_all(self, module: nn.Module) -> None:
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
         self._born += _nursery.bear(fresh, type(module).__name__, self._sharing, self._home)
+        for parameter in fresh if self._asked else ():
+            _nursery.asked[parameter] = self._asked
         if not self._birth.gathers_in_apply:
             apply.leave_alone(fresh)
 

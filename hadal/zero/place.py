@@ -39,7 +39,7 @@ class Trainer(Protocol):
     """Whoever steps the parameters of a runtime: an engine."""
 
     @property
-    def loss_scale(self) -> float:
+    def gradient_factor(self) -> float:
         """What gradients are multiplied with."""
 
     @property
@@ -110,9 +110,9 @@ class Place:
         return self.bucket.sharing.shards
 
     @property
-    def loss_scale(self) -> float:
+    def gradient_factor(self) -> float:
         """What gradients are multiplied with."""
-        return 1.0 if self.trainer is None else self.trainer.loss_scale
+        return 1.0 if self.trainer is None else self.trainer.gradient_factor
 
     @property
     def is_cut(self) -> bool:
@@ -123,6 +123,7 @@ class Place:
         """Have shard, master and state of the bucket in memory; what is written is kept."""
         if isinstance(self.keeper, ZeroRuntime):
             self.keeper.expect_here()
+            self.keeper.bring_together()
         stepper = None if self.trainer is None else self.trainer.stepper
         if stepper is None or not self.bucket.trainable:
             return self.bucket.present(writes=writes)

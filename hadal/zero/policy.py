@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 import torch
 
+from hadal.comm.codecs.codec import Codec
 from hadal.comm.factors import Factors
 
 
@@ -113,6 +114,9 @@ class Reduction:
     """Whether gradients that are not sharded are reduced while backward goes on, or behind it."""
     refuses_unused: bool = False
     """Whether a parameter that got no gradient in an update is an error."""
+    stays: bool = False
+    """Whether each rank keeps its own, because the optimizer exchanges what it makes of them.
+    Only where optimizer state is not partitioned."""
 
     def factors(self, world_size: int) -> Factors:
         """What gradients are multiplied with before they travel, and their sum afterwards."""
@@ -130,6 +134,34 @@ class Refresh:
     """Elements gathered at a time."""
     broadcasts: bool = False
     """Whether each rank broadcasts its shard, in place of one gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What is lost of a coded gradient is added to the next one (LoCo, Xie 2024)."""
+
+    decay: float = 0.8
+    """How much of the average of what was lost stays at each message."""
+    updates: int = 1024
+    """After so many it is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How the weights and gradients of a bucket travel (ZeRO++, Wang 2023)."""
+
+    gather: Codec | None = None
+    """Of weights that are sharded, where forward and backward use them; None: as they are. For all
+    other uses they travel as they are."""
+    frozen: Codec | None = None
+    """Of those of them that are not trained: they rest in it too. None: as all others."""
+    gathers_by_sum: bool = False
+    """Whether weights that are sharded are gathered by adding up buffers."""
+    reduce: Codec | None = None
+    """Of gradients that are sharded; None: in `Precision.reduce`. Rows of an embedding, and sums
+    over copies, are not coded."""
+    feedback: Feedback | None = None
+    """Of what `reduce` loses; None: it is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, max_
+from hadal.device import is_in_backward, will_collect
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
+from hadal.zero.exchange import OwnExchange
 from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
@@ -81,8 +83,14 @@ class ZeroRuntime:
         """Whether another engine's loss may pass through these parameters for nothing; else it is
         an error."""
         self._has_told_of_others = False
+        self.begins: Callable[[], None] | None = None
+        """Begins a backward where the caller's has brought a gradient; None: it is an error."""
+        self.is_direct = False
+        """Whether the backward that runs is the caller's."""
         self.away: tuple[str, ...] = ()
         """The states that are off the device for a while, and not to be used."""
+        self.exchange: OwnExchange | None = None
+        """What lets gradients stay on their ranks, where the optimizer does."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
@@ -109,9 +117,18 @@ class ZeroRuntime:
                 " engine.offload_states; call engine.reload_states() first"
             )
 
+    def bring_together(self) -> None:
+        """Outside of forward and backward: let no rank's weights differ from the others'.
+
+        All ranks must call it.
+        """
+        if self.exchange is not None and self.gathering.phase is Phase.IDLE:
+            self.exchange.bring_together()
+
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
         """Keep buckets readable for a while, outside of forward and backward."""
         self.expect_here()
+        self.bring_together()
         return self.gathering.whole(buckets)
 
     @contextmanager
@@ -175,19 +192,10 @@ class ZeroRuntime:
         """Autograd has put a gradient on parameter number `index` of a bucket.
 
         Raises:
-            UsageError: the backward was not started by the engine.
+            UsageError: the backward is that of another engine.
         """
-        if self.gathering.phase is not Phase.BACKWARD:
-            if self.leaves_others_gradients and _in_backward:
-                self._leave(bucket.parameters[index], bucket.layout.slots[index].name)
-                return
-            raise UsageError(
-                f"rank {self.ranks.rank}: a gradient for {bucket.layout.slots[index].name} arrived"
-                " outside the backward of its own engine. Call engine.backward(loss) in place of"
-                " loss.backward(): it scales, reduces and counts. Where the loss of one engine"
-                " passes through the model of another, freeze the other's parameters meanwhile"
-                " (requires_grad_(False))."
-            )
+        if self.gathering.phase is not Phase.BACKWARD and not self._begin_for(bucket, index):
+            return
         gradients = self._gradients_of[bucket]
         if self._sanity is not None:
             self._sanity.came(gradients, index)
@@ -205,6 +213,40 @@ class ZeroRuntime:
         if self._reduces and self._reduces_inside:
             with self.reducing:
                 self._start_ready()
+
+    def before_backward_of(self, unit: Unit) -> None:
+        """The gradient of a unit's output has arrived."""
+        if self._begins_at(unit) and self.begins is not None:
+            self.begins()
+        self.gathering.before_backward_of(unit)
+
+    def _begins_at(self, unit: Unit) -> bool:
+        """Whether a backward that the engine has not begun will bring a unit's gradients."""
+        if self.gathering.phase is not Phase.IDLE or not all(r.is_direct for r in _in_backward):
+            return False
+        trained = (b for b in self.gathering.used_by(unit) if b.trainable)
+        parameters = (p for bucket in trained for p in bucket.parameters if p.requires_grad)
+        return is_in_backward() and any(map(will_collect, parameters))
+
+    def _begin_for(self, bucket: Bucket, index: int) -> bool:
+        """The first gradient of a backward that the engine has not begun; whether it counts."""
+        parameter, name = bucket.parameters[index], bucket.layout.slots[index].name
+        is_anothers = any(not runtime.is_direct for runtime in _in_backward)
+        if self.begins is not None and not is_anothers:
+            # What is collected already may take its place on the parameter.
+            gradient, parameter.grad = parameter.grad, None
+            self.begins()
+            parameter.grad = gradient
+            return True
+        if self.leaves_others_gradients and is_anothers:
+            self._leave(parameter, name)
+            return False
+        raise UsageError(
+            f"rank {self.ranks.rank}: a gradient for {name} arrived in the backward of another"
+            " engine, whose loss passes through the model of this one. Freeze the other's"
+            " parameters meanwhile (requires_grad_(False)); or let both train: call"
+            " loss.backward() in place of engine.backward(loss)."
+        )
 
     def _leave(self, parameter: nn.Parameter, name: str) -> None:
         """Do without the gradient of another engine's loss; told once."""
@@ -314,9 +356,18 @@ class ZeroRuntime:
         if self._sanity is not None:
             self._sanity.check(overflow_is_told=overflow_is_told)
 
-    def holding_frozen(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def holding_frozen(self) -> Iterator[None]:
         """Around an update, behind `reduce_all`: what was frozen since the start does not move."""
-        return held_still(self._frozen)
+        if not self._frozen:
+            yield
+            return
+        # What stands still must not stand at other values on other ranks: neither by what these
+        # did before it was frozen, nor by what they do now.
+        self.bring_together()
+        with held_still(self._frozen):
+            yield
+            self.bring_together()
 
     def _finish_reductions(self) -> None:
         for gradients in self._in_flight:
@@ -329,6 +380,18 @@ class ZeroRuntime:
             gradients.clear()
         if self._unused is not None:
             self._unused.clear()
+
+    def forget_residuals(self) -> bool:
+        """What coded gradients have lost on their way will not be sent any more; was there any."""
+        held = any(gradients.residuals for gradients in self.gradients)
+        for gradients in self.gradients:
+            gradients.forget_residuals()
+        return held
+
+    def rescale_residuals(self, factor: float) -> None:
+        """The loss scale has moved by `factor`, and gradients with it."""
+        for gradients in self.gradients:
+            gradients.rescale_residuals(factor)
 
     # ---- parameters that come to be trained later ------------------------------------------------
 
@@ -349,6 +412,7 @@ class ZeroRuntime:
             MismatchError: a rank is elsewhere.
         """
         self.gathering.meet_at_checkpoint()
+        self.bring_together()
 
     def meet_to_regroup(self) -> None:
         """Wait until every rank wants buckets replaced.
@@ -396,6 +460,8 @@ class ZeroRuntime:
     def after_load(self) -> None:
         """Shards and masters have new values: bring whole weights up to date."""
         self.clear_gradients()
+        if self.exchange is not None:
+            self.exchange.begin_anew()
         pendings = [bucket.start_refresh() for bucket in self.buckets]
         for pending in pendings:
             if pending is not None:
@@ -403,6 +469,7 @@ class ZeroRuntime:
 
     def release(self) -> None:
         """Give every parameter whole memory of its own."""
+        self.bring_together()
         self.gathering.gather_for_good()
         for bucket in self.buckets:
             bucket.release()

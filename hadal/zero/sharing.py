@@ -35,6 +35,8 @@ class Sharing:
     """Consecutive ones of `shards` that cut a second copy of the weights; None: there is none."""
     hops: Hops | None = None
     """Weights are gathered over `shards` in two hops; None: in one."""
+    coded_hops: Hops | None = None
+    """Coded gradients are reduced over `shards` in two hops; None: in one."""
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:
@@ -43,7 +45,12 @@ class Sharing:
 
     @classmethod
     def cut(
-        cls, ranks: Ranks, shard_size: int, secondary_size: int = 1, node_size: int | None = None
+        cls,
+        ranks: Ranks,
+        shard_size: int,
+        secondary_size: int = 1,
+        node_size: int | None = None,
+        coded_node_size: int | None = None,
     ) -> Sharing:
         """Cut one copy over each `shard_size` ranks, and a second one of weights over fewer.
 
@@ -55,18 +62,17 @@ class Sharing:
             secondary_size: ranks of a second copy of the weights; 1: there is none.
             node_size: how many consecutive ranks stand near each other, where weights are gathered
                 in two hops.
+            coded_node_size: the same, where coded gradients are reduced in two hops.
         """
         shards, replicas = ranks, None
         if shard_size < ranks.size:
             shards, replicas = ranks.in_blocks(shard_size)
-        node = hops = None
+        node = None
         # Cut over all of them, a second copy would be the first one again.
         if 1 < secondary_size < shards.size:
             node, _ = shards.in_blocks(secondary_size)
-        if node_size is not None and 1 < node_size < shards.size:
-            inside, across = shards.in_blocks(node_size)
-            hops = Hops(across, inside)
-        return cls(ranks, shards, replicas, node, hops)
+        hops, coded_hops = (_hops(shards, size) for size in (node_size, coded_node_size))
+        return cls(ranks, shards, replicas, node, hops, coded_hops)
 
     @property
     def copies(self) -> int:
@@ -95,3 +101,10 @@ class Sharing:
         sum_(tensor, self.shards, label)
         if self.replicas is not None:
             broadcast_(tensor, 0, self.replicas, label)
+
+
+def _hops(shards: Ranks, node_size: int | None) -> Hops | None:
+    if node_size is None or not 1 < node_size < shards.size:
+        return None
+    inside, across = shards.in_blocks(node_size)
+    return Hops(across, inside)

@@ -157,7 +157,11 @@ def _gradient(place: Place) -> Tensor | None:
     numel, device = place.slot.numel, place.bucket.device
     total = torch.zeros(numel, dtype=torch.float32, device=device)
     reduced = gradients.reduced
-    if reduced is not None:
+    if reduced is not None and gradients.reduction.stays:
+        total += exact(place.cut(reduced))
+        sum_(total, place.ranks, f"the mean of the gradient of {place.slot.name}")
+        total /= place.ranks.size
+    elif reduced is not None:
         total = place.on_device(exact(place.joined(place.cut(reduced))))
         replicas = place.bucket.sharing.replicas
         if replicas is not None and gradients.is_of_copy:
@@ -168,7 +172,7 @@ def _gradient(place: Place) -> Tensor | None:
         part = torch.zeros_like(total) if local is None else local.to(total.dtype, copy=True)
         sum_(part, place.ranks, f"the sum of the gradients of {place.slot.name}")
         total += part * gradients.share
-    return total / place.loss_scale
+    return total / place.gradient_factor
 
 
 def _put_gradient(place: Place, full: Tensor) -> None:
@@ -179,7 +183,7 @@ def _put_gradient(place: Place, full: Tensor) -> None:
             f"rank {place.ranks.rank}: {place.slot.name} has no gradient to replace; it is set"
             " between engine.backward(loss) and engine.step(), and for trained parameters only"
         )
-    gradients.replace(place.index, full * place.loss_scale, is_local=uncollected)
+    gradients.replace(place.index, full * place.gradient_factor, is_local=uncollected)
 
 
 # ---- the optimizer's memory ----------------------------------------------------------------------

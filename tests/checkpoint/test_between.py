@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine.logs import logged
-from engine.test_topology import Part, engine_over, megatron
-from engine.toys import assert_close, assert_equal, engine_of, train
+from engine.parts import Part, engine_over, megatron
+from engine.toys import TINY, assert_close, assert_equal, engine_of, train
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -483,9 +483,10 @@ def train_part(engine: Any, steps: range) -> None:
         engine.step()
 
 
-def part_engine(stage: int) -> Any:
+def part_engine(stage: int, **zero: Any) -> Any:
     model = Part(megatron().get_model_parallel_rank())
-    return engine_over(stage, model, train_batch_size=None)
+    settings = {"stage": stage, **TINY, **zero}
+    return engine_over(stage, model, train_batch_size=None, zero_optimization=settings)
 
 
 def save_parts(folder: str) -> None:

@@ -86,6 +86,32 @@ def test_what_is_not_in_the_cache_is_read_once(
             together(file, 1, 2 * BLOCK + 1, kept)
 
 
+@settings(max_examples=60)
+@given(st.data(), st.integers(0, 4))
+def test_extents_are_held_apart(data: st.DataObject, blocks: int) -> None:
+    whole = os.urandom(data.draw(st.integers(100, 3 * BLOCK)))
+    edges = data.draw(st.lists(st.integers(0, len(whole)), max_size=6).map(sorted))
+    apart = [*zip(edges[::2], edges[1::2], strict=False)]
+    kept = Kept(blocks * BLOCK, apart)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, "x")
+        path.write_bytes(whole)
+        patch.delattr(os, "RWF_NOWAIT")
+        with open(path, "rb", buffering=0) as file:
+            assert together(file, 0, len(whole), kept) == whole
+            path.write_bytes(bytes(len(whole)))
+            held = min(len(whole), kept.nbytes)
+            start = data.draw(st.integers(0, len(whole)))
+            expected = (whole[:held] + bytes(len(whole)))[start : len(whole)]
+            assert together(file, start, len(whole), kept) == expected
+    assert held == min(len(whole), blocks * BLOCK)
+    for begin, stop in apart:
+        found = kept.whole(begin, stop)
+        assert (found is not None) == (begin < stop <= held)
+        assert found is None or found.numpy().tobytes() == whole[begin:stop]
+    assert kept.whole(0, len(whole) + 1) is None
+
+
 @pytest.mark.parametrize("doubled", [False, True])
 def test_a_full_disk_is_told(
     doubled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from hadal import comm
 from hadal.checkpoint.export import export, state_dict_of
 from hadal.checkpoint.huggingface import NAME, Value, nbytes_of, shards_of, write_model
 from hadal.checkpoint.opening import opened
-from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.errors import CheckpointError
 from hadal.utils import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -184,11 +184,11 @@ def test_what_is_not_there_is_told(own: tuple[Path, Any], tmp_path: Path) -> Non
     assert len(by_itself) == 11
 
 
-def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
-    source = opened(unpack("stage1_bf16_world2", tmp_path).folder)
-    source.parts = 2
-    with pytest.raises(NotBuiltYetError, match="2 model-parallel parts"):
-        state_dict_of(source, None)
+def test_a_whole_model_has_no_parts(tmp_path: Path) -> None:
+    folder = unpack("stage1_bf16_world2", tmp_path).folder
+    assert opened(folder, part=0).entries.keys() == opened(folder).entries.keys()
+    with pytest.raises(CheckpointError, match="holds a whole model: it has no part 1"):
+        opened(folder, part=1)
 
 
 @pytest.mark.parametrize("name", ["zero_to_fp32.py", "zero_to_torch.py"])

@@ -16,6 +16,9 @@ from ranks import RankPools
 from torch import nn
 
 from hadal import comm
+from hadal.checkpoint import direct
+from hadal.checkpoint.source import StoredSource
+from hadal.engine import moving
 from hadal.errors import CheckpointError, MismatchError
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -103,6 +106,56 @@ def test_training_goes_on_bit_for_bit(
     name: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(go_on, stage, name, str(tmp_path))
+
+
+def take_over(stage: int, name: str, folder: str) -> None:
+    """Files that are not in the system's cache are read once; moments stay where they were read."""
+    through = fresh(stage, name)
+    train(through, FIRST)
+    through.save_checkpoint(folder)
+    losses, whole = train(through, SECOND), through.state_dict()
+    through.destroy()
+    given: list[torch.Tensor] = []
+    real = StoredSource.taken
+
+    def taken(*arguments: Any) -> torch.Tensor | None:
+        found = real(*arguments)
+        given.extend([] if found is None else [found])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "RWF_NOWAIT", raising=False)
+        patch.setattr(direct, "_DIRECT_NBYTES", 0)
+        patch.setattr(direct, "_BLOCK_NBYTES", 8192)
+        patch.setattr(direct, "_free", [])
+        patch.setattr(StoredSource, "taken", taken)
+        again = fresh(stage, name, seed=5)
+        again.load_checkpoint(folder)
+        again.load_checkpoint(folder)
+    held = {t.data_ptr() for state in again.optimizer.state.values() for t in tensors_in(state)}
+    assert held, "the optimizer remembers something"
+    assert held <= {tensor.data_ptr() for tensor in given}
+    plain, moving.is_host_memory = moving.is_host_memory, lambda device: False
+    try:
+        again.offload_states()
+        again.reload_states()
+    finally:
+        moving.is_host_memory = plain
+    assert torch.equal(torch.stack(train(again, SECOND)), torch.stack(losses))
+    assert_equal(again.state_dict(), whole)
+    again.destroy()
+
+
+def tensors_in(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [one for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["bf16", "momentum"])
+def test_moments_stay_where_they_were_read(
+    name: str, stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(take_over, stage, name, str(tmp_path))
 
 
 def accumulate_anew(folder: str) -> None:

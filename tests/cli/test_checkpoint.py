@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoint.deepspeed_cases import toy, unpack
 from checkpoint.test_between import part_engine, train_part
+from engine.toys import assert_equal
 from ranks import RankPools
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ import hadal
 from hadal import comm
 from hadal.cli.main import main
 from hadal.errors import NotBuiltYetError
+from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 ROOT = Path(__file__).parents[2]
 FILES = ("index.json", "rank_00000.safetensors", "rank_00001.safetensors")
@@ -115,28 +117,46 @@ def test_a_lost_latest_is_a_fault(saved: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
-def save_parts_and_refuse(folder: str) -> None:
-    engine = part_engine(3)
+def save_parts(folder: str) -> None:
+    engine = part_engine(3, stage3_gather_16bit_weights_on_model_save=True)
     train_part(engine, range(1))
     engine.save_checkpoint(folder)
-    with pytest.raises(NotBuiltYetError, match="parts lie on several ranks"):
-        engine.save_16bit_model(folder)
-    with pytest.raises(NotBuiltYetError, match="parts lie on several ranks"):
-        engine._zero3_consolidated_16bit_state_dict()
-    comm.barrier()
+    assert engine.save_16bit_model(folder) is True
+    state = engine._zero3_consolidated_16bit_state_dict()
+    whole = engine.state_dict()
+    part, is_first = engine.topology.model_parallel.rank, engine.topology.sharding.rank == 0
+    assert (state is not None) == is_first
+    if state is not None:
+        assert_equal(dict(state), whole)
+        torch.save(whole, Path(folder, f"part{part}.pt"))
     engine.destroy()
 
 
-def test_parts_of_a_model_are_told_and_not_exported(
-    ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_of_a_model_leave_one_by_one(
+    world: int, ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(2).run(save_parts_and_refuse, str(tmp_path))
+    ranks(world).run(save_parts, str(tmp_path))
     code, (report,) = inspected(tmp_path, capsys)
     assert (code, report["parts"]) == (0, 2)
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
     assert "elements of weights in 2 parts" in capsys.readouterr().out
-    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "2 model-parallel parts" in capsys.readouterr().err
+    target = tmp_path / "out"
+    assert main(["checkpoint", "export", str(tmp_path), str(target)]) == 1
+    assert "2 model-parallel parts, and joining them is not built" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(tmp_path), str(target), "--part", "2"]) == 1
+    assert "in 2 model-parallel parts, and part 2 is asked for" in capsys.readouterr().err
+    for part in range(2):
+        whole = torch.load(tmp_path / f"part{part}.pt")
+        told = ["checkpoint", "export", str(tmp_path), str(target), "--part", str(part)]
+        assert main(told) == 0
+        for folder in (target, tmp_path / f"mp_rank_0{part}"):
+            found = load_file(folder / "model.safetensors")
+            assert_equal({name: found[name] for name in whole}, whole)
+            assert len(found) == len(whole)
+        assert_equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path, part=part), whole)
+    with pytest.raises(NotBuiltYetError, match="take them one by one"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["stage3_bf16_world2", "universal1_fp16_world2"])

@@ -49,9 +49,9 @@ def test_explain_all_shows_defaults_too(written, capsys):
 
 
 def test_explain_tells_what_is_not_built_yet(written, capsys):
-    config = written({"train_batch_size": 1, "comms_logger": {"enabled": True}})
+    config = written({"train_batch_size": 1, "csv_monitor": {"enabled": True}})
     assert main(["explain", config]) == 0
-    assert "note: comms_logger.enabled: true is not built yet" in capsys.readouterr().out
+    assert "note: csv_monitor.enabled: true is not built yet" in capsys.readouterr().out
 
 
 def test_explain_refuses_a_faulty_configuration(written, capsys):

@@ -54,12 +54,16 @@ def test_all_stages_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["2", "none", "none"] == ["16.64", "-", "-"]
     assert table["3", "none", "none"] == ["1.88", "-", "-"]
     assert table["2", "cpu", "none"] == ["15.00", "1.64", "-"]
-    assert table["3", "nvme", "nvme"] == ["-", "0.23", "3.28"]
+    assert table["3", "nvme", "nvme"] == ["-", "2.50", "3.28"]
 
 
 def test_a_configuration_and_a_model(
-    written: Any, module: str, capsys: pytest.CaptureFixture[str]
+    written: Any,
+    module: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     config = written(
         bf16={"enabled": True},
         optimizer={"type": "AdamW", "params": {}},
@@ -76,7 +80,8 @@ def test_a_configuration_and_a_model(
     assert table["weights",] == ["<0.01", "0.20", "-"]
     assert table["gradients",] == ["-", "0.10", "-"]
     assert table["optimizer",] == ["-", "-", "1.20"]
-    assert table["total",] == ["<0.01", "0.30", "1.20"]
+    assert table["buffers",] == ["-", "0.26", "-"]
+    assert table["total",] == ["<0.01", "0.56", "1.20"]
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,9 @@ def wait_for_the_dead(fork: bool) -> tuple[str, float]:
     target = torch.zeros(10_000)
     with pytest.raises(RuntimeError) as caught:
         receive(target, 1, ranks, 95, "the wait").wait()
-    with pytest.raises(CommunicationError, match="the next one failed: connection closed"):
+    with pytest.raises(
+        CommunicationError, match=r"the next one failed \(with rank \d\): connection closed"
+    ):
         send(target, 1, ranks, 95, "the next one")
     return str(caught.value), time.monotonic() - began
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -13,6 +15,7 @@ from hadal.comm.start import (
     ALONE,
     DEFAULT_PORT,
     Place,
+    _url,
     find_place,
     first_slurm_host,
     local_size,
@@ -41,10 +44,32 @@ OPEN_MPI = {
 MPI = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "head"}
 
 
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
+# Of two hosts, with two ranks each.
+SPREAD = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
+AZURE = {**SPREAD, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}
+SAGEMAKER = {**SPREAD, "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+
+
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
         ({}, ALONE),
+        (MVAPICH, Place(3, 4, 1, "127.0.0.1", DEFAULT_PORT, "MVAPICH")),
+        (AZURE, Place(1, 4, 1, "10.0.0.4", DEFAULT_PORT, "Open MPI")),
+        ({**AZURE, "MASTER_ADDR": "h"}, Place(1, 4, 1, "h", DEFAULT_PORT, "Open MPI")),
+        # On one node that is its own address, which nobody needs.
+        ({**OPEN_MPI, "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}, find_place(OPEN_MPI)),
+        (
+            {**SPREAD, "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"},
+            Place(1, 4, 1, "10.0.0.5", DEFAULT_PORT, "Open MPI"),
+        ),
+        (SAGEMAKER, Place(1, 4, 1, "algo-1", DEFAULT_PORT, "Open MPI")),
         ({"HOME": "/root", "MASTER_ADDR": "far"}, ALONE),
         (TORCHRUN, Place(5, 8, 1, "host0", 1234, "torchrun")),
         (SLURM, Place(3, 4, 1, "node03", DEFAULT_PORT, "Slurm")),
@@ -72,6 +97,29 @@ def test_places(variables, place):
     assert find_place(variables) == place
 
 
+def test_mpi_is_asked_for_the_first_host_where_nothing_else_says_it(monkeypatch):
+    class Communicator:
+        asked: ClassVar[list[int]] = []
+
+        def bcast(self, value, root):
+            self.asked.append(root)
+            assert value
+            return "10.1.2.3"
+
+    module = ModuleType("mpi4py")
+    module.MPI = SimpleNamespace(COMM_WORLD=Communicator())
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    assert find_place(SPREAD).address == "10.1.2.3"
+    assert find_place(MVAPICH).address == find_place(OPEN_MPI).address == "127.0.0.1"
+    assert find_place(AZURE).address == "10.0.0.4"
+    assert Communicator.asked == [0]
+    with pytest.raises(CommunicationError, match="MASTER_ADDR"):
+        find_place({"RANK": "1", "WORLD_SIZE": "2"})  # not MPI's
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(CommunicationError, match=r"4 ranks.*MASTER_ADDR.*mpi4py"):
+        find_place(SPREAD)
+
+
 def test_the_callers_port_is_for_those_who_know_none():
     assert find_place(OPEN_MPI, 77).port == 77
     assert find_place(TORCHRUN, 77).port == 1234
@@ -91,6 +139,8 @@ def test_the_callers_port_is_for_those_who_know_none():
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, r"MASTER_ADDR"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "two"}, r"OMPI_COMM_WORLD_LOCAL_SIZE.*'two'"),
         ({**SLURM, "SLURM_STEP_NODELIST": "[1-2]"}, r"'\[1-2\]'.*MASTER_ADDR"),
+        ({**SPREAD, "SM_HOSTS": "algo-1"}, r"SM_HOSTS must be a JSON list.*'algo-1'"),
+        ({**SPREAD, "SM_HOSTS": "[]"}, r"SM_HOSTS must be a JSON list.*'\[\]'"),
     ],
 )
 def test_variables_that_cannot_be(variables, told):
@@ -105,6 +155,7 @@ def test_variables_that_cannot_be(variables, told):
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MPI_LOCALNRANKS": "3"}, 3),
+        ({"MV2_COMM_WORLD_LOCAL_SIZE": "6"}, 6),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x12)"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, None),
@@ -134,6 +185,13 @@ def test_how_many_processes_a_host_has(variables, size, monkeypatch):
 )
 def test_the_first_host_of_a_slurm_list(nodes, host):
     assert first_slurm_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("address", "url"), [("10.0.0.1", "tcp://10.0.0.1:7"), ("fd00::1", "tcp://[fd00::1]:7")]
+)
+def test_an_address_of_ipv6_stands_in_brackets(address: str, url: str) -> None:
+    assert _url(ALONE._replace(address=address, port=7)) == url
 
 
 MEETING = """

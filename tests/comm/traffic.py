@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hadal.comm import Ranks, collectives, pairs, rows
+from hadal.comm import Ranks, collectives, functions, pairs, rows
 
 # The tags of messages that carry no values: codes, and counts of rows.
 _OF_NUMBERS = (collectives._CODE, collectives._SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
@@ -19,8 +19,8 @@ _CALLS = {
     "isend": (pairs, "_start_send"),
     "broadcast": (dist, "broadcast"),
     "reduce": (dist, "reduce"),
-    "reduce_scatter": (collectives, "_reduce_scatter"),
-    "all_gather": (collectives, "_all_gather"),
+    "reduce_scatter": (functions, "_reduce_scatter"),
+    "all_gather": (functions, "_all_gather"),
 }
 
 

@@ -22,12 +22,16 @@ from hadal.compat.optimizers import (
     DeepSpeedCPULion,
     FusedAdam,
     FusedLamb,
+    OnebitAdam,
+    OnebitLamb,
+    ZeroOneAdam,
 )
 from hadal.compat.tools import clone_tensors_for_torch_save, move_to_device
 from hadal.compat.values import ZeroParamStatus
 from hadal.compat.zero import OnDevice, zero_wrapper_for_fp_tensor_constructor
 from hadal.engine.engine import Engine
 from hadal.errors import NotBuiltYetError, OptimizerError, UsageError
+from hadal.optim import one_bit
 from hadal.utils import safe_get_full_fp32_param
 from hadal.zero import GatheredParameters
 
@@ -197,8 +201,9 @@ def test_a_loss_may_pass_through_another_engine_s_model_and_leaves_it_as_it_is(
     assert all(parameter.grad is None for parameter in other.module.parameters())
     with pytest.raises(UsageError, match="came without a backward"):
         other.step()
-    with pytest.raises(UsageError, match=r"outside the backward of its own engine"):
-        other.module(batch_of(0)[0]).square().mean().backward()
+    other.module(batch_of(0)[0]).square().mean().backward()
+    other.step()
+    assert other.global_steps == 1
 
 
 def test_a_program_may_take_the_schedule_away() -> None:
@@ -448,6 +453,20 @@ def test_optimizers_take_the_options_that_their_names_had() -> None:
         FusedLamb([parameter], max_grad_norm=1.0)
 
 
+def test_the_1_bit_family_has_its_old_names() -> None:
+    parameter, engine = nn.Parameter(torch.ones(3)), object()
+    made = OnebitAdam([parameter], engine, lr=0.5, freeze_step=7, comm_backend_name="mpi")
+    assert type(made) is one_bit.OneBitAdam and made.freeze_step == 7
+    assert made.param_groups[0]["lr"] == 0.5
+    lamb = OnebitLamb([parameter], factor_max=3.0, max_coeff=5.0)
+    assert type(lamb) is one_bit.OneBitLamb and lamb.factor_max == 3.0
+    assert lamb.param_groups[0]["max_coeff"] == 5.0
+    zero_one = ZeroOneAdam([parameter], var_freeze_step=9, local_step_clipper=2)
+    assert type(zero_one) is one_bit.ZeroOneAdam and zero_one.local_step_clipper == 2
+    with pytest.raises(OptimizerError, match="gradient_clipping"):
+        OnebitAdam([parameter], max_grad_norm=1.0)
+
+
 # ---- small functions -----------------------------------------------------------------------------
 
 
@@ -492,3 +511,16 @@ def test_recomputation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(layer, x).sum().backward()
     assert len(calls) == 2
     assert layer.weight.grad is not None
+
+
+def test_frozen_weights_are_quantised_by_initialize(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(AttributeError, match="at stage 2"):
+        engine_of(2).optimizer.quantize_nontrainable_params()
+    for is_on in (True, False):
+        caplog.clear()
+        zero = {"stage": 3, "zero_quantized_nontrainable_weights": is_on}
+        engine = engine_of(3, zero_optimization=zero)
+        engine.optimizer.quantize_nontrainable_params()
+        told = "zero_quantized_nontrainable_weights true" in caplog.text
+        assert told == (not is_on)
+        engine.destroy()

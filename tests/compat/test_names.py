@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine.parts import megatron
 from engine.toys import config_of, model_of
 from ranks import RankPools
 from torch import nn
 
+import hadal
 from hadal.comm import init_distributed
 from hadal.comm.start import told_timeout
 from hadal.compat import groups, kinds
@@ -94,8 +96,6 @@ def test_groups_are_those_of_the_newest_engine(ranks: RankPools) -> None:
         groups.initialize(ep_size=2)
 
 
-# torch has begun to call them by other names, which its older releases do not have.
-@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
 def test_a_backend_names_torch_s_calls() -> None:
     backend = TorchBackend(None, timedelta(minutes=1), None)
     comm = alias("deepspeed.comm")
@@ -109,7 +109,49 @@ def test_a_backend_names_torch_s_calls() -> None:
     assert whole.tolist() == [3.0, 3.0]
     backend.get_reduce_scatter_function()(whole, torch.ones(2))
     assert whole.tolist() == [1.0, 1.0]
-    assert alias("deepspeed.comm.comm").all_reduce is comm.all_reduce
+    comm.reduce_scatter_fn(whole, torch.ones(2), prof=False, debug="a call")
+    assert alias("deepspeed.comm.comm").all_reduce is comm.all_reduce is hadal.comm.all_reduce
+
+
+def test_the_log_of_collectives_is_switched_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    hadal.init_distributed()
+    comm = alias("deepspeed.comm")
+    log = alias("deepspeed.utils.comms_logging").CommsLogger()
+    log.reset_data()
+    try:
+        comm.configure(enabled=True, prof_all=False, prof_ops=["all_gather_into_tensor"])
+        comm.all_reduce(torch.ones(4))
+        comm.all_gather_into_tensor(torch.ones(4), torch.ones(4))
+        assert log.enabled and log.get_operation_names() == ["all_gather"]
+        log.start_profiling_op(["all_reduce"])
+        comm.all_reduce(torch.ones(4))
+        comm.all_reduce(torch.ones(8))
+        log.stop_profiling_op(["all_reduce"])
+        comm.all_reduce(torch.ones(4))
+        assert log.get_total_operations() == 3 and log.has_data()
+        log.start_profiling_comms()
+        comm.all_reduce(torch.ones(4))
+        log.stop_profiling_comms()
+        comm.all_reduce(torch.ones(4))
+        assert comm.log_summary() is None
+        assert "all_reduce" in capsys.readouterr().out
+        told = log.log_all(print_log=False, return_dict=True)
+        assert capsys.readouterr().out == ""
+        assert {
+            name: {n: one["count"] for n, one in of.items()} for name, of in told["summary"].items()
+        } == {
+            "all_reduce": {32: 1, 16: 2},
+            "all_gather": {16: 1},
+        }
+        assert told["metadata"]["world_size"] == 1
+        assert comm.log_summary(show_straggler=True, return_dict=True)["summary"].keys() == {
+            "all_reduce",
+            "all_gather",
+        }
+        comm.reset_log()
+        assert not log.has_data() and comm.comms_logger.get_operation_names() == []
+    finally:
+        comm.configure(enabled=False, prof_all=True, prof_ops=())
 
 
 def test_the_time_to_wait_comes_from_the_environment() -> None:
@@ -151,7 +193,75 @@ def test_a_cpu_answers_every_question_about_a_device() -> None:
     device.set_rng_state(state)
     assert torch.equal(torch.rand(3), drawn)
     device.manual_seed_all(3)
-    assert torch.initial_seed() == 3
+    assert device.initial_seed() == torch.initial_seed() == 3
+    assert device.default_generator(0) is torch.default_generator
+    assert device.default_stream() is None
+    assert device.use_host_timers() and device.resolves_data_dependency()
+    assert device.is_fp64_supported() and not device.is_triton_supported()
+    assert device.memory_reserved() > 0 and device.max_memory_cached() > 0
+    assert device.pin_memory(tensor, make_copy=False, match_shape=False) is tensor
+    makers = (device.FloatTensor, device.HalfTensor, device.BFloat16Tensor, device.DoubleTensor)
+    assert [maker([1.0]).dtype for maker in makers] == [
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    ]
+    makers = (device.IntTensor, device.LongTensor, device.ByteTensor)
+    assert [maker([1]).dtype for maker in makers] == [torch.int32, torch.int64, torch.uint8]
+    called: list[int] = []
+    device.lazy_call(lambda: called.append(1))
+    assert called == [1]
+
+
+# A torch that is made for another device is not here: torch's own questions are answered in its
+# place, and what is shown is which names and backend follow, not that such a device computes.
+_FAKED = """
+import sys, types, torch, torch.distributed as dist
+kind, vendor = sys.argv[1:]
+if kind == "npu":
+    torch.utils.rename_privateuse1_backend("npu")
+    module = types.SimpleNamespace(is_bf16_supported=lambda: False, default_stream=lambda d: str(d))
+    dist.Backend.register_backend("hccl", lambda *_: None, devices=["npu"])
+    torch.get_device_module = lambda device: module
+found = torch.accelerator
+found.is_available = lambda: True
+found.current_accelerator = lambda: torch.device(kind)
+found.current_device_index = lambda: 1
+found.device_count = lambda: 4
+chosen = []
+found.set_device_index = chosen.append
+import hadal
+from hadal.compat.accelerator import get_accelerator
+from hadal.device import collective_backend, rank_device
+device = get_accelerator()
+rank_device(6)
+print(
+    device.device_name(), device.device_name(3), device.current_device_name(), chosen,
+    collective_backend(), device.communication_backend_name(), device.visible_devices_envs(),
+    device.is_synchronized_device(), device.use_host_timers(), device.device_count(), sep="|",
+)
+if kind == "npu":
+    print(device.is_bf16_supported(), device.default_stream(0), device.Stream, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "variable"),
+    [("xpu", "xccl", "ZE_AFFINITY_MASK"), ("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")],
+)
+def test_other_devices_are_asked_by_torchs_names(kind: str, backend: str, variable: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FAKED, kind, backend],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": kind},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.split("|") == [
+        *(kind, f"{kind}:3", f"{kind}:1", "[2]", f"cpu:gloo,{kind}:{backend}", backend),
+        *(f"['{variable}']", "False", "False", "4"),
+    ]
+    assert rest == ([] if kind == "xpu" else ["False|npu:0|None"])
 
 
 @pytest.mark.gpu
@@ -381,8 +491,25 @@ def test_gradients_of_an_engine_are_not_clipped_for_nothing() -> None:
     own.grad = torch.full((4,), 3.0)
     assert clip_grad_norm_(own, 3.0).item() == 6.0
     assert own.grad.norm().item() == pytest.approx(3.0, abs=1e-4)
-    with pytest.raises(NotBuiltYetError, match="mpu"):
-        clip_grad_norm_(own, 3.0, mpu=_Mpu())
+
+
+def _clip_parts(norm_type: float) -> tuple[float, list[float]]:
+    """A gradient of 3 on all ranks, and one of 1 or 2 on each that holds a part."""
+    part = megatron().get_model_parallel_rank()
+    whole, cut = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+    whole.grad, cut.grad = torch.tensor([3.0]), torch.tensor([1.0 + part])
+    norm = clip_grad_norm_([whole, cut], 0.5, norm_type, mpu=megatron())
+    return norm.item(), [whole.grad.item(), cut.grad.item()]
+
+
+@pytest.mark.parametrize(("norm_type", "wanted"), [(2, 14**0.5), (1, 6.0), (torch.inf, 3.0)])
+def test_gradients_are_clipped_by_the_norm_of_all_parts(
+    norm_type: float, wanted: float, ranks: RankPools
+) -> None:
+    for part, (norm, clipped) in enumerate(ranks(2).run(_clip_parts, norm_type)):
+        assert norm == pytest.approx(wanted)
+        assert clipped == pytest.approx([3.0 * 0.5 / wanted, (1 + part) * 0.5 / wanted], rel=1e-4)
 
 
 def test_clocks_add_up_and_tell_means(monkeypatch: pytest.MonkeyPatch) -> None:

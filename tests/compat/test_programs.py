@@ -128,6 +128,23 @@ def test_a_program_with_groups_of_its_own_recomputes_and_counts(clients: RankPoo
             assert found["told"] == (3, 8, [0.03])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_program_cuts_its_layers_over_ranks(
+    clients: RankPool, tmp_path: Path, stage: int
+) -> None:
+    told = ("losses", "norms")
+    folder = tmp_path / "cut"
+    whole = clients.run(_run, "tensor_parallel", told, "--stage=0", "--parts=1")[0]
+    cut = ("--stage", str(stage), "--folder", str(folder))
+    alone = clients.run(_run, "tensor_parallel", told, *cut)
+    rest = clients.run(_run, "tensor_parallel", told, *cut, "--resume")
+    for found, later in zip(alone, rest, strict=True):
+        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+        assert found["norms"] == pytest.approx(whole["norms"], rel=1e-4)
+        assert later["losses"] == found["losses"][3:]
+    assert len(whole["losses"]) == 6
+
+
 @pytest.mark.slow
 def test_a_launcher_starts_an_unmodified_program(tmp_path: Path) -> None:
     program = ROOT / "tests/compat/programs/images.py"

@@ -25,16 +25,12 @@ EVERYDAY = {
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
     *("timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
-    *("disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
+    *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
 _ZERO = "zero_optimization."
 OF_A_FEATURE = {
-    "optimizer.params{type=OneBit*": "1-bit optimizers",
-    "optimizer.params{type=ZeroOneAdam*": "1-bit optimizers",
     f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
-    f"{_ZERO}zero_quantized_*": "compressed communication",
-    f"{_ZERO}zeropp_loco_param*": "compressed communication",
     f"{_ZERO}offload_optimizer.super_offload": "offload",
     f"{_ZERO}offload_optimizer.cpuadam_cores_perc": "offload",
     f"{_ZERO}zenflow*": "offload",

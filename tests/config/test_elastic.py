@@ -196,9 +196,3 @@ def test_sizes_given_elsewhere_are_overruled_where_that_is_wished() -> None:
     assert "ignore_non_elastic_batch_info" in faults_of(given, world_size=4)["train_batch_size"]
     wished = {"train_batch_size": 7, **section(**keys, ignore_non_elastic_batch_info=True)}
     assert sizes(wished, 4) == (96, 4, 6)
-
-
-@pytest.mark.claims("elasticity.min_time")
-def test_who_changes_the_ranks_minds_the_time() -> None:
-    config = load_config(section(version=0.1, min_time=20), world_size=2)
-    assert any(note.startswith("elasticity.min_time") for note in config.notes)

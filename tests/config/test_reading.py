@@ -48,12 +48,12 @@ def test_comments_and_trailing_commas(tmp_path):
         /* a block,
            of two lines } */
         "wandb": {"project": "a # b // c /* d */ , }", "enabled": false,},
-        "comms_logger": {"prof_ops": ["a, ]", "b\\\\", "c\\"" , ], /* before the end */ },
+        "zero_optimization": {"leaf_module": {"names": ["a, ]", "b\\\\", "c\\"" , ], /* end */ }},
         }"""
     )
     config = load_config(path)
     assert config.wandb.project == "a # b // c /* d */ , }"
-    assert config.comms_logger.prof_ops == ("a, ]", "b\\", 'c"')
+    assert config.zero_optimization.leaf_module.names == ("a, ]", "b\\", 'c"')
 
 
 def test_a_syntax_error_names_line_and_column(tmp_path):

@@ -33,6 +33,11 @@ def tasks(name: str, words: list[str]) -> list[subprocess.Popen[bytes]]:
     ]
 
 
+def place(rank: int, count: int, size: int) -> int:
+    """A rank's number on its host: hosts are filled one by one, or in turn."""
+    return rank // (count // size) if os.environ.get("FAKE_PLACES") else rank % size
+
+
 def variables(name: str, rank: int, count: int, size: int) -> dict[str, str]:
     if name == "srun":
         told = {
@@ -41,20 +46,20 @@ def variables(name: str, rank: int, count: int, size: int) -> dict[str, str]:
             "SLURM_LOCALID": rank % size,
             "SLURM_NODEID": rank // size,
             "SLURM_STEP_TASKS_PER_NODE": f"{size}(x{count // size})",
-            "SLURM_STEP_NODELIST": "node[03-04]",
+            "SLURM_STEP_NODELIST": os.environ.get("FAKE_NODES", "node[03-04]"),
         }
     elif os.environ["FAKE_MPI"] == "openmpi":
         told = {
             "OMPI_COMM_WORLD_RANK": rank,
             "OMPI_COMM_WORLD_SIZE": count,
-            "OMPI_COMM_WORLD_LOCAL_RANK": rank % size,
+            "OMPI_COMM_WORLD_LOCAL_RANK": place(rank, count, size),
             "OMPI_COMM_WORLD_LOCAL_SIZE": size,
         }
     else:
         told = {
             "PMI_RANK": rank,
             "PMI_SIZE": count,
-            "MPI_LOCALRANKID": rank % size,
+            "MPI_LOCALRANKID": place(rank, count, size),
             "MPI_LOCALNRANKS": size,
         }
     return {key: str(value) for key, value in told.items()}

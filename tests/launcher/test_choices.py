@@ -12,7 +12,7 @@ from hadal.cli.run import divided
 from hadal.errors import LaunchError, NotBuiltYetError
 from hadal.launcher import choices as choosing
 from hadal.launcher.choices import Choices, Plan, planned
-from hadal.launcher.job import Kind
+from hadal.launcher.job import Elastic, Kind
 
 HOSTS = "a slots=4\nb slots=4\nc slots=2\n"
 
@@ -173,12 +173,36 @@ def test_contradictions_are_refused(
         plan(hostfile=hostfile, **fields)
 
 
+@pytest.mark.parametrize("autotuning", ["tune", "run"])
+def test_what_is_not_built_says_so(plan: Any, autotuning: str) -> None:
+    with pytest.raises(NotBuiltYetError, match="not built yet; leave it out, and set the batch"):
+        plan(autotuning=autotuning)
+
+
+def test_an_elastic_job_has_bounds(plan: Any, hostfile: str) -> None:
+    job = plan(hostfile=hostfile, elastic_training=True).job
+    assert (job.elastic, job.port) == (Elastic(1, 3, 3, 600.0), 0)
+    told = {"min_elastic_nodes": 2, "max_elastic_nodes": 9, "max_restarts": 0, "master_port": 7}
+    job = plan({"HADAL_JOIN_S": "9"}, hostfile=hostfile, elastic_training=True, **told).job
+    assert (job.elastic, job.port) == (Elastic(2, 9, 0, 9.0), 7)
+    idle = plan(hostfile=hostfile, min_elastic_nodes=2, max_restarts=0).notes
+    assert idle == ("--min_elastic_nodes, --max_restarts: no effect here",)
+
+
 @pytest.mark.parametrize(
-    "fields", [{"autotuning": "run"}, {"elastic_training": True}, {"max_elastic_nodes": 4}]
+    ("fields", "told"),
+    [
+        ({"launcher": "slurm", "num_slots": 1}, "which --launcher slurm cannot do"),
+        ({"no_ssh": True, "node_rank": 0}, "leave out --no_ssh, or start each host by `torchrun"),
+        ({"min_elastic_nodes": 3, "max_elastic_nodes": 2}, "3 is more than --max_elastic_nodes 2"),
+        ({"min_elastic_nodes": 4}, "--min_elastic_nodes 4, but there are 3 hosts: a, b, c"),
+    ],
 )
-def test_what_is_not_built_says_so(plan: Any, fields: dict[str, Any]) -> None:
-    with pytest.raises(NotBuiltYetError, match="not built yet"):
-        plan(**fields)
+def test_what_cannot_be_elastic_is_refused(
+    plan: Any, hostfile: str, fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(LaunchError, match=told):
+        plan(hostfile=hostfile, elastic_training=True, **fields)
 
 
 def test_flags_without_effect_are_told(plan: Any, hostfile: str) -> None:
@@ -215,7 +239,8 @@ OWN = [
     *("--launcher", "SSH", "--launcher_args", "-x -y", "--module", "--no_python"),
     *("--no_local_rank", "--no_ssh", "--no_ssh_check", "--ssh_port", "22", "--save_pid"),
     *("--enable_each_rank_log", "logs", "--elastic_training", "--min_elastic_nodes", "1"),
-    *("--max_elastic_nodes", "2", "--force_multi", "--bind_cores_to_rank", "--bind_core_list"),
+    *("--max_elastic_nodes", "2", "--max_restarts", "0", "--force_multi"),
+    *("--bind_cores_to_rank", "--bind_core_list"),
     *("0-3", "--venv_script", "v", "--autotuning", "run", "--as-deepspeed", "--log_level", "info"),
     "-q",
 ]
@@ -268,6 +293,7 @@ def test_every_flag_is_read(
             elastic_training=True,
             min_elastic_nodes=1,
             max_elastic_nodes=2,
+            max_restarts=0,
             as_deepspeed=True,
         )
     ]
@@ -279,6 +305,13 @@ def test_every_flag_is_read(
         ([], "no program"),
         (["--launcher", "rsh", "t.py"], "--launcher rsh: expected one of ssh, pdsh"),
         (["--log_level", "loud", "t.py"], "--log_level loud"),
+        (["--launcher_args", "'", "t.py"], """--launcher_args "'" cannot be read: No closing"""),
+        (["--num_nodes", "1:2", "t.py"], "--num_nodes 1:2: a range is for --elastic_training"),
+        (
+            ["--num_nodes", "1:2", "--elastic_training", "--max_elastic_nodes", "3", "t.py"],
+            "give one of both",
+        ),
+        (["-H", "/", "t.py"], "/ is a folder; expected a file"),
     ],
 )
 def test_faulty_words_are_told(
@@ -299,6 +332,21 @@ def test_minus_one_leaves_a_number_open(monkeypatch: pytest.MonkeyPatch) -> None
     words = ["--num_gpus", "-1", "--num_nodes=-1", "--node_rank", "-1"]
     assert main(["run", *words, "train.py"]) == 2
     assert seen == [Choices(("train.py",))]
+
+
+def test_what_is_no_text_is_refused(plan: Any, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\x8d")
+    with pytest.raises(LaunchError, match="hosts is no text in UTF-8"):
+        plan(hostfile="hosts")
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbflocalhost slots=2\r\n")  # a Windows editor's
+    assert plan(hostfile="hosts").job.pool == {"localhost": (0, 1)}
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x"])
+def test_a_port_is_a_port(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--master_port", port, "t.py"])
+    assert "--master_port" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,18 +71,18 @@ class Clock:
 
 def printer(prefix: str) -> tuple[Printer, io.BytesIO, io.BytesIO, Clock]:
     out, error, clock = io.BytesIO(), io.BytesIO(), Clock()
-    return Printer(out, error, prefix.format, clock), out, error, clock
+    return Printer(out, error, lambda _, rank: prefix.format(rank), clock), out, error, clock
 
 
 def test_each_line_begins_with_its_rank() -> None:
     shown, out, error, _ = printer("[{}] ")
-    shown.said(0, False, b"one\ntw")
-    shown.said(1, False, b"other\r")
-    shown.said(0, False, b"o\n")
-    shown.said(1, True, b"careful\n")
+    shown.said("h", 0, False, b"one\ntw")
+    shown.said("h", 1, False, b"other\r")
+    shown.said("h", 0, False, b"o\n")
+    shown.said("h", 1, True, b"careful\n")
     assert out.getvalue() == b"[0] one\n[0] two\n"
-    shown.said(1, False, b"50%\r\nunended")
-    shown.ended(1, shows=True)
+    shown.said("h", 1, False, b"50%\r\nunended")
+    shown.ended("h", 1, shows=True)
     assert out.getvalue() == b"[0] one\n[0] two\n[1] other\r[1] 50%\r\n[1] unended\n"
     assert error.getvalue() == b"[1] careful\n"
 
@@ -90,20 +90,27 @@ def test_each_line_begins_with_its_rank() -> None:
 def test_a_rank_alone_is_shown_as_it_types() -> None:
     shown, out, error, _ = printer("")
     for piece in (b"Epoch 1 ", b"..", b" done\n", b"\xff"):
-        shown.said(0, False, piece)
-        shown.said(0, True, piece)
+        shown.said("h", 0, False, piece)
+        shown.said("h", 0, True, piece)
     assert out.getvalue() == error.getvalue() == b"Epoch 1 .. done\n\xff"
+
+
+def test_a_line_without_an_end_is_cut() -> None:
+    shown, out, _, _ = printer("[{}] ")
+    for _ in range(3):
+        shown.said("h", 0, False, b"x" * 600_000)
+    assert out.getvalue() == b"[0] " + b"x" * 1_200_000 + b"\n"
 
 
 def test_a_traceback_waits_for_its_ranks_end() -> None:
     shown, _, error, clock = printer("[{}] ")
     text = TRACE.encode() + b"\n"
     for at in range(0, len(text), 7):
-        shown.said(2, True, text[at : at + 7])
+        shown.said("h", 2, True, text[at : at + 7])
         clock.now += 0.01
     shown.look()
     assert error.getvalue() == b""
-    began, told = shown.ended(2, shows=False)
+    began, told = shown.ended("h", 2, shows=False)
     assert told == TRACE
     assert began is not None and 100 < began < 100.1
     assert error.getvalue() == b""
@@ -111,24 +118,26 @@ def test_a_traceback_waits_for_its_ranks_end() -> None:
 
 def test_torchs_own_prefix_is_taken_off() -> None:
     shown, _, _, _ = printer("[{}] ")
-    shown.said(1, True, b"".join(b"[rank1]: " + row.encode() + b"\n" for row in TRACE.split("\n")))
-    assert shown.ended(1, shows=False)[1] == TRACE
+    shown.said(
+        "h", 1, True, b"".join(b"[rank1]: " + row.encode() + b"\n" for row in TRACE.split("\n"))
+    )
+    assert shown.ended("h", 1, shows=False)[1] == TRACE
 
 
 def test_a_rank_that_lives_on_after_a_traceback_shows_it() -> None:
     shown, _, error, clock = printer("[{}] ")
-    shown.said(0, True, TRACE.encode() + b"\n")
+    shown.said("h", 0, True, TRACE.encode() + b"\n")
     clock.now += HOLD_S + 0.1
     shown.look()
     assert error.getvalue().startswith(b"[0] Traceback")
-    shown.said(0, True, b"going on\n")
+    shown.said("h", 0, True, b"going on\n")
     assert error.getvalue().endswith(b"[0] ValueError: bad sample\n[0] going on\n")
-    assert shown.ended(0, shows=True)[1] == TRACE
+    assert shown.ended("h", 0, shows=True)[1] == TRACE
 
 
 def test_without_a_traceback_the_last_lines_are_told() -> None:
     shown, _, _, _ = printer("[{}] ")
-    shown.said(0, True, b"".join(b"%d\n" % n for n in range(50)))
-    began, told = shown.ended(0, shows=False)
+    shown.said("h", 0, True, b"".join(b"%d\n" % n for n in range(50)))
+    began, told = shown.ended("h", 0, shows=False)
     assert began is None
     assert told.split() == [str(n) for n in range(30, 50)]

@@ -79,6 +79,7 @@ def test_the_first_nodes_are_kept_with_as_many_slots_as_asked(
         ("", "names no host"),
         ("# nothing\n\n", "names no host"),
         ("a slots=2\nb\n", "line 2: expected `NAME slots=N`, found 'b'"),
+        ("-oProxyCommand=x slots=2\n", "line 1: expected `NAME slots=N`, found '-oP"),
         ("a slots=x", "line 1"),
         ("a slots=2x", "line 1"),
         ("a slot=2", "line 1"),

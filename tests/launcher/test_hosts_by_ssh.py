@@ -134,6 +134,54 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_own(hosts: Hosts, folder: 
         hosts.join_again("beta")
 
 
+# Ranks wait for each other, and those of a host that is cut off are waited for in vain.
+TOGETHER = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+with open("worlds", "a") as worlds:
+    print(dist.get_world_size(), os.environ["CROSS_RANK"], file=worlds)
+while True:
+    is_enough = torch.tensor([float(os.path.exists("enough"))])
+    dist.all_reduce(is_enough)
+    if is_enough:
+        break
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_without_a_host_and_with_it_again(
+    hosts: Hosts, folder: Path
+) -> None:
+    (folder / "together.py").write_text(TOGETHER)
+    (folder / ".hadal_env").write_text("GLOO_SOCKET_IFNAME=eth0\n")
+    worlds = folder / "worlds"
+
+    def started() -> list[str]:
+        return worlds.read_text().splitlines() if worlds.exists() else []
+
+    words = ["--elastic_training", "--num_gpus", 1, "--num_nodes", 2, "together.py"]
+    surroundings = {"HADAL_LOST_S": "3", "HADAL_GRACE_S": "1"}
+    job = start(*flags(hosts), *words, folder=folder, **surroundings)
+    try:
+        wait_for(lambda: job.poll() is not None or len(started()) == 2)
+        hosts.cut_off("alpha")  # rank 0's host
+        wait_for(lambda: job.poll() is not None or len(started()) == 3)
+    finally:
+        hosts.join_again("alpha")
+    wait_for(lambda: job.poll() is not None or len(started()) == 5)
+    (folder / "enough").touch()
+    _, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert "host alpha is lost (ssh ended with 255)" in told
+    assert [sorted(started()[a:b]) for a, b in ((0, 2), (2, 3), (3, 5))] == [
+        ["2 0", "2 1"],
+        ["1 0"],
+        ["2 0", "2 1"],
+    ]
+    wait_for(lambda: alive(folder) == [], seconds=15)
+
+
 @pytest.mark.slow
 def test_a_job_lives_on_while_nobody_reads_it(hosts: Hosts, folder: Path) -> None:
     (folder / "talk.py").write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,13 +116,14 @@ def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
 
 
 # Rank 0 ends in its own way when it is interrupted, rank 1 does not end at all, and neither do the
-# processes that they have started.
+# processes that they have started; that of rank 1 has gone into a session of its own.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 folder, rank = sys.argv[1], os.environ["RANK"]
 for each in (signal.SIGINT, signal.SIGTERM):
     signal.signal(each, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder])
+far = {"start_new_session": rank == "1"}
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", folder], **far)
 if rank == "0":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -168,6 +170,63 @@ def test_nothing_outlives_what_stands_between(tmp_path: Path, module: str) -> No
     _, told = job.communicate(timeout=30)
     assert job.returncode not in (0, None), told
     wait_for(lambda: alive(tmp_path) == [], seconds=12)
+
+
+def test_arguments_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("import sys; print(*map(len, sys.argv[1:]))\n")
+    long = ["x" * 120_000, "y" * 120_000]
+    done = run("--num_gpus", 1, "--no_local_rank", "long.py", *long, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "120000 120000\n"), done.stderr[-2000:]
+
+
+def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text("print('one', flush=True)\n")
+    flags = ["--num_gpus", 1, "--no_local_rank", "--enable_each_rank_log"]
+    (tmp_path / "file").touch()
+    done = run(*flags, "file", "talk.py", folder=tmp_path)
+    assert done.returncode == 127
+    assert f"hadal run:   File exists: {tmp_path}/file\n" in done.stderr
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    done = run(*flags, "logs", "talk.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "one\n")
+    assert done.stderr == "the file of this rank's output ends here: No space left on device\n"
+
+
+def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text(
+        "import os, time\nopen('up', 'w')\n"
+        "while not os.path.exists('enough'):\n    time.sleep(0.05)\n"
+    )
+    words = ["--num_gpus", 1, "--no_local_rank", "wait.py"]
+    job = start(*words, folder=tmp_path, before=["nohup"])
+    wait_for(lambda: (tmp_path / "up").exists())
+    job.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "enough").touch()
+    _, told = job.communicate(timeout=30)
+    assert job.returncode == 0, told
+
+
+def test_too_few_cores_are_told(tmp_path: Path) -> None:
+    flags = ["--bind_core_list", "0", "--num_gpus", 2]
+    done = run(*flags, "nothing.py", folder=tmp_path)
+    assert done.returncode == 127
+    assert "hadal run:   2 ranks cannot be bound to 1 cores ([0])" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_in_use_is_told(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run("--master_port", port, "--num_gpus", 2, "nothing.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "hadal run: torch's agent on localhost failed: exit code 1",
+        f"hadal run:   port {port} is in use on that host; take another one by --master_port",
+    ]
 
 
 def test_a_program_written_for_deepspeed_runs_as_it_is(tmp_path: Path) -> None:

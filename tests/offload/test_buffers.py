@@ -64,9 +64,9 @@ def test_a_pool_waits_for_another_thread() -> None:
 def test_a_closed_pool_lends_nothing_and_takes_what_comes() -> None:
     pool = BufferPool(2, 100)
     buffer = pool.take()
+    pool.take()
     waiting = threading.Timer(0.05, pool.close)
     waiting.start()
-    pool.take()
     with pytest.raises(UsageError, match="closed"):
         pool.take(timeout_s=30)
     pool.give_back(buffer)

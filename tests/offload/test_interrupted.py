@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +15,15 @@ from ranks import RankPools
 from torch import Tensor, nn
 
 import hadal
-from hadal import comm
+from hadal import comm, utils
 from hadal.errors import HadalError, OffloadError
+from hadal.offload.file import DiskFile
 from hadal.offload.requests import Region
 from hadal.offload.runs import DiskRun
 from hadal.offload.store import DiskStore
 from hadal.optim import on_disk
+from hadal.optim.step import FlatStepper
+from hadal.zero.resting import Resting
 
 from .test_tiers import WIDTH, config_of, model_of, small_blocks, state_of, train, trained
 
@@ -77,6 +85,186 @@ def test_all_ranks_hear_of_a_place_that_cannot_be(ranks: RankPools, tmp_path: Pa
     assert "initialize stopped on rank 1" in others and own in others
 
 
+@contextmanager
+def room_for(allocations: int) -> Iterator[None]:
+    """Rank 1's disk has room for so many regions."""
+    plain, left = DiskStore.allocate, [allocations]
+
+    def allocate(store: DiskStore, name: str, nbytes: int) -> Region:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OffloadError(f"no room for {name}")
+        return plain(store, name, nbytes)
+
+    if comm.get_rank() == 1:
+        DiskStore.allocate = allocate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DiskStore.allocate = plain  # type: ignore[method-assign]
+
+
+def begin_without_room(path: str, stage: int, way: str, allocations: int) -> str:
+    """Everybody is told, and everybody can begin anew where there is room."""
+    weights = "nvme" if stage == 3 else None
+    config = config_of(stage, "bf16", "nvme", weights, path)
+
+    def begin() -> Any:
+        with hadal.zero.Init(config_dict_or_path=config) if way == "born" else nullcontext():
+            model = model_of()
+        return hadal.initialize(model=model, config=config)[0]
+
+    with room_for(allocations), pytest.raises(OffloadError) as found:
+        begin()
+    engine = begin()
+    train(engine, 1)
+    engine.destroy()
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "way", "allocations"),
+    [(1, "given", 0), (2, "given", 3), (3, "given", 5), (3, "born", 3), (3, "born", 9)],
+)
+def test_all_ranks_hear_of_a_disk_that_has_no_room(
+    stage: int, way: str, allocations: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    told = ranks(2).run(begin_without_room, str(tmp_path), stage, way, allocations)
+    assert told[1].startswith("no room for the ")
+    assert "stopped on rank 1, and so on every rank: OffloadError: no room for the " in told[0]
+
+
+@contextmanager
+def unreadable(after: int) -> Iterator[None]:
+    """The disk gives no more than so many reads."""
+    plain, left = DiskFile.read, [after]
+
+    def read(file: DiskFile, *given: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OffloadError("the disk cannot be read")
+        plain(file, *given)
+
+    DiskFile.read = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DiskFile.read = plain  # type: ignore[method-assign]
+
+
+def read_in_vain(path: str, before: int, after: int) -> None:
+    """One error, and nothing else: when the disk is there again, training goes on."""
+    config = config_of(3, "bf16", "nvme", "nvme", path)
+    engine, *_ = hadal.initialize(model=model_of(), config=config)
+    train(engine, before)
+    with unreadable(after), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(OffloadError, match=r"^the disk cannot be read$") as found:
+            train(engine, 1, before)
+    assert found.value.__context__ is None
+    engine.zero_grad()
+    train(engine, 3 - before, before)
+    found_state = state_of(engine)
+    engine.destroy()
+    _, wanted = trained(config_of(3, "bf16", None, None, path), 3)
+    for mine, theirs in zip(found_state, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# The reads of a micro-step by a plan, which the second update follows: those of its forward first.
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 1), (2, 3), (2, 6)])
+def test_a_read_that_fails_is_told_once(
+    before: int, after: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(1).run(read_in_vain, str(tmp_path), before, after)
+
+
+def raise_inside(path: str, fails: str) -> None:
+    """What is written into state that is in memory for a while counts as a whole or not at all."""
+    config = config_of(2, "bf16", "nvme", None, path)
+    engine, *_ = hadal.initialize(model=model_of(), config=config)
+    train(engine, 2)
+    before = state_of(engine)
+    stepper, optimizer = engine._training.stepper, engine.optimizer
+    bucket = engine._parts.runtime.gradients[0].bucket
+    plain, has_run = Resting.present, []
+
+    @contextmanager
+    def present(resting: Resting, **given: Any) -> Iterator[Tensor]:
+        with plain(resting, **given) as values:
+            yield values
+            if has_run and fails == "the masters":
+                raise OffloadError("now")
+
+    Resting.present = present  # type: ignore[method-assign]
+    try:
+        with pytest.raises(OffloadError, match=r"^now$"), stepper.present(bucket):
+            bucket.master.fill_(3.0)
+            for state in optimizer.state.values():
+                if state["exp_avg"].stride() != (0,):
+                    state["step"] += 5
+                    state["exp_avg"].fill_(7.0)
+                    has_run.append(True)
+            if fails == "the body":
+                raise OffloadError("now")
+    finally:
+        Resting.present = plain  # type: ignore[method-assign]
+    assert has_run
+    for mine, theirs in zip(state_of(engine), before, strict=True):
+        assert torch.equal(mine, theirs)
+    train(engine, 1, 2)
+    found = state_of(engine)
+    engine.destroy()
+    _, wanted = trained(config_of(2, "bf16", None, None, path), 3)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("fails", ["the body", "the masters"])
+def test_state_is_kept_as_a_whole_or_not_at_all(
+    fails: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(1).run(raise_inside, str(tmp_path), fails)
+
+
+def interrupt_beside_the_disk(path: str, kind: type[BaseException]) -> None:
+    """Masters are in memory, and weights on the disk: only a checkpoint brings them together."""
+    engine, *_ = hadal.initialize(
+        model=model_of(), config=config_of(3, "bf16", "cpu", "nvme", path)
+    )
+    train(engine, 1)
+    engine.save_checkpoint(Path(path, "saved"))
+    plain, calls = FlatStepper._step_bucket, [0]
+
+    def step_bucket(*given: Any) -> None:
+        plain(*given)
+        calls[0] += 1
+        if calls[0] == 2:
+            raise kind
+
+    FlatStepper._step_bucket = step_bucket  # type: ignore[method-assign]
+    try:
+        with pytest.raises(OffloadError, match=r"^\w+; masters .* load a checkpoint") as found:
+            train(engine, 1, 1)
+    finally:
+        FlatStepper._step_bucket = plain  # type: ignore[method-assign]
+    assert isinstance(found.value.__cause__, kind)
+    engine.load_checkpoint(Path(path, "saved"))
+    train(engine, 1, 1)
+    found_state = state_of(engine)
+    engine.destroy()
+    _, wanted = trained(config_of(3, "bf16", None, None, path), 2)
+    for mine, theirs in zip(found_state, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_of_what_cannot_be_taken_back_says_so(
+    kind: type[BaseException], ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(1).run(interrupt_beside_the_disk, str(tmp_path), kind)
+
+
 class OfNothing(nn.Module):
     """What is trained has no elements."""
 
@@ -118,3 +306,106 @@ def test_a_run_that_finds_half_its_room_keeps_none(tmp_path: Path) -> None:
         DiskRun(store, "moments", 4096, torch.float32)
     assert given and not store.nbytes
     store.close()
+
+
+def end_without_the_file(path: str) -> None:
+    """Weights cannot be read any more: it is told, and nothing of the engine stays behind."""
+    engine, *_ = hadal.initialize(
+        model=model_of(), config=config_of(3, "bf16", "nvme", "nvme", path)
+    )
+    train(engine, 1)
+    own = next(Path(path).glob(f"hadal-*-{os.getpid()}-*"))
+    (own / "states").unlink()
+    with pytest.raises(OffloadError, match="the file was deleted"):
+        engine.destroy()
+    assert not own.exists()
+    engine.destroy()  # it has ended
+
+
+def test_an_engine_whose_disk_is_gone_ends_all_the_same(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(end_without_the_file, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+class Tied(nn.Module):
+    """An embedding that is its own head, a scalar, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 12)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.fixed = nn.Linear(12, 12).requires_grad_(False)
+        self.head = nn.Linear(12, 50, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.scale * self.fixed(self.tokens(batch))).float().square()
+        return loss.mean()
+
+
+class Scalar(nn.Module):
+    """A model of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.scale * batch.float().mean() - 1).float().square()
+        return loss
+
+
+def train_in_every_place(kind: type[nn.Module], path: str) -> None:
+    """The least buffers there can be, and more ranks than some buckets have elements."""
+    tight: dict[str, Any] = {"sub_group_size": 1, "stage3_param_persistence_threshold": 0}
+    found = []
+    for optimizer, weights in ((None, None), ("nvme", "nvme"), ("cpu", "nvme")):
+        keys = dict(tight)
+        if optimizer:
+            keys |= {"offload_optimizer": {"buffer_count": 1 if optimizer == "nvme" else 4}}
+            keys |= {"offload_param": {"buffer_count": 1, "max_in_cpu": 0}}
+        torch.manual_seed(0)
+        engine, *_ = hadal.initialize(
+            model=kind(), config=config_of(3, "fp16", optimizer, weights, path, **keys)
+        )
+        generator = torch.Generator().manual_seed(comm.get_rank())
+        for _ in range(6):
+            engine.backward(engine(torch.randint(50, (2, 8), generator=generator)))
+            engine.step()
+        masters = [utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+        found.append([*masters, *engine.state_dict().values()])
+        engine.destroy()
+    for other in found[1:]:
+        assert_equal(other, found[0])
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", [Tied, Scalar])
+def test_odd_models_fit_through_the_least_buffers(
+    kind: type[nn.Module], ranks: RankPools, tmp_path: Path
+) -> None:
+    for size in (1, 3):
+        ranks(size).run(train_in_every_place, kind, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def train_two(path: str) -> None:
+    """Two engines in one folder do not touch each other."""
+    config = config_of(3, "bf16", "nvme", "nvme", path)
+    first, second = (hadal.initialize(model=model_of(), config=config)[0] for _ in range(2))
+    for number in range(2):
+        train(first, 1, number)
+        train(second, 1, number)
+    assert_equal(state_of(first), state_of(second))
+    first.destroy()
+    train(second, 1, 2)
+    second.destroy()
+
+
+def test_two_engines_share_a_folder(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(train_two, str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 import hadal
 from hadal import comm, utils
 from hadal.config import load_config
+from hadal.engine import tiers
 from hadal.engine.tiers import residence_of
-from hadal.errors import NotBuiltYetError, OffloadError, OptimizerError
+from hadal.errors import NotBuiltYetError, OffloadError, OptimizerError, UnbuiltConfigError
 from hadal.optim import desk
 from hadal.zero import resting
 from hadal.zero.policy import Tier
@@ -171,11 +173,11 @@ def test_one_rank_alone_offloads_too(ranks: RankPools, tmp_path: Path) -> None:
 def apart() -> Iterator[None]:
     """Treat the host's memory as another one than the device's, so that everything is copied."""
     before = resting.is_host_memory
-    resting.is_host_memory = lambda device: False
+    resting.is_host_memory = tiers.is_host_memory = lambda device: False
     try:
         yield
     finally:
-        resting.is_host_memory = before
+        resting.is_host_memory = tiers.is_host_memory = before
 
 
 def compare_apart(stage: int, dtype: str, path: str) -> None:
@@ -221,34 +223,45 @@ def test_the_host_updates_its_share(ranks: RankPools, tmp_path: Path) -> None:
         assert (off == 0) == (ratio == 0) and (off == total) == (ratio == 1)
 
 
-def pinned_bytes(path: str, **sections: Any) -> dict[bool, int]:
-    """Elements of host memory that were asked for, by whether they are to be page-locked."""
-    found = {True: 0, False: 0}
+def pinned_numel(path: str, **sections: Any) -> dict[tuple[bool, torch.dtype], int]:
+    """Elements of host memory that were asked for, by whether they are page-locked, and dtype."""
+    found: Counter[tuple[bool, torch.dtype]] = Counter()
     plain = resting.host_empty
 
     def spy(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-        found[pinned] += numel
+        found[pinned, dtype] += numel
         return plain(numel, dtype, pinned=pinned)
 
     resting.host_empty = spy
     try:
         with apart():
             config = config_of(3, "bf16", "cpu", "cpu", path, **sections)
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
             engine, *_ = hadal.initialize(model=model_of(), config=config)
             train(engine, 1)
             engine.destroy()
     finally:
         resting.host_empty = plain
-    return found
+    return dict(found)
 
 
 def compare_pins(path: str) -> None:
-    both = pinned_bytes(path)
-    assert both[True] and not both[False]
-    weights = pinned_bytes(path, offload_optimizer={"pin_memory": False})
-    optimizer = pinned_bytes(path, offload_param={"pin_memory": False})
-    # Masters and gradients are as many elements each as the weights.
-    assert weights[False] == optimizer[True] == 2 * weights[True] == 2 * optimizer[False]
+    both = pinned_numel(path)
+    numel = both[True, torch.bfloat16]
+    # Masters are not: what leaves them is cast first.
+    assert both == {
+        (True, torch.bfloat16): numel,
+        (True, torch.float32): numel,
+        (False, torch.float32): numel,
+    }
+    weights = pinned_numel(path, offload_optimizer={"pin_memory": False})
+    assert weights == {(True, torch.bfloat16): numel, (False, torch.float32): 2 * numel}
+    optimizer = pinned_numel(path, offload_param={"pin_memory": False})
+    assert optimizer == {
+        (False, torch.bfloat16): numel,
+        (True, torch.float32): numel,
+        (False, torch.float32): numel,
+    }
 
 
 @pytest.mark.claims(
@@ -279,6 +292,23 @@ def test_old_names_of_offloading_mean_the_host() -> None:
     low = load_config({**base, "zero_optimization": {"stage": 2, "cpu_offload_param": True}})
     assert any("has no effect at stage 2" in note for note in low.notes)
     assert residence_of(low).weights is Tier.DEVICE
+
+
+def test_what_is_not_built_says_so_and_what_steers_it_says_that_it_does_nothing() -> None:
+    def loaded(**offload: Any) -> Any:
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", **offload}}
+        return load_config({"train_batch_size": 4, "zero_optimization": zero})
+
+    with pytest.raises(UnbuiltConfigError, match="super_offload  true is not built yet; leave it"):
+        loaded(super_offload=True)
+    with pytest.raises(UnbuiltConfigError, match="super_offload  true is not built yet"):
+        loaded(super_offload=True, cpuadam_cores_perc=0.5)
+    assert any("without super_offload" in note for note in loaded(cpuadam_cores_perc=0.5).notes)
+    assert not loaded(cpuadam_cores_perc=0.8, super_offload=False).notes
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    zero["zenflow"] = {"topk_ratio": 0.2, "overlap_step": True}
+    with pytest.raises(UnbuiltConfigError, match=r"zenflow  the section is not built yet; leave"):
+        load_config({"train_batch_size": 4, "zero_optimization": zero})
 
 
 # ---- what the disk does --------------------------------------------------------------------------

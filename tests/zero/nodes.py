@@ -12,7 +12,7 @@ from engine.toys import engine_of
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.comm import Ranks, collectives, rows
+from hadal.comm import Ranks, collectives, pairs
 from hadal.zero.gathering import Phase
 
 from .test_gathering import CUT, DROPS, PADDED, blocks
@@ -41,20 +41,20 @@ def sending(engine: Any) -> Iterator[dict[Phase, Sent]]:
     """What this rank sends meanwhile, by what the model is doing."""
     sent: dict[Phase, Sent] = {phase: Counter() for phase in Phase}
     gathering = engine._parts.runtime.gathering
-    original = collectives.send
+    original = pairs._sent
 
-    def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Any:
+    def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str, ended: Any) -> Any:
         is_near = ranks.numbers[other] // 2 == comm.get_rank() // 2
         if tag not in WORDS:
             where = "inside" if is_near else "across"
             sent[gathering.phase][what_is(label), where] += tensor.nbytes
-        return original(tensor, other, ranks, tag, label)
+        return original(tensor, other, ranks, tag, label, ended)
 
-    collectives.send = rows.send = send
+    pairs._sent = send
     try:
         yield sent
     finally:
-        collectives.send = rows.send = original
+        pairs._sent = original
 
 
 @contextmanager

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import os
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from contracts.test_memory import KEYS, PADDING, memory_of_a_rank, most, promise_of
 from hypothesis import given
 from hypothesis import strategies as some
+from offload.test_tiers import config_of, model_of, small_blocks, train
 from ranks import RankPools
 from torch import nn
 
 import hadal
 from hadal import zero
+from hadal.cli import estimate
+from hadal.config import load_config
+from hadal.offload import buffers
 from hadal.zero.estimate import (
     FULL,
     HALF,
@@ -115,6 +121,48 @@ def test_an_engine_has_on_the_disk_what_was_estimated(
         assert held.disk <= nbytes <= held.disk * (1 + PADDING) + pages + more
 
 
+def buffers_of_a_rank(config: dict[str, Any], path: str) -> tuple[int, int]:
+    """Bytes of host memory that a disk is read and written through: estimated, and taken."""
+    taken: list[int] = []
+    plain = buffers.BufferPool._made
+
+    def made(self: buffers.BufferPool) -> torch.Tensor:
+        taken.append(self.nbytes)
+        return plain(self)
+
+    buffers.BufferPool._made = made  # type: ignore[method-assign]
+    try:
+        with small_blocks():
+            plan = estimate._plan(load_config(config, world_size=2), Namespace(**NODE))
+            engine, *_ = hadal.initialize(model=model_of(), config=config)
+            train(engine, 3)
+            engine.destroy()
+    finally:
+        buffers.BufferPool._made = plain  # type: ignore[method-assign]
+    numel = sum(parameter.numel() for parameter in model_of().parameters())
+    held = states_of(plan.stage, Model(numel), plan.job, plan.cost, plan.rest)
+    return held.buffers.host, sum(taken)
+
+
+NODE = {"devices_per_node": 2, "nodes": 1}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "SGD"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_engine_takes_the_buffers_that_were_estimated(
+    kind: str, dtype: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    for pace, weights in ((True, "nvme"), (False, None)):
+        section = {"pipeline_read": pace, "pipeline_write": pace, "buffer_count": 9}
+        away = {} if weights is None else {"offload_param": {"max_in_cpu": 0}}
+        config = config_of(
+            3, dtype, "nvme", weights, str(tmp_path), offload_optimizer=section, **away
+        )
+        config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
+        for estimated, taken in ranks(2).run(buffers_of_a_rank, config, str(tmp_path)):
+            assert estimated == taken > 0
+
+
 numels = some.integers(10_000, 10**11)
 
 
@@ -124,18 +172,19 @@ def test_an_optimizer_rests_off_the_device(stage: int, numel: int, devices: int)
     shard = math.ceil(numel / (devices if stage else 1))
     for tier, place, copies in ((Tier.HOST, 1, 1), (Tier.DISK, 2, 2)):
         rest = Rest(optimizer=tier)
-        weights, gradients, optimizer = states_of(stage, model, job, HALF, rest)
+        weights, gradients, optimizer, buffers = states_of(stage, model, job, HALF, rest)
         assert weights == states_of(stage, model, job).weights
         assert gradients == Held(device=2 * numel if stage < 2 else 0, host=2 * shard)
         assert optimizer[place] == copies * 12 * shard and sum(optimizer) == optimizer[place]
         # Weights of fp32 that stay on the device need masters where the optimizer is.
-        *_, optimizer = states_of(stage, model, job, FULL, rest)
+        assert (buffers.host > 0) == (tier is Tier.DISK) and sum(buffers) == buffers.host
+        optimizer = states_of(stage, model, job, FULL, rest).optimizer
         assert optimizer[place] == copies * 12 * shard
 
 
 def test_a_part_of_the_optimizer_rests_off_the_device() -> None:
     rest = Rest(optimizer=Tier.HOST, ratio=0.75)
-    _, gradients, optimizer = states_of(3, Model(8000), Job(2), HALF, rest)
+    _, gradients, optimizer, _ = states_of(3, Model(8000), Job(2), HALF, rest)
     assert optimizer == Held(device=12 * 1000, host=12 * 3000)
     assert gradients == Held(device=2 * 1000, host=2 * 3000)
 
@@ -201,7 +250,7 @@ def test_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
         ["0.63 GB", "19.69 GB", "360.00 GB", "0.00 GB", "bf16 or fp16, offload_optimizer cpu"],
         ["0.63 GB", "10.43 GB", "360.00 GB", "22.50 GB", "bf16 or fp16, offload_optimizer nvme"],
         ["0.40 GB", "22.50 GB", "360.00 GB", "0.00 GB", f"bf16 or fp16, {both.format('cpu')}"],
-        ["0.40 GB", "10.43 GB", "360.00 GB", "26.25 GB", f"bf16 or fp16, {both.format('nvme')}"],
+        ["0.40 GB", "29.98 GB", "360.00 GB", "26.25 GB", f"bf16 or fp16, {both.format('nvme')}"],
         ["2.67 GB", "10.43 GB", "360.00 GB", "0.00 GB", "fp32"],
     ]
     assert len(three) == 10

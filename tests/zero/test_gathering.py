@@ -74,10 +74,10 @@ def watched(engine: Any) -> Iterator[list[tuple[str, int]]]:
     def spy(bucket: Bucket, number: int, name: str) -> None:
         act = getattr(bucket, name)
 
-        def call() -> None:
+        def call(**how: Any) -> None:
             if name == "serve" or bucket.state is Weights.SHARDED:
                 events.append((name, number))
-            act()
+            act(**how)
 
         setattr(bucket, name, call)
 

@@ -240,10 +240,7 @@ def use_options() -> None:
         with hadal.zero.Init(remote_device=tier, pin_memory=True):
             resting = model_of()
         assert is_cut(resting[0].weight)
-    for option in (
-        {"param_swapper": object()},
-        {"zero_quantized_weights": True},
-    ):
+    for option in ({"param_swapper": object()},):
         with pytest.raises(NotBuiltYetError, match=next(iter(option))):
             hadal.zero.Init(**option)
         hadal.zero.Init(enabled=False, **option)

@@ -320,6 +320,10 @@ class DeepSpeedSource:
         """None: nothing lies here as in a bucket."""
         return None
 
+    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
+        """None: all is copied."""
+        return None
+
     def own(self, rank: int) -> Own | None:
         """None: neither random generators nor places in the data are saved."""
         return None

@@ -11,6 +11,7 @@ from hadal.errors import Fault
 
 _TYPE = "optimizer.type"
 _STAGE = "zero_optimization.stage"
+_CHECKS = "zero_optimization.enable_sanity_checks"
 _ONE_BIT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _TORCH_ONLY = ("foreach", "fused", "maximize", "capturable", "differentiable")
 
@@ -30,6 +31,20 @@ def _one_bit_stage(config: Config) -> Iterator[Fault]:
     stage = config.zero_optimization.stage
     if _type(config) in _ONE_BIT and stage > 0:
         yield Fault(_TYPE, f"{_type(config)} needs {_STAGE} 0, got {stage}; lower the stage")
+
+
+@reading(_TYPE, "optimizer.params.local_step_clipper", _CHECKS)
+def _local_steps(config: Config) -> Iterator[Fault]:
+    if config.optimizer is None or _type(config) != "ZeroOneAdam":
+        return
+    if config.optimizer.params.get("local_step_clipper") == 1:
+        return
+    if config.zero_optimization.enable_sanity_checks:
+        yield Fault(
+            _CHECKS,
+            "takes it for a fault that ranks' weights differ, which ZeroOneAdam lets them do"
+            " between exchanges; give false, or optimizer.params.local_step_clipper 1",
+        )
 
 
 @reading(_TYPE, "optimizer.params", "optimizer.params.torch_adam")
@@ -73,4 +88,4 @@ def _schedule_case(config: Config) -> Iterator[Fault]:
         )
 
 
-RULES = (_lamb_scale, _one_bit_stage, _torch_keywords, _no_type, _schedule_case)
+RULES = (_lamb_scale, _one_bit_stage, _local_steps, _torch_keywords, _no_type, _schedule_case)

@@ -77,11 +77,25 @@ def _odd_bucket(config: Config) -> Iterator[Fault]:
         )
 
 
-@reading(_STAGE, _SCATTER, f"{_ZERO}.zero_quantized_gradients")
+_CODED = f"{_ZERO}.zero_quantized_gradients"
+
+
+@reading(_STAGE, _SCATTER, _CODED)
 def _quantized_gradients(config: Config) -> Iterator[Fault]:
     zero = config.zero_optimization
-    if zero.stage == 3 and zero.zero_quantized_gradients and not zero.reduce_scatter:
-        yield Fault(f"{_ZERO}.zero_quantized_gradients", f"needs {_SCATTER}; switch that on")
+    if zero.stage >= 2 and zero.zero_quantized_gradients and not zero.reduce_scatter:
+        yield Fault(_CODED, f"needs {_SCATTER}; switch that on")
+
+
+@reading(_STAGE, _CODED, f"{_ZERO}.zeropp_loco_param")
+def _feedback_of_nothing(config: Config) -> Iterator[Fault]:
+    zero = config.zero_optimization
+    is_asked = zero.stage >= 2 and zero.zeropp_loco_param is not None
+    if is_asked and not zero.zero_quantized_gradients:
+        yield Fault(
+            f"{_ZERO}.zeropp_loco_param",
+            f"needs {_CODED}: else no gradient loses anything; switch that on, or leave it out",
+        )
 
 
 @reading(_OP, _STAGE, f"{_ZERO}.zenflow", "compile.deepcompile")
@@ -173,6 +187,7 @@ RULES = (
     _scaling_before_scatter,
     _odd_bucket,
     _quantized_gradients,
+    _feedback_of_nothing,
     _sum,
     _no_norm,
     _zenflow_without_offload,

@@ -1,0 +1,439 @@
+"""What offloading costs on one GPU, and the largest GPT that trains there, in under 10 minutes.
+
+First the bits: host and disk alike, the device within rounding. Then one model that fits on the
+device, with its optimizer there, on the host, on both, and with its weights on the host. Then the
+largest model that trains with the optimizer on the host, and with ``--disk`` one on a disk. Each
+runs in a process of its own; what does not fit is told and the next smaller one is tried.
+See ``benchmarks/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peers.model import Gpt
+from peers.report import describe_environment, markdown_table
+from peers.settings import Workload
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import hadal
+from hadal import utils
+from hadal.device import current_device, memory_use, reset_peak_memory, synchronize, total_memory
+from hadal.device.memory import free_host_nbytes, page_locked
+
+_GIB = 2**30
+GOAL = 0.4
+# Layers, width and heads of what is tried, by billions of parameters (GPT-3's, and between them).
+LADDER = {
+    40.0: (64, 7168, 56),
+    30.0: (48, 7168, 56),
+    20.0: (44, 6144, 48),
+    13.0: (40, 5120, 40),
+    11.0: (54, 4096, 32),
+    9.0: (44, 4096, 32),
+    6.7: (32, 4096, 32),
+    2.7: (32, 2560, 32),
+    1.3: (24, 2048, 16),
+}
+_VOCABULARY = 50304
+# Bytes that the host holds of a parameter whose optimizer rests there: masters, moments, gradient.
+_HOST_NBYTES = 4 + 8 + 2
+_HOST_SHARE = 0.85
+_DEVICE_SHARE = 0.6
+_DISK_NBYTES = 2 * (4 + 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: which model, where its states rest, how much it is given."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    steps: int
+    recomputed: float
+    """The share of the blocks that are computed again in backward."""
+    optimizer: str = "none"
+    weights: str = "none"
+    ratio: float = 1.0
+    nvme_path: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.micro_batch * self.accumulation
+
+    @property
+    def numel(self) -> int:
+        return self.layers * 12 * self.width**2 + (self.vocabulary + self.sequence) * self.width
+
+    @property
+    def flops(self) -> float:
+        """Operations that the model asks for in a step: nothing twice, attention in full."""
+        attention = 12 * self.layers * self.width * self.sequence
+        return self.tokens * (6 * self.numel + attention)
+
+
+def _config(case: Case, stage: int = 3) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if case.optimizer != "none":
+        zero["offload_optimizer"] = {"device": case.optimizer, "nvme_path": case.nvme_path}
+        if case.ratio < 1:
+            zero["offload_optimizer"]["ratio"] = case.ratio
+    if case.weights != "none":
+        zero["offload_param"] = {"device": case.weights, "nvme_path": case.nvme_path}
+    return {
+        "train_micro_batch_size_per_gpu": case.micro_batch,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "zero_optimization": zero,
+    }
+
+
+def _engine(case: Case, stage: int = 3) -> Any:
+    shape = ("layers", "width", "heads", "vocabulary", "sequence")
+    workload = Workload(**{name: getattr(case, name) for name in shape})
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)  # as 16-bit checkpoints are given
+    with current_device():
+        model = Gpt(workload)
+    torch.set_default_dtype(torch.float32)
+    for block in model.blocks[: round(case.recomputed * case.layers)]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return hadal.initialize(model=model, config=_config(case, stage))[0]
+
+
+def _batches(case: Case) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        shape = (case.micro_batch, case.sequence + 1)
+        yield torch.randint(case.vocabulary, shape, generator=generator).to(current_device())
+
+
+# ---- one run, in a process of its own ------------------------------------------------------------
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """Train a few steps; seconds of each step, and of its update."""
+    hadal.init_distributed()
+    device = current_device()
+    begun = time.perf_counter()
+    engine, batches = _engine(case), _batches(case)
+    synchronize(device)
+    found: dict[str, Any] = {"init_s": time.perf_counter() - begun, "steps": [], "updates": []}
+    found["parameters"] = sum(p.numel() for p in engine.module.parameters())
+    reset_peak_memory(device)
+    for number in range(1 + case.steps):  # the first one learns and allocates
+        synchronize(device)
+        begun = time.perf_counter()
+        for micro_step in range(case.accumulation):
+            loss = engine(next(batches))
+            engine.backward(loss)
+            if micro_step == case.accumulation - 1:
+                synchronize(device)
+                before = time.perf_counter()
+            engine.step()
+        synchronize(device)
+        done = time.perf_counter()
+        if number:
+            found["steps"].append(done - begun)
+            found["updates"].append(done - before)
+        print(f"step {number}: {done - begun:.2f} s, loss {float(loss):.3f}", flush=True)
+    use = memory_use(device)
+    found |= {"loss": float(loss), "host_gib": use.host / _GIB, "peak_gib": use.device_peak / _GIB}
+    engine.destroy()
+    return found
+
+
+def compared(case: Case) -> dict[str, Any]:
+    """Train a tiny model in every tier: how far masters and moments are apart."""
+    hadal.init_distributed()
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        ways = {"device": ("none", "none", 1.0), "host": ("cpu", "none", 1.0)}
+        ways |= {"disk": ("nvme", "none", 1.0)}
+        if stage == 3:
+            ways |= {"half": ("cpu", "none", 0.5), "host, weights too": ("cpu", "cpu", 1.0)}
+            ways |= {"disk, weights too": ("nvme", "nvme", 1.0)}
+        states = {}
+        for name, (optimizer, weights, ratio) in ways.items():
+            chosen = replace(case, optimizer=optimizer, weights=weights, ratio=ratio)
+            states[name] = _trained(chosen, stage)
+        pairs = [("host", "disk")]
+        pairs += [("host, weights too", "disk, weights too")] if stage == 3 else []
+        for one, other in pairs:
+            alike = all(map(torch.equal, states[one], states[other]))
+            found[f"stage {stage}: {one} and {other} alike"] = alike
+        for name in [name for name in states if name != "device"]:
+            apart = [
+                float((a - b).norm() / b.norm().clamp(min=1e-30))
+                for a, b in zip(states[name], states["device"], strict=True)
+            ]
+            found[f"stage {stage}: {name} and device, relative distance"] = max(apart)
+    return found
+
+
+def _trained(case: Case, stage: int) -> list[Tensor]:
+    engine, batches = _engine(case, stage), _batches(case)
+    for _ in range(case.steps * case.accumulation):
+        engine.backward(engine(next(batches)))
+        engine.step()
+    state: list[Tensor] = []
+    for parameter in engine.module.parameters():
+        state.append(utils.safe_get_full_fp32_param(parameter))
+        for key in ("exp_avg", "exp_avg_sq"):
+            state.append(utils.safe_get_full_optimizer_state(parameter, key))
+    engine.destroy()
+    return [one.double().cpu() for one in state]
+
+
+def rates(seconds: float = 1.0) -> dict[str, float]:
+    """What bounds a step: products of bf16 matrices, and copies from and to page-locked memory."""
+    device = current_device()
+    width = 8192 if device.type != "cpu" else 256
+    one, other = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in "ab")
+    found = {"matrix_flops": 2 * width**3 * _per_second(lambda: one @ other, seconds)}
+    if device.type != "cpu":
+        host = page_locked(1 << 28)
+        there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+        for name, (out, values) in {"leaving": (host, there), "coming": (there, host)}.items():
+            act = partial(out.copy_, values, non_blocking=True)
+            found[f"{name}_bytes"] = out.numel() * _per_second(act, seconds)
+    return found
+
+
+def _per_second(act: Any, seconds: float) -> float:
+    device, count = current_device(), 0
+    for _ in range(3):
+        act()
+    synchronize(device)
+    begun = time.perf_counter()
+    while (passed := time.perf_counter() - begun) < seconds:
+        for _ in range(10):
+            act()
+        count += 10
+        synchronize(device)
+    return count / passed
+
+
+# ---- what is run, and what is told ---------------------------------------------------------------
+
+
+def _run(kind: str, case: Case, options: argparse.Namespace, timeout: float) -> dict[str, Any]:
+    """What one process found; where it found nothing, the last it said under "fault"."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, __file__, f"--device={options.device}", f"--worker={kind}"]
+        command += [f"--case={json.dumps(asdict(case))}", f"--result={result}"]
+        variables = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **os.environ}
+        if options.device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            done = subprocess.run(
+                command, env=variables, capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired as late:
+            return {"fault": f"no result within {timeout:.0f} s; it said {str(late.stdout)[-300:]}"}
+        if result.exists():
+            return dict(json.loads(result.read_text()))
+        return {"fault": f"exit {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"}
+
+
+def _work(options: argparse.Namespace) -> int:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    case = Case(**json.loads(options.case))
+    act = {"rates": lambda _: rates(), "bits": compared, "train": measured}[options.worker]
+    options.result.write_text(json.dumps(act(case)))
+    return 0
+
+
+_HEADER = ["run", "10^9 parameters", "tokens/s", "of the matrix rate", "step s", "update s"]
+_HEADER += ["device peak GiB", "host GiB", "init s"]
+
+
+def _row(case: Case, found: dict[str, Any], rate: float) -> list[str]:
+    step = median(found["steps"])
+    return [
+        case.name,
+        f"{found['parameters'] / 1e9:.2f}",
+        f"{case.tokens / step:.0f}",
+        f"{case.flops / step / rate:.3f}",
+        f"{step:.2f}",
+        f"{median(found['updates']):.2f}",
+        f"{found['peak_gib']:.1f}",
+        f"{found['host_gib']:.1f}",
+        f"{found['init_s']:.1f}",
+    ]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: to try it out, tiny")
+    add("--seconds", type=float, default=570.0, help="all of it takes so long at most")
+    add("--small", type=float, default=1.3, help="10^9 parameters of the model that is compared")
+    add("--largest", type=float, help="10^9 parameters to begin with; by default what may fit")
+    add("--micro-batch", type=int, default=8, help="sequences of 1024 tokens in a micro-step")
+    add("--accumulation", type=int, default=8, help="micro-steps of a step")
+    add("--recomputed", type=float, default=1.0, help="share of the blocks computed again")
+    add("--steps", type=int, default=2, help="measured steps")
+    add("--disk", type=Path, metavar="PATH", help="also with the optimizer on a disk")
+    add("--skip-bits", action="store_true", help="leave out the comparison of bits")
+    add("--only", choices=("largest", "small"), help="of the models that are trained")
+    add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
+    add("--strict", action="store_true", help="exit with 1 where bits or the goal are missed")
+    for name in ("--worker", "--case"):
+        add(name, help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _case(name: str, size: float, options: argparse.Namespace, **more: Any) -> Case:
+    layers, width, heads = LADDER[min(LADDER, key=lambda known: abs(known - size))]
+    shape = {"layers": layers, "width": width, "heads": heads}
+    shape |= {"vocabulary": _VOCABULARY, "sequence": 1024}
+    if options.device == "cpu":
+        shape = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 128, "sequence": 32}
+    run = {name: getattr(options, name) for name in ("micro_batch", "accumulation", "steps")}
+    return Case(name, **shape, **run, recomputed=options.recomputed, **more)
+
+
+def _share_of_host(size: float) -> float:
+    """How much of the optimizer of so many 10^9 parameters the host has memory for."""
+    free = free_host_nbytes() or total_memory(torch.device("cpu")).total
+    return min(1.0, int(100 * _HOST_SHARE * free / (size * 1e9 * _HOST_NBYTES)) / 100)
+
+
+def _sizes(options: argparse.Namespace) -> Iterator[tuple[float, float]]:
+    """What may fit, largest first, each with the host's share of its optimizer."""
+    device = total_memory(current_device()).total if options.device == "gpu" else 0
+    for size in LADDER:
+        share = _share_of_host(size)
+        # Weights and the gradients of what the device updates itself, and its optimizer.
+        there = size * 1e9 * (2 + (1 - share) * _HOST_NBYTES)
+        if size <= (options.largest or size) and (not device or there < _DEVICE_SHARE * device):
+            yield size, share
+
+
+class _Report:
+    """Runs cases while there is time, and prints what each found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._end = time.monotonic() + options.seconds
+        self.rate = 0.0
+        self.kept: list[dict[str, Any]] = []
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    def run(self, kind: str, case: Case) -> dict[str, Any]:
+        found = {"fault": "no time is left"}
+        if self.left_s > 5:
+            found = _run(kind, case, self._options, self.left_s)
+        self.kept.append({"kind": kind, "case": asdict(case), "found": found})
+        if "fault" in found:
+            print(f"{case.name}: {found['fault']}\n", flush=True)
+        return found
+
+    def train(self, case: Case) -> float | None:
+        """The share of the matrix rate; None where it did not train."""
+        found = self.run("train", case)
+        if "fault" in found:
+            return None
+        print(markdown_table(_HEADER, [_row(case, found, self.rate)]), "\n", flush=True)
+        return case.flops / median(found["steps"]) / self.rate
+
+
+def _compare_bits(report: _Report, options: argparse.Namespace) -> bool:
+    with tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        # Narrow, so that it is over soon; a part of the last block of each bucket is odd.
+        tiny = Case("bits", 2, 96, 2, 500, 64, 2, 2, 3, 0.0, nvme_path=folder)
+        found = report.run("bits", tiny)
+    for what, value in found.items():
+        print(f"{what}: {value}", flush=True)
+    print(flush=True)
+    apart = [value for what, value in found.items() if what.endswith("distance")]
+    alike = [value for what, value in found.items() if what.endswith("alike")]
+    return bool(alike) and all(alike) and max(apart) < 0.05
+
+
+def _measure(report: _Report, options: argparse.Namespace) -> bool:
+    """Print all tables; whether the largest model reaches the goal."""
+    small = partial(_case, size=options.small, options=options)
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("all on the device", {}),
+        ("optimizer on the host", {"optimizer": "cpu"}),
+        ("half of the optimizer", {"optimizer": "cpu", "ratio": 0.5}),
+        ("optimizer and weights on the host", {"optimizer": "cpu", "weights": "cpu"}),
+    ]
+    if options.disk:
+        free = os.statvfs(options.disk)
+        ways.append(("optimizer on the disk", {"optimizer": "nvme"}))
+        if free.f_bavail * free.f_frsize < options.small * 1e9 * _DISK_NBYTES * 1.05:
+            print("the disk has too little room for it", flush=True)
+            ways.pop()
+    share = None
+    for size, ratio in _sizes(options) if options.only != "small" else ():
+        case = _case("the largest", size, options, optimizer="cpu", ratio=ratio)
+        print(f"{size:g} 10^9 parameters, {ratio:.0%} of the optimizer on the host", flush=True)
+        share = report.train(case)
+        if share is not None:
+            break
+    for name, more in ways if options.only != "largest" else ():
+        path = str(options.disk) if more.get("optimizer") == "nvme" else ""
+        report.train(small(name, nvme_path=path, **more))
+    verdict = share is not None and share >= GOAL
+    told = "none" if share is None else f"{share:.3f}"
+    print(f"of the matrix rate: {told}, goal {GOAL}: {'met' if verdict else 'MISSED'}", flush=True)
+    return verdict
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; 1 with `--strict` where bits or the goal are missed."""
+    options = _parse(arguments)
+    if options.worker:
+        return _work(options)
+    if options.device == "gpu" and not torch.accelerator.is_available():
+        print("There is no GPU here, so there is nothing to measure; --device cpu tries it out.")
+        return 0
+    report = _Report(options)
+    found = report.run("rates", _case("rates", options.small, options))
+    if "fault" in found:
+        return 1
+    report.rate = found["matrix_flops"]
+    print({name: f"{value:.4g}" for name, value in found.items()}, flush=True)
+    bits = options.skip_bits or _compare_bits(report, options)
+    goal = _measure(report, options)
+    if options.json:
+        document = {"environment": describe_environment(), "runs": report.kept}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if options.strict and not (bits and goal) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

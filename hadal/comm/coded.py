@@ -1,0 +1,158 @@
+"""Gathers and reductions whose values travel coded: as fewer bytes than they have.
+
+What travels are bytes, by the same calls as everything else, between the processes of one host
+too. A codec rounds; where, is the same for all ranks: of a gather each rank decodes every slice,
+its own as well, so that all hold the same bits; of a reduction each rank adds up its own values as
+they are and what the others have sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hadal.comm.codecs.codec import Codec
+from hadal.comm.codecs.feedback import ErrorFeedback
+from hadal.comm.collectives import slice_of, start_exchange
+from hadal.comm.factors import sum_into
+from hadal.comm.pending import Pending, at_end, followed_by
+from hadal.comm.ranks import Ranks
+
+# Exchanges of coded values have their own order, and so their own tag.
+_CODED = 31
+
+
+def start_coded_gather(
+    full: Tensor, ranks: Ranks, codec: Codec, gather: Callable[[Tensor], Pending]
+) -> Pending:
+    """Fill the slices of 1-D `full` with what the codec makes of those that the ranks hold.
+
+    Mine must be in its place. `gather` begins to fill the slices of a tensor of bytes, over several
+    `ranks`.
+    """
+    nbytes = codec.wire_bytes(full.numel() // ranks.size)
+    wire = torch.empty(nbytes * ranks.size, dtype=torch.uint8, device=full.device)
+    codec.encode(slice_of(full, ranks.rank, ranks), slice_of(wire, ranks.rank, ranks))
+
+    def decode() -> None:
+        for rank in range(ranks.size):
+            codec.decode(slice_of(wire, rank, ranks), slice_of(full, rank, ranks))
+
+    return at_end(gather(wire), decode)
+
+
+class Messages:
+    """What encodes the gradients of one bucket, for each rank that a part of them is sent to.
+
+    With `decay`, what is lost of a message is added to the next one to the same rank.
+    """
+
+    def __init__(self, codec: Codec, decay: float | None = None) -> None:
+        self.codec = codec
+        self._decay = decay
+        self._errors: dict[tuple[str, int], ErrorFeedback] = {}
+
+    def encode(self, values: Tensor, out: Tensor, hop: str, place: int) -> None:
+        """Write `values` into `out`; the hop, and the place of the values in it, name a message."""
+        if self._decay is None:
+            self.codec.encode(values, out)
+            return
+        key = (hop, place)
+        if key not in self._errors:
+            self._errors[key] = ErrorFeedback(self.codec, values.dtype, self._decay)
+        self._errors[key].encode(values, out)
+
+    def rescale(self, factor: float) -> None:
+        """Values will be `factor` times as large from now on, and so is what was lost of them."""
+        for error in self._errors.values():
+            error.rescale(factor)
+
+    def drop(self) -> None:
+        """Forget what was lost."""
+        self._errors.clear()
+
+    @property
+    def residuals(self) -> list[Tensor]:
+        """What has been lost and is to be sent, for each message."""
+        return [error.residual for error in self._errors.values() if error.residual is not None]
+
+
+def start_coded_reduce_scatter(
+    full: Tensor,
+    out: Tensor,
+    ranks: Ranks,
+    messages: Messages,
+    factor: float,
+    accumulate: bool,
+    label: str,
+) -> Pending:
+    """Put the sum over all ranks of my slice of 1-D `full`, times `factor`, into `out`.
+
+    Or add it to `out`. It is added up in float32.
+    """
+    total = torch.empty(1, out.numel(), dtype=_exact(full.dtype), device=full.device)
+    pending = _start_sum(full.view(ranks.size, 1, -1), total, ranks, messages, "one", label)
+    return at_end(pending, lambda: sum_into(out, [total.view(-1)], factor, accumulate))
+
+
+def start_coded_reduce_in_hops(
+    full: Tensor,
+    out: Tensor,
+    across: Ranks,
+    inside: Ranks,
+    messages: Messages,
+    factor: float,
+    accumulate: bool,
+    label: str,
+) -> Pending:
+    """As `start_coded_reduce_scatter` over the ranks of several nodes, in two hops.
+
+    First the ranks `inside` my node add up, for each other node's rank that stands where I do in
+    mine, what that one will keep; then these sums, coded anew, go `across`. Slices lie by node, and
+    by rank in each.
+    """
+    exact = _exact(full.dtype)
+    totals = torch.empty(across.size, out.numel(), dtype=exact, device=full.device)
+    # For each rank inside, its slice in every node.
+    table = full.view(across.size, inside.size, -1).transpose(0, 1)
+    pending = _start_sum(table, totals, inside, messages, "inside", label)
+
+    def go_across() -> Pending:
+        total = torch.empty(1, out.numel(), dtype=exact, device=full.device)
+        second = _start_sum(totals.unsqueeze(1), total, across, messages, "across", label)
+        return at_end(second, lambda: sum_into(out, [total.view(-1)], factor, accumulate))
+
+    return followed_by(pending, go_across)
+
+
+def _start_sum(
+    table: Tensor, totals: Tensor, ranks: Ranks, messages: Messages, hop: str, label: str
+) -> Pending:
+    """Send (slices, numel) `table[r]` to each rank r; `totals` becomes the sum of all for me."""
+    codec = messages.codec
+    _, count, numel = table.shape
+    nbytes = codec.wire_bytes(numel)
+    wire = torch.empty(ranks.size, count, nbytes, dtype=torch.uint8, device=table.device)
+    found = torch.empty_like(wire)
+    nothing = wire.view(-1)[:0]
+    for other in ranks.others:
+        for number in range(count):
+            place = other * count + number
+            messages.encode(table[other, number], wire[other, number], hop, place)
+    outgoing = [wire[r].view(-1) if r != ranks.rank else nothing for r in range(ranks.size)]
+    incoming = [found[r].view(-1) if r != ranks.rank else nothing for r in range(ranks.size)]
+    # What the others are not sent is added up as it is.
+    totals.copy_(table[ranks.rank])
+
+    def add_up() -> None:
+        for other in ranks.others:
+            for number in range(count):
+                codec.decode_add(found[other, number], totals[number])
+
+    return at_end(start_exchange(outgoing, incoming, ranks, label, _CODED), add_up)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(torch.float32, dtype)

@@ -1,0 +1,397 @@
+"""The log of collectives: how many, how long, how fast. It waits for nothing.
+
+What is under way is a record: a stamp where it began, and one where its last work ended. The end of
+a work is told by whoever knows it first: the thread that takes messages from a neighbour, torch's
+future of the work (on an accelerator it lets a stamp into a stream behind the collective), or,
+where a backend has none (gloo's sends and reduce-scatters), the one who waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hadal.comm.bandwidth import algorithm_bandwidth, bus_bandwidth, bus_factor
+from hadal.config.comms_logger import KIND_OF, OPERATIONS
+from hadal.device import Stamp
+from hadal.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+# Latencies that are kept of each entry, to compare them between ranks.
+_KEPT = 1000
+# Records under way above which all of them are looked at, and not only the oldest.
+_MANY = 64
+# Of whom a call site is not wanted.
+_OWN = ("hadal.comm", "hadal.compat")
+
+
+@dataclass(frozen=True, slots=True)
+class LogChoice:
+    """What is recorded."""
+
+    verbose: bool = False
+    """Whether each collective is a line of the log."""
+    prof_all: bool = True
+    prof_ops: tuple[str, ...] = ()
+    """The kinds that are recorded where `prof_all` is false; a function's name stands for its kind.
+    """
+    debug: bool = False
+    """Whether calls from different places are told apart."""
+
+    def __post_init__(self) -> None:
+        kinds = tuple(KIND_OF.get(name, name) for name in self.prof_ops)
+        object.__setattr__(self, "prof_ops", kinds)
+        unknown = [name for name in kinds if name not in OPERATIONS]
+        if unknown:
+            raise UsageError(
+                f"prof_ops names {unknown}, which is no kind of collective; expected some of"
+                f" {list(OPERATIONS)}"
+            )
+
+    def wants(self, operation: str) -> bool:
+        """Whether collectives of a kind are recorded."""
+        return self.prof_all or operation in self.prof_ops
+
+
+class Key(NamedTuple):
+    """What is counted together."""
+
+    operation: str
+    nbytes: int
+    """Of the message, as it travels."""
+    dtype: str
+    """In which it travels; `object` for a pickle."""
+    ranks: tuple[int, ...]
+    """The numbers in the world of those who took part."""
+    site: str
+    """Where it was called, or what for; empty unless `debug`."""
+
+
+class Record:
+    """One collective under way."""
+
+    __slots__ = ("_device", "_left", "began", "ended", "is_void", "key", "sent")
+
+    def __init__(self, key: Key, device: torch.device) -> None:
+        self.key = key
+        self.sent = _least_sent(key)
+        self._device = device
+        self._left: set[int] = set()
+        self.ended: Stamp | None = None
+        self.is_void = False
+        self.began = Stamp(device)
+
+    def give_up(self) -> None:
+        """It has failed, and is not counted."""
+        self.is_void = True
+        self.end()
+
+    def is_long(self, nbytes: int) -> None:
+        """Its message is so long, which was not known when it began."""
+        self.key = self.key._replace(nbytes=nbytes)
+        self.sent = _least_sent(self.key)
+
+    def parts(self, count: int) -> list[Callable[[], None]]:
+        """One call for each of its works, to be made when that has ended; more often is harmless.
+
+        Any thread may make it.
+        """
+        self._left = set(range(count))
+        if not count:
+            self.end()
+        return [partial(self._end_part, number) for number in range(count)]
+
+    def _end_part(self, number: int) -> None:
+        self._left.discard(number)
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        """All of it has ended, or on an accelerator ends where its stream stands."""
+        if self.ended is None:
+            self.ended = Stamp(self._device)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its end has come, and been reached."""
+        return self.ended is not None and self.ended.is_reached
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        assert self.ended is not None  # it is over
+        return self.ended.seconds_since(self.began)
+
+
+def _least_sent(key: Key) -> int:
+    if key.operation == "recv":
+        return 0
+    return int(key.nbytes * bus_factor(key.operation, len(key.ranks)))
+
+
+@dataclass(slots=True)
+class _Entry:
+    """All calls of one key that are over."""
+
+    count: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+    least: float = float("inf")
+    most: float = 0.0
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def add(self, seconds: float, sent: int) -> None:
+        self.count += 1
+        self.sent += sent
+        self.seconds += seconds
+        self.least = min(self.least, seconds)
+        self.most = max(self.most, seconds)
+        self.latest.append(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the log has of one kind of call, message, group and call site, on this rank."""
+
+    operation: str
+    nbytes: int
+    """Of one message, as it travels; see `hadal.comm.bandwidth` for what counts as the message."""
+    dtype: str
+    ranks: tuple[int, ...]
+    site: str
+    count: int
+    total_nbytes: int
+    sent_nbytes: int
+    """What this rank has sent to others; where a backend chooses the way, what is sent at least."""
+    seconds: float
+    """All calls together, each from its start to its end."""
+    least_s: float
+    most_s: float
+    latencies_s: tuple[float, ...]
+    """Of the latest calls, the oldest of them first."""
+    lost_s: dict[int, float] | None = None
+    """By rank: seconds lost in the latest calls on ranks that came later; None: not asked for, or
+    the ranks have not as many of these calls."""
+
+    @property
+    def mean_s(self) -> float:
+        """The average latency."""
+        return self.seconds / self.count
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the messages in a second."""
+        return algorithm_bandwidth(self.total_nbytes, self.seconds)
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes in a second on the link of each rank."""
+        return bus_bandwidth(self.operation, self.total_nbytes, self.seconds, len(self.ranks))
+
+    @property
+    def straggler(self) -> int | None:
+        """The rank that lost least, as the others waited for it; None: see `lost_s`."""
+        return min(self.lost_s, key=self.lost_s.__getitem__) if self.lost_s else None
+
+
+class CommsLog:
+    """What has been recorded, and what is under way."""
+
+    def __init__(self) -> None:
+        self.choice = LogChoice()
+        self._lock = Lock()
+        self._open: deque[Record] = deque()
+        self._many = _MANY
+        self._entries: dict[Key, _Entry] = {}
+
+    def open(
+        self,
+        operation: str,
+        tensors: Tensor | Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        label: str,
+        times: int = 1,
+    ) -> Record | None:
+        """Begin a record of a message `times` as long as `tensors`; None where it is not wanted."""
+        if not self.choice.wants(operation):
+            return None
+        found = [tensors] if isinstance(tensors, Tensor) else tensors
+        nbytes = sum(tensor.nbytes for tensor in found) * times
+        dtype = str(found[0].dtype).removeprefix("torch.") if found else "object"
+        device = found[0].device if found else torch.device("cpu")
+        ranks = numbers_of(group)
+        site = (label or _caller()) if self.choice.debug else ""
+        self._settle()
+        record = Record(Key(operation, nbytes, dtype, ranks, site), device)
+        with self._lock:
+            self._open.append(record)
+        return record
+
+    def reset(self) -> None:
+        """Forget everything so far, and what is under way."""
+        with self._lock:
+            self._open.clear()
+            self._entries.clear()
+
+    def rows(self) -> list[Row]:
+        """What is over, by operation, and the largest messages first."""
+        self._settle(all_of_them=True)
+        with self._lock:
+            entries = dict(self._entries)
+        kinds = {name: number for number, name in enumerate(OPERATIONS)}
+        order = sorted(entries, key=lambda key: (kinds[key.operation], -key.nbytes, key[2:]))
+        return [_row(key, entries[key]) for key in order]
+
+    def _settle(self, all_of_them: bool = False) -> None:
+        """Take what is over from what is under way."""
+        with self._lock:
+            over: list[Record] = []
+            if all_of_them or len(self._open) > self._many:
+                left: deque[Record] = deque()
+                stuck: set[Key] = set()
+                for record in self._open:
+                    # Ranks match calls of one key by their order.
+                    if record.key in stuck or not record.is_over:
+                        stuck.add(record.key)
+                        left.append(record)
+                    else:
+                        over.append(record)
+                self._open = left
+                self._many = 2 * len(self._open) + _MANY
+            while self._open and self._open[0].is_over:
+                over.append(self._open.popleft())
+            over = [record for record in over if not record.is_void]
+            for record in over:
+                self._entries.setdefault(record.key, _Entry()).add(record.seconds, record.sent)
+        if self.choice.verbose:
+            _tell(over)
+
+
+def _row(key: Key, entry: _Entry) -> Row:
+    return Row(
+        *key,
+        count=entry.count,
+        total_nbytes=key.nbytes * entry.count,
+        sent_nbytes=entry.sent,
+        seconds=entry.seconds,
+        least_s=entry.least,
+        most_s=entry.most,
+        latencies_s=tuple(entry.latest),
+    )
+
+
+def _tell(records: Iterable[Record]) -> None:
+    for record in records:
+        key = record.key
+        site = f" ({key.site})" if key.site else ""
+        speed = bus_bandwidth(key.operation, key.nbytes, record.seconds, len(key.ranks))
+        _log.info(
+            "%s of %d bytes (%s) among %d ranks%s: %.3f ms, %.3f GB/s on the bus",
+            *(key.operation, key.nbytes, key.dtype, len(key.ranks), site),
+            *(record.seconds * 1e3, speed / 1e9),
+        )
+
+
+_ranks_of: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def numbers_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The numbers in the world of a group's ranks."""
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.group.WORLD
+    if group is None:
+        return (0,)
+    known = _ranks_of.get(group)
+    if known is None:
+        known = _ranks_of[group] = tuple(dist.get_process_group_ranks(group))
+    return known
+
+
+def _caller() -> str:
+    """The first place on the stack that is not one of ours."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_OWN):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+
+
+# ---- the one log of this process -----------------------------------------------------------------
+
+comms_log = CommsLog()
+# None while nothing is recorded: that is all that a collective looks at then.
+_running: CommsLog | None = None
+
+
+def start_log(
+    verbose: bool = False, prof_all: bool = True, prof_ops: Sequence[str] = (), debug: bool = False
+) -> None:
+    """Record collectives from here on; what is recorded stays.
+
+    Args:
+        verbose: write a line to the log for each of them.
+        prof_all: record all kinds; else those of `prof_ops`.
+        prof_ops: kinds: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`,
+            `reduce`, `gather`, `scatter`, `send`, `recv`, `barrier`.
+        debug: tell calls from different places apart.
+
+    Raises:
+        UsageError: `prof_ops` names something else.
+    """
+    global _running
+    comms_log.choice = LogChoice(verbose, prof_all, tuple(prof_ops), debug)
+    _running = comms_log
+
+
+def stop_log() -> None:
+    """Record no more; what is under way comes to its end."""
+    global _running
+    _running = None
+
+
+@contextmanager
+def pause_log() -> Iterator[None]:
+    """Around what is not to be recorded."""
+    global _running
+    before, _running = _running, None
+    try:
+        yield
+    finally:
+        _running = before
+
+
+def is_logging() -> bool:
+    """Whether collectives are recorded."""
+    return _running is not None
+
+
+def reset_log() -> None:
+    """Forget what was recorded."""
+    comms_log.reset()
+
+
+def opened(
+    operation: str,
+    tensors: Tensor | Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    label: str,
+    times: int = 1,
+) -> Record | None:
+    """Begin a record, where there is a log."""
+    if _running is None:
+        return None
+    return _running.open(operation, tensors, group, label, times)

@@ -1,0 +1,125 @@
+"""What a program's own object tells of its ranks: the methods of Megatron, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hadal.errors import NotBuiltYetError, UsageError
+
+# What tensor-parallel programs call the ranks that hold parts of one model, the commonest first.
+_MODEL_NAMES = ("model_parallel", "tensor_model_parallel", "slice_parallel")
+_ASKED = ("group", "world_size", "rank")
+# Kinds of ranks beside those, whose sizes Megatron-Core and others tell: gradients, norms and
+# weights of each have rules of their own.
+_OTHER_KINDS = (
+    "pipeline_model_parallel",
+    "pipe_parallel",
+    "context_parallel",
+    "expert_model_parallel",
+)
+
+
+def cuts_the_model(mpu: Any) -> bool:
+    """Whether the program's own groups say which ranks see different samples."""
+    return mpu is not None and hasattr(mpu, "get_data_parallel_world_size")
+
+
+def shared_size_of(mpu: Any) -> int:
+    """How many ranks share each sequence; 1 where the program does not tell."""
+    if not hasattr(mpu, "get_sequence_parallel_world_size"):
+        return 1
+    expect_methods(mpu, ["get_sequence_parallel_group", "get_sequence_parallel_rank"])
+    return int(mpu.get_sequence_parallel_world_size())
+
+
+def sharing_group_of(mpu: Any) -> Any:
+    """The process group that holds the same parameters; None: all ranks do."""
+    if shared_size_of(mpu) > 1:
+        found = getattr(mpu, "get_sequence_data_parallel_group", None)
+    else:
+        found = getattr(mpu, "get_data_parallel_group", None)
+    return None if found is None else found()
+
+
+def data_group_of(mpu: Any) -> Any:
+    """The process group whose ranks see different samples."""
+    return mpu.get_data_parallel_group()
+
+
+def model_group_of(mpu: Any) -> Any:
+    """The process group whose ranks hold the parts of one model."""
+    return getattr(mpu, f"get_{_model_name(mpu)}_group")()
+
+
+def sizes_of(mpu: Any, world_size: int) -> tuple[int, int]:
+    """How many ranks see different samples, and how many hold parts of one model.
+
+    Raises:
+        UsageError: a method is missing, or what they tell does not fit the ranks or the groups.
+        NotBuiltYetError: ranks are cut in further ways.
+    """
+    name, shared = _model_name(mpu), shared_size_of(mpu)
+    wanted = [f"get_data_parallel_{what}" for what in _ASKED]
+    wanted += [f"get_{name}_{what}" for what in _ASKED]
+    if shared > 1:
+        wanted.append("get_sequence_data_parallel_group")
+    expect_methods(mpu, wanted)
+    _refuse_other_kinds(mpu)
+    data, model = (_size_of(mpu, kind) for kind in ("data_parallel", name))
+    if data * shared * model != world_size:
+        raise UsageError(
+            f"initialize(mpu=...): {data} data-parallel x {shared} sequence-parallel x {model}"
+            f" model-parallel ranks are {data * shared * model}, and there are {world_size}"
+        )
+    for kind in ("data_parallel", name):
+        _check_group(mpu, kind)
+    return data, model
+
+
+def expect_data_methods(mpu: Any) -> None:
+    """Raise `UsageError` where an object cannot tell which ranks see different samples."""
+    expect_methods(mpu, [f"get_data_parallel_{what}" for what in _ASKED])
+
+
+def expect_methods(mpu: Any, methods: Sequence[str]) -> None:
+    """Raise `UsageError` where an object lacks one of these methods."""
+    missing = [name for name in methods if not callable(getattr(mpu, name, None))]
+    if missing:
+        raise UsageError(
+            f"initialize(mpu=...) got a {type(mpu).__name__} without {', '.join(missing)}; give an"
+            " object that has them (Megatron's parallel_state module does)"
+        )
+
+
+def _model_name(mpu: Any) -> str:
+    found = (name for name in _MODEL_NAMES if hasattr(mpu, f"get_{name}_world_size"))
+    return next(found, _MODEL_NAMES[0])
+
+
+def _size_of(mpu: Any, kind: str) -> int:
+    return int(getattr(mpu, f"get_{kind}_world_size")())
+
+
+def _refuse_other_kinds(mpu: Any) -> None:
+    for kind in _OTHER_KINDS:
+        if hasattr(mpu, f"get_{kind}_world_size") and (size := _size_of(mpu, kind)) > 1:
+            raise NotBuiltYetError(
+                f"initialize(mpu=...): get_{kind}_world_size() is {size}; ranks of that kind are"
+                " not built yet: start the program with 1 of them"
+            )
+
+
+def _check_group(mpu: Any, kind: str) -> None:
+    """See that a group is what is told of it: an object may have been made for other ranks."""
+    group = getattr(mpu, f"get_{kind}_group")()
+    found = (dist.get_rank(group), dist.get_world_size(group))
+    told = (int(getattr(mpu, f"get_{kind}_rank")()), _size_of(mpu, kind))
+    if found != told:
+        raise UsageError(
+            f"initialize(mpu=...): this process is rank {found[0]} of {found[1]} in"
+            f" get_{kind}_group(), and get_{kind}_rank() and _world_size() tell rank {told[0]} of"
+            f" {told[1]}; make the mpu after torch.distributed has started, on every rank alike"
+        )

@@ -1,0 +1,138 @@
+"""The log of collectives as a table, with what each rank lost by waiting for the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from hadal.comm.collectives import gather_objects
+from hadal.comm.comms_log import Key, Row, comms_log, is_logging, pause_log
+from hadal.comm.ranks import Ranks
+from hadal.comm.start import get_rank, is_initialized
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# By key: how many calls there were, and the latencies of the latest of them.
+_Latencies = Mapping[Key, tuple[int, tuple[float, ...]]]
+
+
+def log_summary(show_straggler: bool = False) -> list[Row]:
+    """Print what was recorded on rank 0 as a table; return what was recorded on this rank.
+
+    Args:
+        show_straggler: compare latencies between the ranks: whoever comes last waits least. All
+            ranks must call it.
+    """
+    rows = comms_log.rows()
+    if show_straggler and is_initialized():
+        with pause_log():
+            everybody = gather_objects(_latencies(rows), Ranks.world())
+        rows = [replace(row, lost_s=lost(key_of(row), everybody)) for row in rows]
+    if get_rank() == 0:
+        _print(rows, show_straggler)
+    return rows
+
+
+def key_of(row: Row) -> Key:
+    """What a row counts together."""
+    return Key(row.operation, row.nbytes, row.dtype, row.ranks, row.site)
+
+
+def _latencies(rows: Sequence[Row]) -> _Latencies:
+    return {key_of(row): (row.count, row.latencies_s) for row in rows}
+
+
+def lost(key: Key, everybody: Sequence[_Latencies]) -> dict[int, float] | None:
+    """By rank: by how much its latest calls took longer than those of the rank that came last.
+
+    None where the ranks of the group have not as many calls: they cannot be matched.
+    """
+    found = {rank: everybody[rank].get(key) for rank in key.ranks}
+    counts = {None if one is None else one[0] for one in found.values()}
+    if None in counts or len(counts) != 1:
+        return None
+    latencies = [one[1] for one in found.values() if one is not None]
+    least = [min(call) for call in zip(*latencies, strict=True)]
+    sums = [sum(own) - sum(least) for own in latencies]
+    return dict(zip(found, sums, strict=True))
+
+
+def _print(rows: Sequence[Row], show_straggler: bool) -> None:
+    from rich.console import Console
+
+    if not rows:
+        what = "nothing has been recorded" if is_logging() else "it is off, and has recorded none"
+        Console().print(f"log of collectives: {what}")
+        return
+    # Wide enough for all columns, wherever it is written to.
+    Console(width=max(Console().width, 150)).print(table_of(rows, show_straggler))
+
+
+def table_of(rows: Sequence[Row], show_straggler: bool) -> Table:
+    """The rows as a table."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    several = len({row.ranks for row in rows}) > 1
+    sites = any(row.site for row in rows)
+    table.add_column("operation")
+    for title in ("message", "dtype", "calls", "sent", "total\nms", "mean\nms"):
+        table.add_column(title, justify="right")
+    table.add_column("algorithm\nGB/s", justify="right")
+    table.add_column("bus\nGB/s", justify="right")
+    for title, is_shown in (("ranks", several), ("straggler", show_straggler), ("called", sites)):
+        if is_shown:
+            table.add_column(title)
+    before = ""
+    for row in rows:
+        extra = (
+            (shown_ranks(row.ranks), several),
+            (_straggler(row), show_straggler),
+            (row.site, sites),
+        )
+        name = "" if row.operation == before else row.operation
+        before = row.operation
+        table.add_row(name, *_figures(row), *(text for text, is_shown in extra if is_shown))
+    return table
+
+
+def _figures(row: Row) -> Iterator[str]:
+    yield shown_nbytes(row.nbytes)
+    yield row.dtype
+    yield f"{row.count:,}"
+    yield shown_nbytes(row.sent_nbytes)
+    yield f"{row.seconds * 1e3:.2f}"
+    yield f"{row.mean_s * 1e3:.3f}"
+    yield f"{row.algorithm_bandwidth / 1e9:.3f}"
+    yield f"{row.bus_bandwidth / 1e9:.3f}"
+
+
+def _straggler(row: Row) -> str:
+    """Who came last, and how long the others waited for it, by call."""
+    if row.lost_s is None or row.straggler is None:
+        return "-"
+    most = max(row.lost_s.values()) / len(row.latencies_s)
+    return f"rank {row.straggler}: {most * 1e3:.3f} ms"
+
+
+def shown_ranks(numbers: Sequence[int]) -> str:
+    """The numbers of ranks, in short where they are many."""
+    if len(numbers) <= 4:
+        return ", ".join(map(str, numbers))
+    step = numbers[1] - numbers[0]
+    is_even = all(b - a == step for a, b in pairwise(numbers))
+    by = "" if step == 1 else f" by {step}"
+    return f"{numbers[0]} to {numbers[-1]}{by}" if is_even else f"{len(numbers)} ranks"
+
+
+def shown_nbytes(nbytes: int) -> str:
+    """Bytes in the unit that suits them."""
+    value, unit = float(nbytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:g} {_UNITS[unit]}" if value == int(value) else f"{value:.1f} {_UNITS[unit]}"

@@ -1,0 +1,92 @@
+"""What a device does beside its own work: copies between its memory and the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_WITHOUT_STREAMS = ("cpu", "mps")
+
+
+class Event:
+    """A point in the order of a stream.
+
+    Where a device has none, everything before it is over when it is made.
+    """
+
+    def __init__(
+        self, event: torch.Event | None = None, device: torch.device | None = None
+    ) -> None:
+        self._event = event
+        self._device = device
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything before it is done."""
+        return self._event is None or bool(self._event.query())
+
+    def wait_on_host(self) -> None:
+        """Wait until it is over: host memory may be read, written and given to others then."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def wait_on_device(self) -> None:
+        """Let what the device is given from now on wait for it. This process goes on."""
+        if self._event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def hold(self, stream: torch.Stream) -> None:
+        """Let what a stream is given from now on wait for it."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class SideStream:
+    """Work of a device in an order of its own, beside what it is given otherwise.
+
+    Whoever starts something here keeps its tensors until an event behind it is over, or until the
+    device has been told to wait for one: memory that is let go of may be given to others at once.
+    On a CPU, and on a device without streams, everything is done when it is started.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type in _WITHOUT_STREAMS else torch.Stream(device)
+
+    def follow_device(self) -> None:
+        """Begin nothing more before the device has done all that it was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def follow(self, event: Event) -> None:
+        """Begin nothing more before an event of another stream is over."""
+        if self._stream is not None:
+            event.hold(self._stream)
+
+    def copy(self, out: Tensor, values: Tensor) -> None:
+        """Copy `values` into `out`, of one dtype; host memory must be page-locked not to wait."""
+        with self.current():
+            out.copy_(values, non_blocking=self._stream is not None)
+
+    def add(self, out: Tensor, values: Tensor) -> None:
+        """Add `values` to `out`, both in the device's memory."""
+        with self.current():
+            out.add_(values)
+
+    def event(self) -> Event:
+        """The point behind all that was started so far."""
+        if self._stream is None:
+            return Event()
+        return Event(self._stream.record_event(), self._device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What the device is given inside takes its place in this order, collectives too."""
+        if self._stream is None:
+            yield
+            return
+        with self._stream:
+            yield

@@ -1,0 +1,148 @@
+"""torch's elastic agent on a host of an elastic job (`python -m hadal.launcher.agent SHARE`).
+
+Its rounds are decided by the command that started all this, which knows first which hosts are
+there. torch's own rendezvous starts ranks anew when a host comes or a rank fails, but not when a
+host is lost without a word: ranks that wait for it would wait on.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    TCPStore,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hadal.launcher.frames import Asked, encoded
+from hadal.launcher.job import CHANGE, ROUND, Round, Share, rank_command, round_in, share_in
+from hadal.launcher.processes import exit_code, follow_parent
+
+_NAME = "hadal"
+_LOOK_S = 0.2
+_PIECE_NBYTES = 1 << 16
+# The command counts how often ranks fail, and ends the job: the agents of all hosts together know
+# less than it does.
+_ANY_NUMBER = 1 << 30
+
+
+class Rounds(RendezvousHandler):
+    """Asks the command for each round, and is told by it when one is over."""
+
+    def __init__(self, share: Share) -> None:
+        self._wait = timedelta(seconds=max(10.0, share.program.lost_s))
+        self._own = TCPStore(
+            "localhost", share.port, is_master=True, wait_for_workers=False, timeout=self._wait
+        )
+        self._input = b""
+        self._told: Round | None = None
+        self._is_over = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Ask for a round and wait for it."""
+        while True:
+            told = self._asked()
+            try:
+                return self._joined(told)
+            except DistError:  # its first host is lost already: there will be another round
+                continue
+
+    def num_nodes_waiting(self) -> int:
+        """Above 0 where the round is over."""
+        self._listen(0.0)
+        return int(self._is_over)
+
+    def get_backend(self) -> str:
+        """The name under which torch finds this class."""
+        return _NAME
+
+    def get_run_id(self) -> str:
+        """There is but one job."""
+        return _NAME
+
+    def is_closed(self) -> bool:
+        """The command ends a job by a signal."""
+        return False
+
+    def set_closed(self) -> None:
+        """The command ends a job by a signal."""
+
+    def shutdown(self) -> bool:
+        """The agent ends with its process."""
+        return True
+
+    def _asked(self) -> Round:
+        self._told = None
+        os.write(1, encoded(Asked(self._own.port)))
+        while self._told is None:
+            self._listen(_LOOK_S)
+        self._is_over = False
+        return self._told
+
+    def _joined(self, told: Round) -> RendezvousInfo:
+        is_first = told.node_rank == 0
+        shared = (
+            self._own
+            if is_first
+            else TCPStore(told.address, told.port, is_master=False, timeout=self._wait)
+        )
+        store = PrefixStore(f"round {told.number}", shared)
+        # Ranks get a port of their own each time: an old one may still be held.
+        met = RendezvousStoreInfo.build(told.node_rank, store, told.address)
+        return RendezvousInfo(store, told.node_rank, told.nodes, met)
+
+    def _listen(self, seconds: float) -> None:
+        """Take the words that have come."""
+        ready, _, _ = select.select([0], [], [], seconds)
+        if not ready:
+            return
+        piece = os.read(0, _PIECE_NBYTES)
+        if not piece:
+            raise RendezvousClosedError("nobody is there any more who decides rounds")
+        *lines, self._input = (self._input + piece).split(b"\n")
+        for line in lines:
+            word, _, rest = line.decode().partition(" ")
+            if word == ROUND:
+                self._told, self._is_over = round_in(rest), False
+            elif word == CHANGE:
+                self._is_over = True
+
+
+def main(words: list[str]) -> int:
+    """Run a host's ranks, round after round."""
+    share = share_in("".join(words))
+    rendezvous_handler_registry.register(_NAME, lambda _: Rounds(share))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=max(1, share.nodes),
+        nproc_per_node=len(share.slots),
+        run_id=_NAME,
+        rdzv_backend=_NAME,
+        max_restarts=_ANY_NUMBER,
+        local_addr=share.address or None,
+    )
+    python, *rest = rank_command(share.program)
+    try:
+        elastic_launch(config, python)(*rest)
+    except SignalException as error:
+        return exit_code(-int(error.sigval))
+    return 0
+
+
+if __name__ == "__main__":
+    follow_parent(signal.SIGTERM)
+    sys.exit(main(sys.argv[1:]))

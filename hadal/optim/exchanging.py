@@ -1,0 +1,359 @@
+"""What steppers share that send something else than gradients: who lies where, and what travels."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm.codecs.sign import Sign
+from hadal.comm.compressed import CompressedMean
+from hadal.comm.pending import Pending
+from hadal.errors import OptimizerError
+from hadal.optim.desk import block_numel
+from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
+from hadal.optim.own import Group, State
+from hadal.optim.pieces import Held, held_pieces, lay_pieces
+from hadal.optim.step import StepperInMemory, as_one_step, refresh, wait_all
+from hadal.zero.bucket import Bucket
+from hadal.zero.gradients import Gradients
+
+_log = logging.getLogger(__name__)
+_CODEC = Sign()
+
+Kind = TypeVar("Kind", bound=SignOptimizer)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What the optimizer has in one of its param groups of one bucket."""
+
+    held: Held
+    values: Tensor
+    """The same, 1-D."""
+    _mask: tuple[Tensor, int, Tensor] | None = None
+
+    @property
+    def start(self) -> int:
+        """Its first element, counted from the bucket's start."""
+        return self.held.start
+
+    def flat(self, values: Tensor) -> Tensor:
+        """State of the shape of what is held, 1-D."""
+        return values.view(-1)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """My elements of a tensor that lies like the bucket."""
+        return whole[self.start : self.start + self.values.numel()]
+
+    def mask(self, group: Group) -> Tensor | None:
+        """The group's `exp_avg_mask` for my elements; None: there is none.
+
+        Raises:
+            OptimizerError: it does not fit a parameter.
+        """
+        given = group.get("exp_avg_mask")
+        if given is None:
+            return None
+        if self._mask is None or self._mask[0] is not given or self._mask[1] != given._version:
+            self._mask = (given, given._version, self._lay_mask(given))
+        return self._mask[2]
+
+    def _lay_mask(self, given: Tensor) -> Tensor:
+        layout, stop = self.held.bucket.layout, self.start + self.values.numel()
+        laid = torch.zeros_like(self.values)
+        for part in layout.fragments(self.start, stop):
+            slot = layout.slots[part.slot]
+            try:
+                whole = given.detach().expand(slot.shape).reshape(-1)
+            except RuntimeError as error:
+                raise OptimizerError(
+                    f"exp_avg_mask of param group {self.held.group} has shape"
+                    f" {tuple(given.shape)}, and {slot.name} in that group {slot.shape}; give the"
+                    " parameters that need a mask a group of their own"
+                ) from error
+            laid[part.offset : part.offset + part.numel].copy_(whole)
+        return laid
+
+
+class Block(NamedTuple):
+    """A few elements of a part: of its values, both moments, and whatever else was asked for."""
+
+    values: Tensor
+    first: Tensor
+    second: Tensor
+    rest: tuple[Tensor, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One bucket: what is stepped of it, and what travels of it."""
+
+    gradients: Gradients
+    parts: list[Part]
+    mean: CompressedMean | None = None
+    """What travels; None until something has."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket itself."""
+        return self.gradients.bucket
+
+    @property
+    def lies(self) -> str:
+        """What two buckets share that lie alike."""
+        layout = self.bucket.layout
+        places = [(slot.offset, slot.shape) for slot in layout.slots]
+        return f"{zlib.crc32(repr((places, layout.numel)).encode()):08x}"
+
+    def sending(self) -> CompressedMean:
+        """What travels, made where it is not there yet."""
+        if self.mean is None:
+            bucket = self.bucket
+            self.mean = CompressedMean(bucket.layout.numel, bucket.ranks, _CODEC, bucket.steps_on)
+        return self.mean
+
+    def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Part, slice, Tensor]]:
+        """The elements of each part in `values`, which begin at `start` of the bucket."""
+        for part in self.parts:
+            low = max(part.start, start)
+            high = min(part.start + part.values.numel(), start + values.numel())
+            if low < high:
+                mine = slice(low - part.start, high - part.start)
+                yield part, mine, values[low - start : high - start]
+
+
+class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
+    """Steps an optimizer whose momentum travels in place of gradients.
+
+    Where the optimizer learns the variance in an update, the mechanism averages the gradients for
+    it; else they stay on their ranks, and `_update` sends something else.
+    """
+
+    def __init__(
+        self,
+        optimizer: Kind,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._lanes: list[Lane] = []
+        self._count = 0
+        for one in gradients:
+            self._refuse(one)
+        self._take_up(gradients, range(len(parameters)), parameters)
+        self.begin_anew()
+
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group, whose parameters are `members`.
+
+        Raises:
+            OptimizerError: the next update does not learn their variance.
+        """
+        if not self._optimizer.learns_variance(self._count + 1):
+            raise OptimizerError(
+                f"a param group was added after update {self._count}, and"
+                f" {type(self._optimizer).__name__} learns no variance for it in the next one; add"
+                " groups while it does, or give a later freeze_step (var_freeze_step)"
+            )
+        self._take_up(gradients, [len(self._optimizer.param_groups) - 1], [members])
+        self._follow()
+
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
+        return None
+
+    def held(self) -> Iterator[Held]:
+        """All that the optimizer has in its param groups."""
+        for _, part in self._all_parts():
+            yield part.held
+
+    def step(self, multiplier: float) -> None:
+        """Make one update with the gradients times `multiplier`."""
+        with as_one_step(self._optimizer):
+            self._count += 1
+            for _, part in self._all_parts():
+                self._state(part)["step"].fill_(self._count)
+            if self._optimizer.keeps_variance_from(self._count):
+                self._tell_still()
+            self._update(self._count, multiplier)
+            refresh(self._gradients)
+        self._follow()
+
+    @abstractmethod
+    def _update(self, number: int, multiplier: float) -> None:
+        """Make update `number` of all masters."""
+
+    # ---- what lies where -------------------------------------------------------------------------
+
+    @property
+    def _gradients(self) -> list[Gradients]:
+        return [lane.gradients for lane in self._lanes]
+
+    def _take_up(
+        self,
+        gradients: Sequence[Gradients],
+        groups: Sequence[int],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        for number in groups:
+            self._optimizer.param_groups[number]["params"] = []
+        for one in gradients:
+            pieces = held_pieces(one.bucket, lay_pieces(self._optimizer, one))
+            self._lanes.append(Lane(one, [Part(held, held.values.detach()) for held in pieces]))
+
+    def _refuse(self, one: Gradients) -> None:
+        if one.bucket.partition.optimizer:
+            raise OptimizerError(
+                f"{type(self._optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
+                " the whole update of what travelled as signs, which is what saves the gather of"
+                " weights; choose stage 0, or another optimizer"
+            )
+
+    def _all_parts(self) -> Iterator[tuple[Lane, Part]]:
+        for lane in self._lanes:
+            for part in lane.parts:
+                yield lane, part
+
+    def _group(self, part: Part) -> Group:
+        return self._optimizer.param_groups[part.held.group]
+
+    def _state(self, part: Part) -> State:
+        """What the optimizer remembers of a part, made on first use."""
+        return begin_state(self._optimizer.state[part.held.values], part.held.values)
+
+    def _blocks(self, part: Part, *rest: Tensor) -> Iterator[Block]:
+        """A part in blocks; `rest` are 1-D and as long as the part."""
+        state = self._state(part)
+        first, second = part.flat(state["exp_avg"]), part.flat(state["exp_avg_sq"])
+        numel = block_numel(part.values.device)
+        for start in range(0, part.values.numel(), numel):
+            cut = slice(start, start + numel)
+            more = tuple(one[cut] for one in rest)
+            yield Block(part.values[cut], first[cut], second[cut], more)
+
+    # ---- arithmetic ------------------------------------------------------------------------------
+
+    def _learn(self, multiplier: float) -> None:
+        """Put gradients that are everybody's into both moments."""
+        for lane, part in self._all_parts():
+            group = self._group(part)
+            for block, gradient in self._with_gradients(lane, part, multiplier):
+                block.first.lerp_(gradient, 1 - group["betas"][0])
+                learn_second(block.second, gradient, group)
+
+    def _move(self) -> None:
+        """Make Adam's update of all values."""
+        for _, part in self._all_parts():
+            for block in self._blocks(part):
+                move(block.values, block.first, block.second, self._group(part))
+
+    # ---- what travels ----------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Let the next update's gradients travel, or stay."""
+        stays = not self._optimizer.learns_variance(self._count + 1)
+        for one in self._gradients:
+            one.reduction = replace(one.reduction, stays=stays)
+
+    def _with_gradients(
+        self, lane: Lane, part: Part, multiplier: float, *rest: Tensor
+    ) -> Iterator[tuple[Block, Tensor]]:
+        """A part in blocks, each with its gradient times `multiplier`, which may be overwritten."""
+        for block in self._blocks(part, part.cut(lane.gradients.mean), *rest):
+            given = block.rest[0].to(block.values.dtype, copy=True)
+            yield block._replace(rest=block.rest[1:]), given.mul_(multiplier)
+
+    def _owe(self, multiplier: float, add: Callable[[Group, Block, Tensor], None]) -> None:
+        """Let `add` put something of each block and its gradient into what is to be sent.
+
+        That is the block's `rest[0]`.
+        """
+        for lane, part in self._all_parts():
+            owed, group = part.cut(lane.sending().owed.mine), self._group(part)
+            for block, gradient in self._with_gradients(lane, part, multiplier, owed):
+                add(group, block, gradient)
+
+    def _exchange(self, take: Callable[[Part, slice, Tensor], None]) -> None:
+        """Average all that is owed; `take` is given the mean of some elements of a part.
+
+        It may overwrite what it is given. What it must not move is zero there: see `_still`.
+        """
+
+        def put(lane: Lane, start: int, values: Tensor) -> None:
+            for part, cut, mean in lane.overlaps(start, values):
+                self._still(part, cut, mean)
+                take(part, cut, mean)
+
+        def start(lane: Lane) -> Pending:
+            for begin, stop in lane.bucket.layout.gaps:
+                # Padding has no values: what its signs have lost is nothing.
+                lane.sending().owed.mine[begin:stop].zero_()
+            label = f"the exchange of signs of {lane.bucket.name}"
+            return lane.sending().start(lambda at, values: put(lane, at, values), label)
+
+        wait_all([start(lane) for lane in self._lanes])
+
+    def _still(self, part: Part, cut: slice, mean: Tensor) -> None:
+        """Leave out what is masked, and what has no variance: nothing says how far it may go."""
+        mean.masked_fill_(part.flat(self._state(part)["exp_avg_sq"])[cut] == 0, 0.0)
+        mask = part.mask(self._group(part))
+        if mask is not None:
+            mean.mul_(mask[cut])
+
+    def _tell_still(self) -> None:
+        """When the variance is kept: say what has none."""
+        count, first = 0, None
+        for lane, part in self._all_parts():
+            second = part.flat(self._state(part)["exp_avg_sq"])
+            for one in lane.bucket.layout.fragments(part.start, part.start + second.numel()):
+                without = int((second[one.offset : one.offset + one.numel] == 0).sum())
+                count += without
+                if without and first is None:
+                    first = lane.bucket.layout.slots[one.slot].name
+        if count and self._lanes[0].bucket.ranks.rank == 0:
+            _log.warning(
+                "%s keeps its variance from now on, and %d elements (first in %s) have got no"
+                " gradient so far: without a variance they stay as they are. A later freeze_step"
+                " (var_freeze_step) may reach them",
+                type(self._optimizer).__name__,
+                count,
+                first,
+            )
+
+    # ---- as the mechanism sees it ----------------------------------------------------------------
+
+    def bring_together(self) -> None:
+        """Nothing: weights are the same on all ranks after each update."""
+
+    def begin_anew(self) -> None:
+        """Weights and state have been replaced: nothing of before is owed."""
+        known = self._optimizer.state
+        states = [known.get(part.held.values, {}) for _, part in self._all_parts()]
+        self._count = max((int(state.get("step", 0)) for state in states), default=0)
+        for lane in self._lanes:
+            lane.mean = None
+        self._follow()
+
+    def memory(self) -> dict[str, list[Any]] | None:
+        """What each bucket owes, and how it lies."""
+        if all(lane.mean is None for lane in self._lanes):
+            return None
+        owed = [list(lane.sending().owed) for lane in self._lanes]
+        return {"lies": [lane.lies for lane in self._lanes], "owed": owed}
+
+    def fits(self, memory: Any) -> bool:
+        """Whether buckets lie here as those that owe it."""
+        return bool(memory["lies"] == [lane.lies for lane in self._lanes])
+
+    def remember(self, memory: Any) -> None:
+        """Owe what was owed."""
+        for lane, saved in zip(self._lanes, memory["owed"], strict=True):
+            for owed, values in zip(lane.sending().owed, saved, strict=True):
+                owed.copy_(values)

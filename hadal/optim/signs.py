@@ -1,0 +1,204 @@
+"""Stepping 1-bit Adam, 1-bit Lamb and 0/1 Adam: what is sent of an update, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hadal.comm.collectives import sum_
+from hadal.optim.exchanging import Block, ExchangingStepper, Lane, Part
+from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam, divisor_of
+from hadal.optim.own import Group
+from hadal.optim.step import refresh
+from hadal.optim.whole import WholeParameters, hand_over
+from hadal.zero.gradients import Gradients
+
+
+def _add_momentum(group: Group, block: Block, gradient: Tensor) -> None:
+    """Send the momentum that this rank's own gradient makes; what is known of it stays."""
+    beta1 = group["betas"][0]
+    block.rest[0].add_(block.first, alpha=beta1).add_(gradient, alpha=1 - beta1)
+
+
+def _add_gradient(group: Group, block: Block, gradient: Tensor) -> None:
+    """Send the gradient."""
+    block.rest[0].add_(gradient)
+
+
+class OneBitAdamStepper(ExchangingStepper[OneBitAdam]):
+    """Steps 1-bit Adam: once the variance stands still, each rank sends its momentum."""
+
+    def _update(self, number: int, multiplier: float) -> None:
+        if self._optimizer.learns_variance(number):
+            self._learn(multiplier)
+        else:
+            self._owe(multiplier, _add_momentum)
+            self._exchange(self._take)
+        self._move()
+
+    def _take(self, part: Part, cut: slice, mean: Tensor) -> None:
+        part.flat(self._state(part)["exp_avg"])[cut].copy_(mean)
+
+
+class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
+    """Steps 1-bit Lamb on whole parameters, each of which has a trust ratio."""
+
+    def __init__(
+        self,
+        optimizer: OneBitLamb,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._wholes = WholeParameters()
+        super().__init__(optimizer, gradients, parameters)
+
+    def _take_up(
+        self,
+        gradients: Sequence[Gradients],
+        groups: Sequence[int],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._wholes.add(gradients)
+        for number, members in zip(groups, parameters, strict=True):
+            group = self._optimizer.param_groups[number]
+            hand_over(self._optimizer, group, members, self._wholes)
+        lanes = {one.bucket: Lane(one, []) for one in gradients}
+        for held in self._wholes.held():
+            if held.bucket in lanes:
+                lanes[held.bucket].parts.append(Part(held, held.values.detach().view(-1)))
+        self._lanes += lanes.values()
+
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The whole values that stand for a parameter in the optimizer."""
+        return self._wholes.values.get(parameter)
+
+    def _update(self, number: int, multiplier: float) -> None:
+        optimizer = self._optimizer
+        if optimizer.learns_variance(number):
+            self._learn(multiplier)
+            for part in self._filled():
+                values, state = part.held.values.detach(), self._state(part)
+                optimizer.move_by_ratio(values, state, self._group(part))
+            return
+        for part in self._filled():
+            optimizer.begin_factor(self._state(part))
+        self._owe(multiplier, _add_momentum)
+        self._exchange(self._take)
+        for part in self._filled():
+            values, state = part.held.values.detach(), self._state(part)
+            optimizer.move_by_factor(values, state, self._group(part))
+
+    def _filled(self) -> Iterator[Part]:
+        for _, part in self._all_parts():
+            if part.values.numel():
+                yield part
+
+    def _take(self, part: Part, cut: slice, mean: Tensor) -> None:
+        state = self._state(part)
+        first, fresh = (part.flat(state[key])[cut] for key in ("exp_avg", "exp_avg_sq_fresh"))
+        self._optimizer.learn(first, fresh, mean, self._group(part))
+
+
+class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
+    """Steps 0/1 Adam: first gradients travel as signs between the updates that learn the variance,
+    then what ranks have moved by themselves.
+
+    Where an exchange does not follow each update at once, `_anchors` hold what all ranks had at the
+    last one, decayed as weights are. Then all start from there with what all have moved, so that
+    they come to the same bits.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZeroOneAdam,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._anchors: dict[Part, Tensor] = {}
+        self._rates: dict[int, float] = {}
+        """By param group: the sum of learning rates since the last exchange; empty: ranks agree."""
+        super().__init__(optimizer, gradients, parameters)
+
+    def _update(self, number: int, multiplier: float) -> None:
+        optimizer = self._optimizer
+        if optimizer.is_local(number):
+            self._step_locally(number, multiplier)
+            return
+        if optimizer.learns_variance(number):
+            self._learn(multiplier)
+        else:
+            self._owe(multiplier, _add_gradient)
+            self._exchange(self._take_gradient)
+        self._move()
+
+    def _take_gradient(self, part: Part, cut: slice, mean: Tensor) -> None:
+        first = part.flat(self._state(part)["exp_avg"])[cut]
+        first.lerp_(mean.to(first.dtype), 1 - self._group(part)["betas"][0])
+
+    def _step_locally(self, number: int, multiplier: float) -> None:
+        if not self._optimizer.is_local(number - 1):
+            # What is owed is a part of gradients, and will be one of updates.
+            for lane in self._lanes:
+                lane.sending().forget()
+        follows = self._optimizer.synchronizes(number)
+        if not self._rates and not follows:
+            self._anchors = {part: part.values.clone() for _, part in self._all_parts()}
+        for lane, part in self._all_parts():
+            self._step_part(lane, part, multiplier)
+        for index, group in enumerate(self._optimizer.param_groups):
+            self._rates[index] = self._rates.get(index, 0.0) + group["lr"]
+        if follows:
+            self._synchronize()
+
+    def _step_part(self, lane: Lane, part: Part, multiplier: float) -> None:
+        """Make an update of this rank's own, and owe it. Without an anchor the values are it."""
+        group, owed = self._group(part), part.cut(lane.sending().owed.mine)
+        rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
+        anchor = [self._anchors[part]] if part in self._anchors else []
+        for block, gradient in self._with_gradients(lane, part, multiplier, owed, *anchor):
+            block.first.lerp_(gradient, 1 - group["betas"][0])
+            block.first.masked_fill_(block.second == 0, 0.0)
+            block.rest[0].add_(block.first, alpha=rate)
+            for values in (block.values, *block.rest[1:]):
+                values.mul_(decay)
+            if anchor:
+                divisor = divisor_of(block.second, group)
+                block.values.addcdiv_(block.first, divisor, value=-rate)
+
+    def _synchronize(self) -> None:
+        """Start from the anchors with what all ranks have moved since."""
+        self._exchange(self._take_update)
+        for lane, part in self._all_parts():
+            if not self._rates[part.held.group]:
+                # Nothing was moved that could tell the momentum.
+                first = self._state(part)["exp_avg"]
+                sum_(first, lane.bucket.ranks, "the sum of momenta at a learning rate of 0")
+                first.div_(lane.bucket.ranks.size)
+        self._rates.clear()
+        self._anchors.clear()
+
+    def _take_update(self, part: Part, cut: slice, mean: Tensor) -> None:
+        group, state = self._group(part), self._state(part)
+        first, second = (part.flat(state[key])[cut] for key in ("exp_avg", "exp_avg_sq"))
+        moved, rate = mean.to(first.dtype), self._rates[part.held.group]
+        if rate:
+            torch.div(moved, rate, out=first)
+        values = part.values[cut]
+        if part in self._anchors:
+            values.copy_(self._anchors[part][cut])
+        values.addcdiv_(moved, divisor_of(second, group), value=-1.0)
+
+    @torch.no_grad()
+    def bring_together(self) -> None:
+        """Where ranks have moved by themselves: exchange before the time for it has come."""
+        if self._rates:
+            self._synchronize()
+            refresh(self._gradients)
+
+    def begin_anew(self) -> None:
+        """Weights and state have been replaced: nothing of before is owed."""
+        self._anchors.clear()
+        self._rates.clear()
+        super().begin_anew()

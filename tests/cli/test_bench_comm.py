@@ -1,0 +1,150 @@
+"""`hadal bench comm`: what is measured, shown and drawn; and `ds_bench`, which leads to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+
+import hadal
+from hadal.cli import bench_comm, deepspeed
+from hadal.cli.main import main
+from hadal.comm import Ranks, bench
+from hadal.comm.bandwidth import bus_factor
+from hadal.comm.bench import KINDS, WAYS, Trial, numel_of_memory, numels_up_to, sweep
+from hadal.errors import UsageError
+
+
+def test_sizes_are_powers_of_two_that_all_ranks_can_share() -> None:
+    assert numels_up_to(16, 1) == [1, 2, 4, 8, 16]
+    assert numels_up_to(16, 2) == [2, 4, 8, 16]
+    assert numels_up_to(16, 3) == [3, 6, 15]
+    assert numels_up_to(1, 4) == [4]
+
+
+def measured(kind: str, numel: int, seconds: float) -> dict[str, Any]:
+    speed = 4 * numel / seconds
+    return {
+        "kind": kind,
+        "nbytes": 4 * numel,
+        "numel": numel,
+        "seconds": seconds,
+        "algorithm_bandwidth": speed,
+        "bus_bandwidth": speed / 2,
+    }
+
+
+def test_the_picture_shows_speed_and_time_over_the_message() -> None:
+    pytest.importorskip("matplotlib")
+    found = [measured("all_gather", numel, 1e-4) for numel in (2, 4)]
+    found.append(measured("broadcast", 2, 1e-3))
+    figure = bench_comm.figure_of(found, "2 ranks", "GBps", 1e-9)
+    speed, time = figure.axes
+    assert [line.get_label() for line in speed.lines] == ["all_gather", "broadcast"]
+    assert list(speed.lines[0].get_xdata()) == [8, 16]
+    assert list(speed.lines[0].get_ydata()) == pytest.approx([4e-5, 8e-5])
+    assert list(time.lines[1].get_ydata()) == pytest.approx([1000.0])
+    assert (speed.get_ylabel(), time.get_xlabel()) == ("bus bandwidth, GBps", "message, bytes")
+
+
+def every_kind(way: str, is_async: bool) -> list[tuple[str, int, float]]:
+    trial = Trial(torch.bfloat16, trials=2, warmups=1, is_async=is_async, way=way)
+    kinds = [kind for kind in KINDS if kind != "pt2pt" or way != "training"]
+    found = list(sweep(kinds, [2, 64], trial))
+    for one in found:
+        assert one.seconds > 0 and one.nbytes == 2 * one.numel
+        assert one.algorithm_bandwidth == pytest.approx(one.nbytes / one.seconds)
+        kind = "send" if one.kind == "pt2pt" else one.kind
+        assert one.bus_bandwidth == pytest.approx(one.algorithm_bandwidth * bus_factor(kind, 2))
+    memory = numel_of_memory(0.001, torch.float32, Ranks.world())
+    assert memory % 2 == 0 and memory > 1000
+    return [(one.kind, one.numel, one.seconds) for one in found]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_kind_is_measured_alike_on_all_ranks(
+    ranks: RankPools, way: str, is_async: bool
+) -> None:
+    first, second = ranks(2).run(every_kind, way, is_async)
+    assert first == second  # the slowest rank counts
+    assert len(first) == 2 * (len(KINDS) - (way == "training"))
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    hadal.init_distributed()
+    with pytest.raises(UsageError, match=r"'all_gathr' cannot be measured.*all_gather"):
+        list(sweep(["all_gathr"], [1], Trial()))
+    with pytest.raises(UsageError, match=r"'nccl' cannot be measured.*'hadal'"):
+        list(sweep(["all_gather"], [1], Trial(way="nccl")))
+    with pytest.raises(UsageError, match="training has no pt2pt"):
+        bench.measure("pt2pt", 1, Trial(way="training"), Ranks.world())
+
+
+def test_the_command_starts_ranks_and_shows_what_they_found(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "comm.json", tmp_path / "comm.png"
+    words = ["all_reduce", "pt2pt", "--maxsize", "3", "--trials", "2", "--warmups", "1"]
+    words += ["--json", str(out), "--output", str(picture), "--dtype", "torch.bfloat16"]
+    assert main(["bench", "comm", *words]) == 0
+    shown = capfd.readouterr().out
+    told = json.loads(out.read_text())
+    assert (told["ranks"], told["device"], told["way"]) == (2, "cpu", "hadal")
+    assert [(one["kind"], one["nbytes"]) for one in told["measured"]] == [
+        *(("all_reduce", 4), ("all_reduce", 8), ("all_reduce", 16)),
+        *(("pt2pt", 4), ("pt2pt", 8), ("pt2pt", 16)),
+    ]
+    assert "2 ranks on cpu, torch.bfloat16, hadal.comm" in shown and "[rank" not in shown
+    assert any(line.split()[:3] == ["all_reduce", "4", "B"] for line in shown.splitlines())
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in shown
+
+
+def test_faults_of_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["bench", "comm", "all_gathr"]) == 1
+    assert "no kind 'all_gathr': expected some of all_reduce" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["bench", "comm", "--dtype", "float33"]) == 1
+    assert "--dtype float33: expected a dtype" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "comm", "--mem_factor", "2"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "comm", "--output", "x.png"]) == 1
+    assert "pip install 'hadal[demo]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--scan --all-reduce --all-to-all --maxsize 20 --trials 3 --warmups 0",
+            "all_reduce all_to_all --trials 3 --warmups 0 --bw_unit Gbps --dtype torch.float"
+            " --dist hadal --maxsize 20",
+        ),
+        (
+            "--mem_factor .2 --bw_unit GBps --raw --dtype torch.bfloat16 --async_op --dist torch",
+            "--trials 50 --warmups 5 --bw_unit GBps --dtype torch.bfloat16 --dist torch"
+            " --mem_factor .2 --async_op --raw",
+        ),
+        (
+            "--local_rank 1 --pt2pt --backend gloo --async-op",
+            "pt2pt --trials 50 --warmups 5 --bw_unit Gbps --dtype torch.float --dist hadal"
+            " --mem_factor 0.1 --backend gloo --async_op",
+        ),
+    ],
+)
+def test_ds_bench_leads_to_it(flags: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(deepspeed, "main", lambda words: given.append(words) or 0)
+    monkeypatch.setattr(sys, "argv", ["ds_bench", *flags.split()])
+    assert deepspeed.bench() == 0
+    assert given == [["bench", "comm", *words.split()]]

@@ -1,0 +1,132 @@
+"""Side streams: what is told to wait for what, and page-locked memory that is exactly as long."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hadal.device import Event, SideStream, memory
+from hadal.errors import OffloadError
+
+CUDA = torch.device("cuda")
+
+
+class FakeStream:
+    """Writes down what it is asked."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self.told = told
+        self.name = name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.told.append(f"{self.name} after {other.name}")
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.told.append(f"{self.name} after {event.name}")
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(self.told, f"event of {self.name}")
+
+    def __enter__(self) -> None:
+        self.told.append(f"{self.name} begins")
+
+    def __exit__(self, *_: object) -> None:
+        self.told.append(f"{self.name} ends")
+
+
+class FakeEvent:
+    def __init__(self, told: list[str], name: str) -> None:
+        self.told = told
+        self.name = name
+
+    def synchronize(self) -> None:
+        self.told.append(f"host after {self.name}")
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    main = FakeStream(told, "device")
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(told, "side"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: main)
+    return told
+
+
+def test_a_side_stream_says_what_follows_what(told: list[str]) -> None:
+    stream, out = SideStream(CUDA), torch.zeros(3)
+    stream.follow_device()
+    stream.copy(out, torch.ones(3))
+    stream.add(out, torch.ones(3))
+    event = stream.event()
+    assert not event.is_over
+    event.wait_on_device()
+    event.wait_on_host()
+    SideStream(CUDA).follow(event)
+    inside = ["side begins", "side ends"]
+    waits = ["device after event of side", "host after event of side", "side after event of side"]
+    assert told == ["side after device", *inside, *inside, *waits]
+    assert out.tolist() == [2, 2, 2]
+
+
+def test_on_a_cpu_all_is_done_at_once() -> None:
+    stream, out = SideStream(torch.device("cpu")), torch.zeros(3)
+    stream.follow_device()
+    stream.copy(out, torch.ones(3))
+    event = stream.event()
+    stream.follow(event)
+    event.wait_on_host()
+    event.wait_on_device()
+    assert event.is_over and Event().is_over and out.tolist() == [1, 1, 1]
+
+
+class FakeRuntime:
+    """What of CUDA's runtime locks memory."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> list[Any]:
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: runtime))
+    return waits
+
+
+def test_page_locked_memory_is_exactly_as_long_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    waits = on_cuda(monkeypatch, runtime)
+    values = memory.host_empty(3000, torch.float32, pinned=True)
+    assert list(runtime.locked.values()) == [12_000]
+    assert values.data_ptr() % 4096 == 0 and values.numel() == 3000
+    part = values.fill_(1.0)[7:9]
+    del values
+    gc.collect()
+    assert runtime.locked and part.tolist() == [1, 1]
+    del part
+    gc.collect()
+    assert not runtime.locked and waits == [1]  # nothing is copied there any more
+
+
+def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch, FakeRuntime(code=2))
+    with pytest.raises(OffloadError, match=r"cannot be page-locked.*or set pin_memory false"):
+        memory.host_empty(3000, torch.float32, pinned=True)

@@ -1,0 +1,77 @@
+"""The ways between a device and the host are bounded, and sum up what leaves."""
+
+from __future__ import annotations
+
+import late
+import pytest
+import torch
+
+from hadal.offload import crossing
+from hadal.offload.crossing import Crossing
+
+CPU = torch.device("cpu")
+
+
+def test_gradients_leave_two_at_a_time() -> None:
+    """The device goes no further than two buckets ahead of what has left it."""
+    with late.device():
+        way = Crossing(CPU, pins=False)
+        values = [torch.full((8,), float(number)) for number in range(5)]
+        outs = [torch.empty(8) for _ in values]
+        events = []
+        for number, (value, out) in enumerate(zip(values, outs, strict=True)):
+            events.append(way.land(value, out))
+            assert late.waits["device"] == max(0, number - 1)
+            assert late.waits["host"] == 0
+        for number, event in enumerate(events):
+            assert not event.is_over and outs[number].isnan().all()
+            event.wait_on_host()
+            assert event.is_over and (outs[number] == number).all()
+
+
+def test_what_leaves_is_added_to_what_has_landed() -> None:
+    with late.device():
+        way = Crossing(CPU, pins=False)
+        out = torch.empty(8)
+        event = way.land(torch.full((8,), 1.0), out)
+        for number in range(2, 5):
+            event = way.land(torch.full((8,), float(number)), out, after=event, adds=True)
+        event.wait_on_host()
+        assert (out == 1 + 2 + 3 + 4).all()
+
+
+def test_new_weights_leave_by_few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cast on their way; a buffer is filled again when the device has read it."""
+    made: list[tuple[int, bool]] = []
+    plain = crossing.aligned
+
+    def aligned(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        made.append((nbytes, pinned))
+        return plain(nbytes)
+
+    monkeypatch.setattr(crossing, "aligned", aligned)
+    monkeypatch.setattr(crossing, "_STAGED_NBYTES", 32)
+    with late.device():
+        way = Crossing(CPU, pins=True)
+        values, out = torch.arange(500.0), torch.empty(500, dtype=torch.bfloat16)
+        sending = way.sending()
+        sending.send(values[:300], out[:300])
+        sending.send(values[300:], out[300:])
+        assert torch.equal(out, values.bfloat16())
+        assert made == [(32, True)] * 4
+        # 16 elements each: 19 and 13 parts; all but the last four are waited for.
+        assert late.waits["host"] == 19 + 13 - 4
+
+
+def test_what_comes_is_what_was_there_before_the_next_landing() -> None:
+    with late.device():
+        way = Crossing(CPU, pins=False)
+        host, device = torch.zeros(8), torch.empty(8)
+        arrival = way.bring(host, device)
+        landing = way.land(torch.ones(8), host, after=arrival.event)
+        arrival_of_new = way.bring(host, torch.empty(8), after=landing)
+        landing.wait_on_host()
+        arrival.wait()
+        assert (device == 0).all() and (host == 1).all()
+        arrival_of_new.wait()
+        assert (arrival_of_new._held[1] == 1).all()

@@ -1,0 +1,69 @@
+"""A sum over all bits tells whether values have changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hadal.zero import edits as module
+from hadal.zero.edits import digest
+
+ROW = module._ROW_NUMEL
+
+
+def values(numel: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+
+
+@given(st.integers(1, 3 * ROW), st.data())
+def test_one_changed_bit_is_seen(words: int, data: st.DataObject) -> None:
+    before = values(4 * words)
+    after = before.clone()
+    assert torch.equal(digest(before), digest(after))
+    place, bit = data.draw(st.integers(0, words - 1)), data.draw(st.integers(0, 63))
+    after.view(torch.int64)[place] ^= -(1 << 63) if bit == 63 else 1 << bit
+    assert not torch.equal(digest(before), digest(after))
+
+
+@pytest.mark.parametrize("numel", [4, 4 * ROW, 4 * (2 * ROW + 3)])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda v: v.neg_(),
+        lambda v: v.mul_(2),
+        lambda v: v.zero_(),
+        lambda v: v.copy_(v.flip(0)),
+        lambda v: v[3::4].neg_(),  # the highest bit of each word
+        lambda v: v.copy_(v.view(-1, 4).roll(1, 1).reshape(-1)),
+        lambda v: (
+            v.copy_(v.view(torch.int64).roll(1).view(v.dtype)) if v.numel() > 4 else v.add_(1)
+        ),
+    ],
+)
+def test_edits_of_many_values_are_seen(numel: int, edit: object) -> None:
+    before = values(numel)
+    after = before.clone()
+    edit(after)  # type: ignore[operator]
+    assert not torch.equal(digest(before), digest(after))
+
+
+def test_long_values_are_summed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROW_NUMEL", 4)
+    module._odd_numbers.cache_clear()
+    try:
+        before = values(4 * (3 * 16 + 5))  # three whole blocks, and a part of one
+        sums = {int(digest(before))}
+        for start in range(0, before.numel(), 16):
+            after = before.clone()
+            after[start] += 1
+            sums.add(int(digest(after)))
+        assert len(sums) == 1 + len(range(0, before.numel(), 16))
+    finally:
+        module._odd_numbers.cache_clear()
+
+
+def test_nothing_has_a_sum_too() -> None:
+    assert int(digest(torch.empty(0))) == 0
