@@ -105,7 +105,8 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
     """Put a checkpoint's values where `live` points. All ranks must call it.
 
     Raises:
-        CheckpointError: on every rank, with the file and the reason; nothing has changed.
+        CheckpointError: on every rank, with the file and the reason; nothing has changed, unless a
+            file went or changed after it had been verified, which is told.
     """
     live.runtime.reshard_all()
     world, what = live.world, f"checkpoint {folder} was not loaded"
@@ -331,6 +332,21 @@ def _try_extra_state(
 def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
     if wanted.custom is not None:
         _load_by(wanted.custom, source, plan, live)
+    # Nobody goes on before all have read: what follows waits for others, and may remove the files.
+    with together(live.world, f"{source.path} was loaded in part only; load it again, or another"):
+        _read(source, plan, live, wanted)
+    live.runtime.after_load()
+    if _wants_optimizer(wanted) and _fits_exchange(source, plan.own, live):
+        assert live.runtime.exchange is not None and plan.own is not None  # it fits
+        live.runtime.exchange.remember(plan.own.exchange)
+    if _wants_schedule(source, live, wanted):
+        _load_schedule(source, live)
+    if plan.own is not None and not wanted.module_only:
+        randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
+
+
+def _read(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
+    """Read what files hold into its place."""
     for reading in plan.readings:
         reading.run(source)
     for bucket in plan.resting:
@@ -342,14 +358,6 @@ def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
         value.copy_(source.read_own(name, kind, live.ranks.rank % _ranks_of(source)))
     if live.optimizer is not None and _wants_optimizer(wanted):
         _restore_optimizer(live, live.optimizer, source, plan)
-    live.runtime.after_load()
-    if _wants_optimizer(wanted) and _fits_exchange(source, plan.own, live):
-        assert live.runtime.exchange is not None and plan.own is not None  # it fits
-        live.runtime.exchange.remember(plan.own.exchange)
-    if _wants_schedule(source, live, wanted):
-        _load_schedule(source, live)
-    if plan.own is not None and not wanted.module_only:
-        randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
 
 
 def _fits_exchange(source: Source, own: Own | None, live: Live) -> bool:

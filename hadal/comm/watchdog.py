@@ -106,10 +106,13 @@ class Watchdog:
     def _look(self) -> None:
         while True:
             time.sleep(min(self._limit / 4, _LONGEST_SLEEP_S))
-            now = time.monotonic()
-            for wait in tuple(self._waits):
-                if wait.is_due(now, self._limit):
-                    _log.warning("%s", wait.tell(now))
+            self._tell(time.monotonic())
+
+    def _tell(self, now: float) -> None:
+        """Tell of the long ones. While `_look` sleeps it holds no wait, nor its tensors."""
+        for wait in tuple(self._waits):
+            if wait.is_due(now, self._limit):
+                _log.warning("%s", wait.tell(now))
 
 
 _watchdog: Watchdog | None = None

@@ -16,7 +16,7 @@ from ranks import RankPools
 from torch import nn
 
 from hadal import comm
-from hadal.checkpoint import direct
+from hadal.checkpoint import direct, loading
 from hadal.checkpoint.source import StoredSource
 from hadal.engine import moving
 from hadal.errors import CheckpointError, MismatchError
@@ -388,6 +388,42 @@ def test_damage_is_told_and_hangs_nobody(
 
 def load_only(stage: int, folder: str) -> None:
     engine_of(stage, widened(9)).load_checkpoint(folder)
+
+
+def lose_a_file_while_loading(stage: int, folder: str) -> str:
+    """Rank 1's file goes when it has been verified; another checkpoint loads all the same."""
+    engine = engine_of(stage)
+    backward(engine, 0)
+    engine.step()
+    for tag in ("goes", "stays"):
+        engine.save_checkpoint(folder, tag)
+    read, saved, again = loading._read, engine.state_dict(), engine_of(stage)
+
+    def removed(*args: Any) -> None:
+        if comm.get_rank() == 1:
+            os.remove(Path(folder, "goes", "rank_00001.safetensors"))
+            read(*args)
+
+    loading._read = removed
+    try:
+        again.load_checkpoint(folder, "goes")
+    except CheckpointError as error:
+        told = str(error)
+    finally:
+        loading._read = read
+    again.load_checkpoint(folder, "stays")
+    assert_equal(again.state_dict(), saved)
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_file_that_goes_during_a_load_is_told_on_every_rank(
+    stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    for told in ranks(2).run(lose_a_file_while_loading, stage, str(tmp_path), timeout=20):
+        assert "in part only" in told
+        assert "rank 1" in told
+        assert "rank_00001.safetensors" in told
 
 
 def save_what_json_cannot_hold(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,19 @@ def test_a_watchdog_that_is_off_does_nothing() -> None:
     with watchdog.over("a barrier"):
         assert watchdog._thread is None
         assert not watchdog._waits
+
+
+def test_a_wait_that_is_over_is_let_go_of() -> None:
+    """Though it was looked at: its works hold the tensors that a collective fills."""
+    watchdog, works = Watchdog(0.02), [Arrives()]
+    seen = weakref.ref(works[0])
+    with watchdog.over("a barrier", works):
+        time.sleep(0.2)  # it is looked at, every 5 ms
+        works = []
+    patience = time.monotonic() + 10
+    while seen() is not None and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert seen() is None
 
 
 def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
