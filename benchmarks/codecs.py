@@ -151,15 +151,17 @@ def _train(rank: int, options: argparse.Namespace, name: str, port: int, where: 
     )
     text = read_standard_library()
     sent = {"inside": 0, "across": 0}
-    send, losses = pairs._sent, []
+    begun, losses = pairs._begun, []
 
-    def counted(tensor: Tensor, other: int, ranks: Any, tag: int, label: str, ended: Any) -> Any:
-        if label.startswith(("the gather of", "the reduction of")):
+    def counted(
+        start: Any, tensor: Tensor, other: int, ranks: Any, tag: int, label: str, ended: Any
+    ) -> Any:
+        if start is pairs._start_send and label.startswith(("the gather of", "the reduction of")):
             is_near = ranks.numbers[other] // NODE == rank // NODE
             sent["inside" if is_near else "across"] += tensor.nbytes
-        return send(tensor, other, ranks, tag, label, ended)
+        return begun(start, tensor, other, ranks, tag, label, ended)
 
-    with patch.object(pairs, "_sent", counted):
+    with patch.object(pairs, "_begun", counted):
         for step in range(options.loss):
             loss = engine(*batch(text.train, 4, shape.context, seed=4 * step + rank))
             engine.backward(loss)

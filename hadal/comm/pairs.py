@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.comms_log import Record, opened
+from hadal.comm.comms_log import opened
 from hadal.comm.cross_memory import Ended
 from hadal.comm.pending import Work
 from hadal.comm.ranks import Ranks
@@ -17,16 +18,20 @@ from hadal.comm.watchdog import Letter
 from hadal.comm.works import failure
 
 
+class _Start(Protocol):
+    """Hands one tensor to the way between two ranks, or takes one from it."""
+
+    def __call__(self, tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work: ...
+
+
 def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
     """Begin to give another rank a contiguous tensor; what has one tag arrives in its order."""
-    record = opened("send", tensor, ranks.group, label)
-    return _sent(tensor, other, ranks, tag, label, _end_of(record))
+    return _logged("send", _start_send, tensor, other, ranks, tag, label)
 
 
 def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
     """Begin to fill a contiguous tensor with what another rank sends."""
-    record = opened("recv", tensor, ranks.group, label)
-    return _received(tensor, other, ranks, tag, label, _end_of(record))
+    return _logged("recv", _start_receive, tensor, other, ranks, tag, label)
 
 
 def exchange(
@@ -48,21 +53,27 @@ def exchange(
         record.sent = sum(tensor.nbytes for tensor, _ in leaving)
         ends = record.parts(len(ends))
     sent = [
-        _sent(tensor, other, ranks, tag, label, end)
+        _begun(_start_send, tensor, other, ranks, tag, label, end)
         for (tensor, other), end in zip(leaving, ends, strict=False)
     ]
     received = [
-        _received(tensor, other, ranks, tag, label, end)
+        _begun(_start_receive, tensor, other, ranks, tag, label, end)
         for (tensor, other), end in zip(coming, ends[len(leaving) :], strict=True)
     ]
     return [*received, *sent]
 
 
-def _end_of(record: Record | None) -> Callable[[], None] | None:
-    return None if record is None else record.parts(1)[0]
+def _logged(
+    operation: str, start: _Start, tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str
+) -> Work:
+    """One send or receive that is a call of its own in the log."""
+    record = opened(operation, tensor, ranks.group, label)
+    ended = None if record is None else record.parts(1)[0]
+    return _begun(start, tensor, other, ranks, tag, label, ended)
 
 
-def _sent(
+def _begun(
+    start: _Start,
     tensor: Tensor,
     other: int,
     ranks: Ranks,
@@ -70,29 +81,12 @@ def _sent(
     label: str,
     ended: Callable[[], None] | None,
 ) -> Work:
+    """A send or receive under way, whose faults name the other rank."""
     number = ranks.numbers[other]
     try:
-        return _letter(_start_send(_as_bytes(tensor), other, ranks, tag=tag), number, ended)
+        work = start(_as_bytes(tensor), other, ranks, tag=tag)
     except RuntimeError as error:
         raise failure(label, error, f"with rank {number}") from error
-
-
-def _received(
-    tensor: Tensor,
-    other: int,
-    ranks: Ranks,
-    tag: int,
-    label: str,
-    ended: Callable[[], None] | None,
-) -> Work:
-    number = ranks.numbers[other]
-    try:
-        return _letter(_start_receive(_as_bytes(tensor), other, ranks, tag=tag), number, ended)
-    except RuntimeError as error:
-        raise failure(label, error, f"with rank {number}") from error
-
-
-def _letter(work: Work, number: int, ended: Callable[[], None] | None) -> Work:
     if ended is not None and isinstance(work, Ended):
         work.then(ended)
     return Letter(work, number, ended)

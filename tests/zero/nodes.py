@@ -41,20 +41,22 @@ def sending(engine: Any) -> Iterator[dict[Phase, Sent]]:
     """What this rank sends meanwhile, by what the model is doing."""
     sent: dict[Phase, Sent] = {phase: Counter() for phase in Phase}
     gathering = engine._parts.runtime.gathering
-    original = pairs._sent
+    original = pairs._begun
 
-    def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str, ended: Any) -> Any:
+    def begun(
+        start: Any, tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str, ended: Any
+    ) -> Any:
         is_near = ranks.numbers[other] // 2 == comm.get_rank() // 2
-        if tag not in WORDS:
+        if start is pairs._start_send and tag not in WORDS:
             where = "inside" if is_near else "across"
             sent[gathering.phase][what_is(label), where] += tensor.nbytes
-        return original(tensor, other, ranks, tag, label, ended)
+        return original(start, tensor, other, ranks, tag, label, ended)
 
-    pairs._sent = send
+    pairs._begun = begun
     try:
         yield sent
     finally:
-        pairs._sent = original
+        pairs._begun = original
 
 
 @contextmanager
