@@ -52,14 +52,49 @@ class _Maker(type):
         return build_optimizer(cls.kind, options, list(parameters))
 
 
-def _signature(parameters: str, **defaults: Any) -> Signature:
-    """DeepSpeed's: the parameters first, then options in their order."""
+# What an option is where a class has no other default.
+_DEFAULTS: dict[str, Any] = {
+    "deepspeed": None,
+    "lr": 1e-3,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "eps_inside_sqrt": False,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+    "amsgrad": False,
+    # Adam's.
+    "adam_w_mode": True,
+    "adamw_mode": True,
+    # How gradients and state are kept.
+    "set_grad_none": True,
+    "fp32_optimizer_states": True,
+    # Those that send signs.
+    "freeze_step": 100000,
+    "cuda_aware": False,
+    "comm_backend_name": "nccl",
+    "coeff_beta": 0.9,
+    "factor_max": 4.0,
+    "factor_min": 0.5,
+    "factor_threshold": 0.1,
+    "var_freeze_step": 100000,
+    "var_update_scaler": 16,
+    "local_step_scaler": 32678,
+    "local_step_clipper": 16,
+}
+
+
+def _signature(names: str, **others: Any) -> Signature:
+    """DeepSpeed's: the parameters first, then options in their order; `others`: own defaults."""
     either = Parameter.POSITIONAL_OR_KEYWORD
-    options = [Parameter(name, either, default=value) for name, value in defaults.items()]
-    return Signature([Parameter(parameters, either), *options])
-
-
-_BETAS = (0.9, 0.999)
+    first, *options = names.split()
+    defaults = {**_DEFAULTS, **others}
+    return Signature(
+        [Parameter(first, either)]
+        + [Parameter(name, either, default=defaults[name]) for name in options]
+    )
 
 
 class FusedAdam(metaclass=_Maker):
@@ -67,15 +102,7 @@ class FusedAdam(metaclass=_Maker):
 
     kind: ClassVar[str] = "Adam"
     __signature__ = _signature(
-        "params",
-        lr=1e-3,
-        bias_correction=True,
-        betas=_BETAS,
-        eps=1e-8,
-        adam_w_mode=True,
-        weight_decay=0.0,
-        amsgrad=False,
-        set_grad_none=True,
+        "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
     )
 
 
@@ -84,15 +111,8 @@ class DeepSpeedCPUAdam(metaclass=_Maker):
 
     kind: ClassVar[str] = "Adam"
     __signature__ = _signature(
-        "model_params",
-        lr=1e-3,
-        bias_correction=True,
-        betas=_BETAS,
-        eps=1e-8,
-        weight_decay=0.0,
-        amsgrad=False,
-        adamw_mode=True,
-        fp32_optimizer_states=True,
+        "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode"
+        " fp32_optimizer_states"
     )
 
 
@@ -101,12 +121,7 @@ class DeepSpeedCPUAdagrad(metaclass=_Maker):
 
     kind: ClassVar[str] = "Adagrad"
     __signature__ = _signature(
-        "model_params",
-        lr=1e-2,
-        eps=1e-10,
-        weight_decay=0.0,
-        amsgrad=False,
-        fp32_optimizer_states=True,
+        "model_params lr eps weight_decay amsgrad fp32_optimizer_states", lr=1e-2, eps=1e-10
     )
 
 
@@ -114,18 +129,14 @@ class FusedLion(metaclass=_Maker):
     """Lion."""
 
     kind: ClassVar[str] = "Lion"
-    __signature__ = _signature(
-        "params", lr=1e-3, betas=_BETAS, weight_decay=0.0, set_grad_none=True
-    )
+    __signature__ = _signature("params lr betas weight_decay set_grad_none")
 
 
 class DeepSpeedCPULion(metaclass=_Maker):
     """Lion on the host."""
 
     kind: ClassVar[str] = "Lion"
-    __signature__ = _signature(
-        "model_params", lr=1e-3, betas=_BETAS, weight_decay=0.0, fp32_optimizer_states=True
-    )
+    __signature__ = _signature("model_params lr betas weight_decay fp32_optimizer_states")
 
 
 class FusedLamb(metaclass=_Maker):
@@ -133,17 +144,8 @@ class FusedLamb(metaclass=_Maker):
 
     kind: ClassVar[str] = "Lamb"
     __signature__ = _signature(
-        "params",
-        lr=1e-3,
-        bias_correction=True,
-        betas=_BETAS,
-        eps=1e-8,
-        eps_inside_sqrt=False,
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        max_coeff=10.0,
-        min_coeff=0.01,
-        amsgrad=False,
+        "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff"
+        " min_coeff amsgrad"
     )
 
 
@@ -152,19 +154,8 @@ class OnebitAdam(metaclass=_Maker):
 
     kind: ClassVar[str] = "OneBitAdam"
     __signature__ = _signature(
-        "params",
-        deepspeed=None,
-        lr=1e-3,
-        freeze_step=100000,
-        bias_correction=True,
-        betas=_BETAS,
-        eps=1e-8,
-        eps_inside_sqrt=False,
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        amsgrad=False,
-        cuda_aware=False,
-        comm_backend_name="nccl",
+        "params deepspeed lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay"
+        " max_grad_norm amsgrad cuda_aware comm_backend_name"
     )
 
 
@@ -173,25 +164,9 @@ class OnebitLamb(metaclass=_Maker):
 
     kind: ClassVar[str] = "OneBitLamb"
     __signature__ = _signature(
-        "params",
-        deepspeed=None,
-        lr=1e-3,
-        freeze_step=100000,
-        bias_correction=True,
-        betas=_BETAS,
-        eps=1e-8,
-        eps_inside_sqrt=False,
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        max_coeff=10.0,
-        min_coeff=0.01,
-        amsgrad=False,
-        cuda_aware=False,
-        comm_backend_name="nccl",
-        coeff_beta=0.9,
-        factor_max=4.0,
-        factor_min=0.5,
-        factor_threshold=0.1,
+        "params deepspeed lr freeze_step bias_correction betas eps eps_inside_sqrt weight_decay"
+        " max_grad_norm max_coeff min_coeff amsgrad cuda_aware comm_backend_name coeff_beta"
+        " factor_max factor_min factor_threshold"
     )
 
 
@@ -200,20 +175,7 @@ class ZeroOneAdam(metaclass=_Maker):
 
     kind: ClassVar[str] = "ZeroOneAdam"
     __signature__ = _signature(
-        "params",
-        deepspeed=None,
-        lr=1e-3,
-        bias_correction=True,
-        betas=_BETAS,
-        eps=1e-8,
-        eps_inside_sqrt=False,
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        var_freeze_step=100000,
-        var_update_scaler=16,
-        local_step_scaler=32678,
-        local_step_clipper=16,
-        amsgrad=False,
-        cuda_aware=False,
-        comm_backend_name="nccl",
+        "params deepspeed lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm"
+        " var_freeze_step var_update_scaler local_step_scaler local_step_clipper amsgrad"
+        " cuda_aware comm_backend_name"
     )
