@@ -160,13 +160,14 @@ class _Plan(NamedTuple):
 def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     from hadal.config import load_config
     from hadal.zero.estimate import states_of
+    from hadal.zero.policy import STAGES
 
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
     world_size = parsed.devices_per_node * parsed.nodes
     config = load_config(parsed.config, world_size=world_size, allow_unbuilt=True)
     plan = _plan(config, parsed)
     threshold = config.zero_optimization.stage3_param_persistence_threshold
-    elements = _counted(model, parsed, threshold if plan.stage == 3 else 0)
+    elements = _counted(model, parsed, threshold if STAGES[plan.stage].weights else 0)
     found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
     rows = [((name,), held) for name, held in found._asdict().items()]
     rows.append((("total",), found.total))
@@ -177,10 +178,11 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
 
 def _plan(config: Config, parsed: argparse.Namespace) -> _Plan:
     from hadal.zero.estimate import Job, Rest
+    from hadal.zero.policy import STAGES
 
     zero = config.zero_optimization
     weights, optimizer = zero.offload_param, zero.offload_optimizer
-    is_sharded = zero.stage == 3
+    is_sharded = STAGES[zero.stage].weights
     job = Job(
         parsed.devices_per_node,
         parsed.nodes,
@@ -290,16 +292,19 @@ def _tell_rest(
     model: Model, job: Job, cost: Cost, rest: Rest, *, stage: int, held: Held | None = None
 ) -> None:
     """What comes on top, and what a whole node has."""
-    from hadal.zero.estimate import host_nbytes, layer_nbytes
+    from hadal.zero.estimate import host_nbytes, layer_nbytes, layers_take_turns
+    from hadal.zero.policy import STAGES
 
-    if stage == 3 and model.largest and (job.cuts > 1 or rest.weights is not _tiers()["none"]):
-        print(f"stage 3: + {layer_nbytes(model, cost) / _GB:,.2f} GB, the largest layer whole")
+    if model.largest and layers_take_turns(stage, job, rest):
+        print(
+            f"stage {stage}: + {layer_nbytes(model, cost) / _GB:,.2f} GB, the largest layer whole"
+        )
     if held is not None:
         host, disk = (job.devices_per_node * nbytes / _GB for nbytes in (held.host, held.disk))
         print(f"a node: {host:,.2f} GB of its host, {disk:,.2f} GB of its disk")
     building = host_nbytes(model, job, born_sharded=False) / _GB
     print(f"a node's host while each process builds the model in fp32: {building:,.2f} GB")
-    if stage == 3:
+    if STAGES[stage].weights:
         building = host_nbytes(model, job, born_sharded=True) / _GB
         print(f"the same inside zero.Init: {building:,.2f} GB")
     print("activations and buckets under way come on top")

@@ -53,7 +53,7 @@ def partition_of(
     """
     zero = config.zero_optimization
     stage = STAGES[zero.stage]
-    is_alone = world_size == 1 or (zero.stage == 3 and zero.mics_shard_size == 1)
+    is_alone = world_size == 1 or (stage.weights and zero.mics_shard_size == 1)
     if not is_alone or keeps_weights_off:
         return stage
     return replace(stage, weights=False) if lands_gradients and stage.gradients else Partition()
@@ -64,7 +64,7 @@ def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
     zero = config.zero_optimization
     route = Route.SCATTER
     if not zero.reduce_scatter:
-        together = zero.use_multi_rank_bucket_allreduce or zero.stage == 3
+        together = zero.use_multi_rank_bucket_allreduce or STAGES[zero.stage].weights
         route = Route.ALL_REDUCE if together else Route.OWNERS
     return Reduction(
         adds_up=config.gradient_allreduce_op == "sum",
@@ -153,7 +153,7 @@ def limits_of(config: Config, shards: int = 1) -> Limits:
     """
     zero = config.zero_optimization
     largest = zero.reduce_bucket_size
-    if zero.stage == 3:
+    if STAGES[zero.stage].weights:
         # There a bucket is gathered whole, for each use.
         largest = min(largest, zero.allgather_bucket_size or largest)
         offload = zero.offload_param

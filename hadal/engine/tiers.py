@@ -15,7 +15,7 @@ from hadal.offload import BufferPool, DiskStore, settings_of
 from hadal.offload.walk import Pace
 from hadal.optim.on_disk import DiskSteps
 from hadal.zero.grouping import BucketPlan
-from hadal.zero.policy import Residence, Tier
+from hadal.zero.policy import STAGES, Residence, Tier
 from hadal.zero.resting import Home
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -28,7 +28,7 @@ def residence_of(config: Config) -> Residence:
     """Where the configuration lets shards rest."""
     zero = config.zero_optimization
     weights, optimizer = zero.offload_param, zero.offload_optimizer
-    cuts_weights = zero.stage == 3 and weights is not None
+    cuts_weights = STAGES[zero.stage].weights and weights is not None
     return Residence(
         weights=_TIERS[weights.device] if cuts_weights and weights else Tier.DEVICE,
         optimizer=_TIERS[optimizer.device] if optimizer else Tier.DEVICE,

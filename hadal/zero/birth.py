@@ -16,7 +16,7 @@ from hadal.config import load_config
 from hadal.config.reading import read
 from hadal.errors import UsageError
 from hadal.offload import IoSettings, settings_of
-from hadal.zero.policy import Tier
+from hadal.zero.policy import STAGES, Tier
 
 _SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization", "aio")
 
@@ -83,8 +83,9 @@ def birth_of(source: Any) -> Birth:
         dtype = torch.bfloat16
     zero = config.zero_optimization
     offload = zero.offload_param
-    # Without a stage, the configuration of a model that is cut here means stage 3.
-    is_said = offload is not None and (zero.stage == 3 or "stage" not in _zero_section(raw))
+    # Without a stage, the configuration of a model that is cut here means one that cuts weights.
+    is_cut = STAGES[zero.stage].weights or "stage" not in _zero_section(raw)
+    is_said = offload is not None and is_cut
     return Birth(
         dtype,
         zero.override_module_apply,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hadal.zero.policy import Tier
+from hadal.zero.policy import STAGES, Partition, Tier
 
 _GB = 1e9
 _FP32_NBYTES = 4
@@ -187,17 +187,17 @@ def states_of(
     stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
 ) -> States:
     """What one rank holds between the steps, and before them of gradients; within 1 % (padding)."""
-    rest = rest or Rest()
+    rest, cut = rest or Rest(), STAGES[stage]
     return States(
-        _weights(stage, model, job, cost, rest),
-        _gradients(stage, model, job, cost, rest),
-        _optimizer(stage, model, job, cost, rest),
-        _buffers(stage, model, job, cost, rest),
+        _weights(cut, model, job, cost, rest),
+        _gradients(cut, model, job, cost, rest),
+        _optimizer(cut, model, job, cost, rest),
+        _buffers(cut, model, job, cost, rest),
     )
 
 
-def _weights(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
-    if stage < 3:
+def _weights(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    if not cut.weights:
         return Held(cost.weight * model.numel)
     sharded = model.numel - model.persistent
     second = math.ceil(sharded / job.second_copy_devices) if job.second_copy_devices > 1 else 0
@@ -207,19 +207,19 @@ def _weights(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held
     return found.plus(Held.at(rest.weights, cost.weight * (shard - on_host)))
 
 
-def _gradients(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+def _gradients(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
     """Those of an update, when all have arrived."""
     whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
-    landed = _part_off(rest, shard if stage else whole)
-    if stage < 2:
+    landed = _part_off(rest, shard if cut.optimizer else whole)
+    if not cut.gradients:
         return Held(whole, landed)
     return Held(shard - landed, landed)
 
 
-def _optimizer(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
-    numel = math.ceil(model.trained / (job.cuts if stage else 1))
+def _optimizer(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+    numel = math.ceil(model.trained / (job.cuts if cut.optimizer else 1))
     off = _part_off(rest, numel)
-    weights = rest.weights if stage == 3 else Tier.DEVICE
+    weights = rest.weights if cut.weights else Tier.DEVICE
     found = Held()
     for part, tier in ((off, rest.optimizer), (numel - off, Tier.DEVICE)):
         master = cost.master or (cost.weight if _parts_master(weights, tier) else 0)
@@ -227,14 +227,14 @@ def _optimizer(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> He
     return found
 
 
-def _buffers(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+def _buffers(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
     found = 0
-    off = _part_off(rest, math.ceil(model.trained / (job.cuts if stage else 1)))
+    off = _part_off(rest, math.ceil(model.trained / (job.cuts if cut.optimizer else 1)))
     if off and rest.optimizer is Tier.DISK:
         itemsize = max(cost.master or cost.weight, cost.moment)
         found += rest.buffers.state_nbytes(off, itemsize)
     shard = math.ceil((model.numel - model.persistent) / job.cuts)
-    if stage == 3 and rest.weights is Tier.DISK and shard > rest.in_host_numel:
+    if cut.weights and rest.weights is Tier.DISK and shard > rest.in_host_numel:
         found += rest.buffers.weights_nbytes
     return Held(host=found)
 
@@ -259,6 +259,11 @@ def device_nbytes(
 def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
     """Bytes of the largest layer on a device in its turn: whole, and so is its gradient."""
     return (cost.weight + cost.gradient) * model.largest
+
+
+def layers_take_turns(stage: int, job: Job, rest: Rest) -> bool:
+    """Whether layers are made whole one after the other: alone on a device all of them are."""
+    return STAGES[stage].weights and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
 
 
 def host_nbytes(model: Model, job: Job, *, born_sharded: bool) -> int:
@@ -431,8 +436,7 @@ class _Row(NamedTuple):
 
 def _row(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> _Row:
     held = states_of(stage, model, job, cost, rest).total
-    # Alone on a device all layers are whole, if they rest there.
-    in_turn = stage == 3 and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
+    in_turn = layers_take_turns(stage, job, rest)
     resting = job.devices_per_node * held.host
     return _Row(
         held.device + in_turn * layer_nbytes(model, cost),
