@@ -244,7 +244,7 @@ def _start(case: Case, options: argparse.Namespace) -> tuple[hadal.Engine, float
 def _held(engine: hadal.Engine) -> dict[str, int]:
     """The bytes of model state on this rank at the end of a backward, by kind."""
     runtime = engine._parts.runtime
-    weights = [t for b in runtime.buckets for t in (b.full, b.shard, b._secondary)]
+    weights = [t for b in runtime.buckets for t in (b.full, b.shard, b.node_copy.kept)]
     masters = [b.master for b in runtime.buckets]
     gradients = [t for g in runtime.gradients for t in (g.full, g.reduced)]
     state = engine.optimizer.state.values()

@@ -11,29 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hadal.comm import Ranks
-from hadal.comm.codecs.codec import Codec
-from hadal.comm.coded import start_coded_gather
-from hadal.comm.collectives import (
-    broadcast_,
-    slice_of,
-    start_all_gather,
-    start_broadcasts,
-    start_gather_by_sum,
-    start_gather_in_hops,
-    start_gather_in_pieces,
-)
+from hadal.comm.collectives import broadcast_
 from hadal.comm.pending import Pending
-from hadal.errors import ModelError, ShardedAccessError
 from hadal.offload.crossing import Sending
 from hadal.offload.runs import DiskRun, RunCut
 from hadal.zero.coded_resting import CodedResting
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
+from hadal.zero.filling import Filling
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
+from hadal.zero.node_copy import NodeCopy
 from hadal.zero.policy import Partition, Precision, Refresh, Transport
 from hadal.zero.resting import Home, Resting
 from hadal.zero.sharing import Sharing
+from hadal.zero.views import Views, views_of
 
 _REFRESH = Refresh()
 _ON_DEVICE = Home()
@@ -58,8 +49,7 @@ class Bucket:
     view of `full` unless weights are partitioned) and, for what is trained, `master` (the values
     that the optimizer updates, for elements `span` of the bucket; the weights themselves where
     they already have the master's dtype, and lie where updates are made). Where a node keeps a
-    second copy of weights, my cut of that one too, left behind when `full` is freed: from then on,
-    until weights change, `full` is gathered from the node alone.
+    second copy of weights, my cut of that one too (`node_copy`).
 
     Where weights travel coded, `full` holds what was decoded of them, on every rank the same, and
     the shard stays what it is. An `exact` gather brings the shards themselves.
@@ -89,7 +79,6 @@ class Bucket:
         self.ranks = sharing.ranks
         self.trainable = plan.trainable
         self.row_numel = plan.row_numel
-        self._refresh = refresh
         self.device = device
         self.parameters: Sequence[nn.Parameter]
         members = sorted(plan.members, key=lambda member: member.group)
@@ -103,7 +92,9 @@ class Bucket:
             sharing.copies,
         )
         others = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        self._gather_label = f"the gather of {self.name} ({members[0].name}{others})"
+        self._filling = Filling(
+            sharing, transport.gathers_by_sum, refresh, self.name, f"{members[0].name}{others}"
+        )
         cut = plan.partition.optimizer or plan.partition.weights
         self.span = self.layout.span(sharing.shards.rank) if cut else (0, self.layout.numel)
         self.state = Weights.FULL
@@ -117,9 +108,7 @@ class Bucket:
         self._places = range(0)
         # My cut of what was decoded, as it arrived; None where `full` holds the shards themselves.
         self._arrived: Tensor | None = None
-        self._secondary: Tensor | None = None
-        # Whether the node's copy is of the present weights: the same on all ranks at each gather.
-        self._is_near = False
+        self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
         self._adopt()
 
@@ -130,7 +119,7 @@ class Bucket:
             self.precision,
             self.sharing,
             self.device,
-            self._refresh,
+            self._filling.refresh,
             self.home,
             self.transport,
         )
@@ -139,7 +128,7 @@ class Bucket:
         """Call the parameters by other full names, in their order."""
         pairs = zip(self.layout.slots, names, strict=True)
         slots = tuple(dataclasses.replace(slot, name=name) for slot, name in pairs)
-        self.layout = dataclasses.replace(self.layout, slots=slots)
+        self.layout = self._views.layout = dataclasses.replace(self.layout, slots=slots)
 
     # ---- laying down -----------------------------------------------------------------------------
 
@@ -159,15 +148,7 @@ class Bucket:
         self.full: Tensor = given.to(self.precision.compute)
         with self.home.as_one(self.ranks, f"laying {self.name} down"):
             self._lay_to_rest(given)
-        self._views = self.views_of(self.full)
-        # One element each, so that a write to one freed parameter cannot reach another.
-        nans = torch.full((len(self.parameters),), torch.nan, dtype=self.full.dtype).to(self.device)
-        self._placeholders = [
-            nans[index].expand(slot.shape) for index, slot in enumerate(self.layout.slots)
-        ]
-        self._nans = nans
-        self._versions = [0] * len(self.parameters)
-        self._point_at(self._views)
+        self._views = Views(self.parameters, self.layout, self.full, self.ranks.rank)
 
     def _lay_to_rest(self, given: Tensor) -> None:
         start, stop = self.span
@@ -285,7 +266,7 @@ class Bucket:
 
     def read_ahead(self) -> None:
         """Begin to read what the next gather needs of the disk, if there is room to."""
-        if self.state is Weights.SHARDED and not self._is_near:
+        if self.state is Weights.SHARDED and not self.node_copy.is_current:
             self._shard.start_reading()
 
     def forget_ahead(self) -> None:
@@ -300,33 +281,28 @@ class Bucket:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view of `flat` (1-D, laid out like this bucket) for each parameter, in its shape."""
-        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self.layout.slots]
-
-    def _point_at(self, values: Sequence[Tensor]) -> None:
-        for index, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
-            parameter.data = value
-            self._versions[index] = parameter._version
+        return views_of(flat, self.layout)
 
     def show(self, values: Sequence[Tensor]) -> None:
         """Make the parameters look at values that are not this bucket's own, while SHARDED."""
-        self._point_at(values)
+        self._views.look_at(values)
 
     def hide(self) -> None:
         """The parameters hold placeholders: undoes `show`, or goes before memory is given back."""
-        self._point_at(self._placeholders)
+        self._views.look_at_placeholders()
 
     def reveal(self) -> None:
         """After `hide`: the parameters look into the full buffer again, where it is there."""
         if self.state is Weights.FULL:
-            self._point_at(self._views)
+            self._views.look_into_full()
 
     def tensors_of_weights(self) -> Iterator[Tensor]:
         """What weights take of memory: my cut of them, and all that is gathered."""
         if self.state is Weights.FULL:
             yield self.full
         yield from self._shard.held
-        if self._secondary is not None:
-            yield self._secondary
+        if self.node_copy.kept is not None:
+            yield self.node_copy.kept
         if self._arrived is not None:
             yield self._arrived
 
@@ -346,7 +322,7 @@ class Bucket:
         """Begin to gather the full buffer: SHARDED to ARRIVING."""
         if self.state is not Weights.SHARDED:
             return
-        self._check_placeholders()
+        self._views.check_placeholders()
         # Views that autograd saved look into this storage. It is resized, never replaced.
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         self._places = self.gatherers_of(exact=exact)
@@ -365,7 +341,7 @@ class Bucket:
             self._arrived = self.full[self.span[0] : self.span[1]].clone()
         if self.on_gather is not None:
             self.on_gather(self.full, self._places)
-        self._point_at(self._views)
+        self._views.look_into_full()
         self.state = Weights.FULL
 
     def unshard(self, *, exact: bool = False) -> None:
@@ -381,11 +357,11 @@ class Bucket:
         """
         if not self.partition.weights or self.state is not Weights.FULL:
             return
-        if not in_use or self._compares_for_nothing or self._was_written:
+        if not in_use or self._compares_for_nothing or self._views.were_written:
             self.absorb_edits()
-        if self._is_near and self._holds_what_travels:
-            self._leave_secondary(self.full)
-        self._point_at(self._placeholders)
+        if self.node_copy.is_current and self._holds_what_travels:
+            self.node_copy.keep(self.full)
+        self._views.look_at_placeholders()
         self._arrived = None
         self.full.untyped_storage().resize_(0)
         self.state = Weights.SHARDED
@@ -394,24 +370,20 @@ class Bucket:
     def _compares_for_nothing(self) -> bool:
         return self.device.type == "cpu" and (self.is_rounded or not self._shard.is_away)
 
-    @property
-    def _was_written(self) -> bool:
-        pairs = zip(self.parameters, self._versions, strict=True)
-        return any(parameter._version != version for parameter, version in pairs)
-
     def serve(self, *, exact: bool = False) -> None:
         """Give my shard to ranks that gather this bucket while I do not use it."""
-        was_near, places = self._is_near, self.gatherers_of(exact=exact)
+        was_current, places = self.node_copy.is_current, self.gatherers_of(exact=exact)
         scratch = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.device)
         self._start_gather(scratch, exact=exact).wait()
         if self.on_gather is not None:
             self.on_gather(scratch, places)
-        if self._is_near and not was_near and not self._holds_what_travels:
-            self._leave_secondary(scratch)
+        is_new = self.node_copy.is_current and not was_current
+        if is_new and not self._holds_what_travels:
+            self.node_copy.keep(scratch)
 
     def gatherers_of(self, *, exact: bool = False) -> range:
         """The places, among all ranks, of those that take part in my next gather."""
-        is_near = self._is_near and not (exact and self.rounds)
+        is_near = self.node_copy.is_current and not (exact and self.rounds)
         return self.sharing.places_of_node if is_near else self.sharing.places
 
     @property
@@ -421,70 +393,28 @@ class Bucket:
 
     def _start_gather(self, full: Tensor, *, exact: bool) -> Pending:
         """Begin to fill `full`: from the node, where its copy holds, else from all shards."""
-        node, is_apart = self.sharing.node, exact and self.rounds
+        is_apart = exact and self.rounds
         if is_apart:
             # The node's copy is of what forward and backward use, and may be stale behind this.
-            self._is_near = False
-        if node is not None and self._is_near:
-            slice_of(full, node.rank, node).copy_(self._near_shard())
-            return self._gather_over(node, full)
-        if not is_apart:
-            # What is gathered now leaves the node's copy behind.
-            self._is_near = node is not None
+            self.node_copy.outdate()
+        elif self.node_copy.is_current:
+            return self.node_copy.start_gather(full, self._full_to_lend(), self._filling.over)
+        else:
+            self.node_copy.expect()
         place, codec = full[self.span[0] : self.span[1]], None if is_apart else self._codec
-        return self._shard.fill(place, partial(self._gather_over_all, full, codec))
+        return self._shard.fill(place, partial(self._filling.over_shards, full, codec))
 
-    def _gather_over_all(self, full: Tensor, codec: Codec | None) -> Pending:
-        if codec is not None:
-            gather = partial(self._gather_over_all, codec=None)
-            return start_coded_gather(full, self.sharing.shards, codec, gather)
-        hops = self.sharing.hops
-        if hops is not None:
-            return start_gather_in_hops(full, *hops, self._gather_label)
-        return self._gather_over(self.sharing.shards, full)
-
-    def _gather_over(self, ranks: Ranks, full: Tensor) -> Pending:
-        by_sum = self.transport.gathers_by_sum
-        gather = start_gather_by_sum if by_sum else start_all_gather
-        return gather(full, ranks, self._gather_label)
-
-    def _near_shard(self) -> Tensor:
-        """My cut of the node's copy of the weights."""
+    def _full_to_lend(self) -> Tensor | None:
+        """The full buffer, once it is gathered, if it is there as others need it."""
         if not self._holds_what_travels:
-            assert self._secondary is not None  # what was gathered has left it behind
-            return self._secondary
+            return None
         if self._pending is not None:
             self._pending.wait()
-        assert self.sharing.node is not None  # the copy is cut over it
-        return slice_of(self.full, self.sharing.node.rank, self.sharing.node)
-
-    def _leave_secondary(self, full: Tensor) -> None:
-        assert self.sharing.node is not None  # the copy is cut over it
-        near = slice_of(full, self.sharing.node.rank, self.sharing.node)
-        if self._secondary is None:
-            self._secondary = near.clone()
-        else:
-            self._secondary.copy_(near)
+        return self.full
 
     def outdate(self) -> None:
         """The shards have new values: the next gather is over all of them. All ranks call it."""
-        self._is_near = False
-
-    def _check_placeholders(self) -> None:
-        """Refuse to go on where a freed parameter was written to: the write would be lost."""
-        self.check_links()
-        for index, parameter in enumerate(self.parameters):
-            if parameter._version != self._versions[index]:
-                raise ShardedAccessError(self._lost_write(index))
-        if self.device.type == "cpu" and not bool(self._nans.isnan().all()):
-            raise ShardedAccessError(self._lost_write(int(self._nans.isnan().int().argmin())))
-
-    def _lost_write(self, index: int) -> str:
-        return (
-            f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} was written to"
-            " while its values were spread over the ranks, so the write reached nothing. Write"
-            " inside `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
-        )
+        self.node_copy.outdate()
 
     # ---- master and weights ----------------------------------------------------------------------
 
@@ -520,10 +450,7 @@ class Bucket:
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
             return None
-        label = f"the refresh of {self.name}"
-        if self._refresh.broadcasts:
-            return start_broadcasts(self.full, self.sharing.shards, label)
-        return start_gather_in_pieces(self.full, self.sharing.shards, label, self._refresh.numel)
+        return self._filling.refreshed(self.full)
 
     def absorb_edits(self) -> None:
         """Put weights that the user changed since the last look into shard and master.
@@ -566,30 +493,13 @@ class Bucket:
 
     def take_back(self) -> None:
         """Copy values that were assigned (`parameter.data = tensor`) into their place here."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
-                view.copy_(parameter.detach())
-        self._point_at(self._views)
+        self._views.take_back()
 
     def check_links(self) -> None:
         """Raise `ModelError` for a parameter that no longer looks where this bucket put it."""
         if self.state is not Weights.ARRIVING:
-            for index in range(len(self.parameters)):
-                self._check_link(index)
-
-    def _check_link(self, index: int) -> None:
-        parameter = self.parameters[index]
-        expected = (self._views if self.state is Weights.FULL else self._placeholders)[index]
-        moved = parameter.data_ptr() != expected.data_ptr() and expected.numel() > 0
-        if moved or parameter.dtype != expected.dtype:
-            raise ModelError(
-                f"rank {self.ranks.rank}: parameter {self.layout.slots[index].name} left its"
-                f" bucket: it is now {parameter.dtype} on {parameter.device} in memory of its own"
-                f" (expected {expected.dtype} on {expected.device}). Call .to(), .float() and the"
-                " like before hadal.initialize, and change weights in place only."
-            )
+            self._views.check_links(is_full=self.state is Weights.FULL)
 
     def release(self) -> None:
         """Give every parameter memory of its own again, with its present (whole) values."""
-        for parameter in self.parameters:
-            parameter.data = parameter.detach().clone()
+        self._views.release()

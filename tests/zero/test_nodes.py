@@ -114,7 +114,7 @@ def held_numels(settings: dict[str, Any]) -> tuple[int, int, int]:
     buckets = engine._parts.runtime.buckets
     with torch.no_grad():
         engine(inputs_of(9))
-    secondary = [b._secondary for b in buckets if b._secondary is not None]
+    secondary = [b.node_copy.kept for b in buckets if b.node_copy.kept is not None]
     moments = [state["exp_avg"] for state in engine.optimizer.state.values()]
     found = [sum(t.numel() for t in kind) for kind in ([b.master for b in buckets], moments)]
     engine.destroy()

@@ -1,0 +1,59 @@
+"""A second copy of one bucket's weights, cut over the ranks of a node (hpZ; Wang 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import slice_of
+from hadal.comm.pending import Pending
+
+
+class NodeCopy:
+    """My cut of the copy that the ranks of `node` hold together; None: there is no such copy.
+
+    What a gather over all shards has brought leaves the copy behind when it is freed: each rank
+    keeps its cut. From then on, until weights change, full buffers are gathered from the node
+    alone.
+    """
+
+    def __init__(self, node: Ranks | None) -> None:
+        self._node = node
+        self.is_current = False
+        """Whether it is of the present weights: the same on all ranks at each gather."""
+        self.kept: Tensor | None = None
+        """My cut, as the last full buffer left it."""
+
+    def outdate(self) -> None:
+        """Weights have changed, or a gather leaves nothing behind."""
+        self.is_current = False
+
+    def expect(self) -> None:
+        """What is being gathered now leaves it behind."""
+        self.is_current = self._node is not None
+
+    def keep(self, full: Tensor) -> None:
+        """Keep my cut of a full buffer."""
+        mine = self._cut_of(full)
+        if self.kept is None:
+            self.kept = mine.clone()
+        else:
+            self.kept.copy_(mine)
+
+    def start_gather(
+        self, full: Tensor, source: Tensor | None, gather: Callable[[Ranks, Tensor], Pending]
+    ) -> Pending:
+        """Begin to fill `full` from the node.
+
+        `source` is a full buffer that holds the weights already; None: my cut was kept.
+        """
+        mine = self.kept if source is None else self._cut_of(source)
+        assert self._node is not None and mine is not None  # it is of the present weights
+        self._cut_of(full).copy_(mine)
+        return gather(self._node, full)
+
+    def _cut_of(self, full: Tensor) -> Tensor:
+        assert self._node is not None  # the copy is cut over it
+        return slice_of(full, self._node.rank, self._node)

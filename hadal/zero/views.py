@@ -1,0 +1,113 @@
+"""What the parameters of a bucket look at, and what it means where one no longer does.
+
+They look into the full buffer while it is there and at placeholders while it is freed. A parameter
+that was given other memory has left its bucket; a write to a placeholder reaches nothing. Both are
+told by the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hadal.errors import ModelError, ShardedAccessError
+from hadal.zero.layout import Layout
+
+
+class Views:
+    """The parameters of one bucket, and where they look: at first into the full buffer."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layout: Layout, full: Tensor, rank: int
+    ) -> None:
+        self.layout = layout
+        self._parameters = parameters
+        self._rank = rank
+        self._into_full = views_of(full, layout)
+        # One element each, so that a write to one freed parameter cannot reach another.
+        self._nans = torch.full((len(parameters),), torch.nan, dtype=full.dtype).to(full.device)
+        self._placeholders = [
+            self._nans[index].expand(slot.shape) for index, slot in enumerate(layout.slots)
+        ]
+        self._versions = [0] * len(parameters)
+        self.look_into_full()
+
+    def look_into_full(self) -> None:
+        """The parameters look into the full buffer."""
+        self.look_at(self._into_full)
+
+    def look_at_placeholders(self) -> None:
+        """The parameters hold their shapes, and no values."""
+        self.look_at(self._placeholders)
+
+    def look_at(self, values: Sequence[Tensor]) -> None:
+        """The parameters look at these values, one for each."""
+        for index, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
+            parameter.data = value
+            self._versions[index] = parameter._version
+
+    def take_back(self) -> None:
+        """Copy values that were assigned (`parameter.data = tensor`) into their place."""
+        for parameter, view in zip(self._parameters, self._into_full, strict=True):
+            if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
+                view.copy_(parameter.detach())
+        self.look_into_full()
+
+    def release(self) -> None:
+        """Give every parameter memory of its own, with its present (whole) values."""
+        for parameter in self._parameters:
+            parameter.data = parameter.detach().clone()
+
+    # ---- what may have happened to them ----------------------------------------------------------
+
+    @property
+    def were_written(self) -> bool:
+        """Whether torch has counted a write to a parameter since it was made to look here."""
+        pairs = zip(self._parameters, self._versions, strict=True)
+        return any(parameter._version != version for parameter, version in pairs)
+
+    def check_placeholders(self) -> None:
+        """Refuse to go on where a freed parameter was written to: the write would be lost.
+
+        Raises:
+            ModelError: a parameter looks elsewhere.
+            ShardedAccessError: one was written to.
+        """
+        self.check_links(is_full=False)
+        for index, parameter in enumerate(self._parameters):
+            if parameter._version != self._versions[index]:
+                raise ShardedAccessError(self._lost_write(index))
+        if self._nans.device.type == "cpu" and not bool(self._nans.isnan().all()):
+            raise ShardedAccessError(self._lost_write(int(self._nans.isnan().int().argmin())))
+
+    def _lost_write(self, index: int) -> str:
+        return (
+            f"rank {self._rank}: parameter {self.layout.slots[index].name} was written to"
+            " while its values were spread over the ranks, so the write reached nothing. Write"
+            " inside `with hadal.zero.GatheredParameters([parameter], modifier_rank=0):`."
+        )
+
+    def check_links(self, *, is_full: bool) -> None:
+        """Raise `ModelError` for a parameter that looks neither into the full buffer nor, where
+        that is freed, at its placeholder.
+        """
+        for index, expected in enumerate(self._into_full if is_full else self._placeholders):
+            self._check_link(index, expected)
+
+    def _check_link(self, index: int, expected: Tensor) -> None:
+        parameter = self._parameters[index]
+        moved = parameter.data_ptr() != expected.data_ptr() and expected.numel() > 0
+        if moved or parameter.dtype != expected.dtype:
+            raise ModelError(
+                f"rank {self._rank}: parameter {self.layout.slots[index].name} left its"
+                f" bucket: it is now {parameter.dtype} on {parameter.device} in memory of its own"
+                f" (expected {expected.dtype} on {expected.device}). Call .to(), .float() and the"
+                " like before hadal.initialize, and change weights in place only."
+            )
+
+
+def views_of(flat: Tensor, layout: Layout) -> list[Tensor]:
+    """A view of `flat` (1-D, laid out so) for each parameter, in its shape."""
+    return [flat[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
