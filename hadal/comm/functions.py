@@ -18,88 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from hadal.comm.call import Call, Group
 from hadal.comm.comms_log import Record, numbers_of, opened
-from hadal.comm.start import get_rank
 from hadal.comm.watchdog import watched
-from hadal.comm.works import NamedWork, failure
+from hadal.comm.works import NamedWork
 from hadal.errors import UsageError
-
-Group = dist.ProcessGroup | None
 
 # torch 2.13 renamed these; the library supports 2.11 too.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class _Call:
-    """One call: what it is named by in the log and in errors."""
-
-    __slots__ = ("group", "label", "operation", "tensors", "times")
-
-    def __init__(
-        self,
-        operation: str,
-        tensors: Tensor | Sequence[Tensor],
-        group: Group,
-        label: str,
-        times: int = 1,
-    ) -> None:
-        self.operation = operation
-        self.tensors = tensors
-        self.group = group
-        self.label = label
-        self.times = times
-
-    def run(self, function: Callable[..., Any], *args: Any, is_async: bool, **rest: Any) -> Any:
-        """Make it, at once or as a work under way."""
-        if torch.compiler.is_compiling():
-            return function(*args, **rest)
-        record = opened(self.operation, self.tensors, self.group, self.label, self.times)
-        try:
-            if is_async:
-                return self._handed(function(*args, **rest), record)
-            with watched(self.label or self.operation):
-                found = function(*args, **rest)
-        except (RuntimeError, dist.DistError) as error:
-            raise self.failed(error, record) from error
-        if record is not None:
-            record.end()
-        return found
-
-    def _handed(self, work: Any, record: Record | None) -> Any:
-        """The work for the caller: it names its own fault, unless he names what he waits for."""
-        if work is None or (self.label and record is None):
-            return work
-        return NamedWork(work, self.failed, None if record is None else record.parts(1)[0])
-
-    @contextmanager
-    def named(self, record: Record | None) -> Iterator[None]:
-        """Let a fault say what failed."""
-        try:
-            yield
-        except (RuntimeError, dist.DistError) as error:
-            raise self.failed(error, record) from error
-
-    def failed(self, error: Exception, record: Record | None = None) -> Exception:
-        """What to raise where the backend reports `error`."""
-        if record is not None:
-            record.give_up()
-        found = [self.tensors] if isinstance(self.tensors, Tensor) else self.tensors
-        nbytes = sum(one.nbytes for one in found) * self.times
-        dtype = f" of {found[0].dtype}" if found else ""
-        group = self.group if isinstance(self.group, dist.ProcessGroup) else dist.group.WORLD
-        name = "" if group is None else f" of the group {group.group_name!r}"
-        among = f"{self.operation} of {nbytes} bytes{dtype} among ranks {_shown(self.group)}{name}"
-        label = self.label or self.operation
-        return failure(label, error, f"{among}, on rank {get_rank()}")
-
-
-def _shown(group: Group) -> str:
-    """The numbers of ranks; of many, the first and the last."""
-    numbers = numbers_of(group)
-    if len(numbers) > 8:
-        return f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}] ({len(numbers)} ranks)"
-    return str(list(numbers))
 
 
 # ---- from all to all -----------------------------------------------------------------------------
@@ -114,7 +41,7 @@ def all_reduce(
     label: str = "",
 ) -> Any:
     """Replace a tensor by its sum (or what `op` says) over all ranks."""
-    call = _Call("all_reduce", tensor, group, label)
+    call = Call("all_reduce", tensor, group, label)
     return call.run(dist.all_reduce, tensor, op, group, async_op, is_async=async_op)
 
 
@@ -138,7 +65,7 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Any:
     """Fill a list with the tensors of all ranks."""
-    call = _Call("all_gather", tensor_list, group, "")
+    call = Call("all_gather", tensor_list, group, "")
     return call.run(dist.all_gather, tensor_list, tensor, group, async_op, is_async=async_op)
 
 
@@ -151,7 +78,7 @@ def all_gather_into_tensor(
     label: str = "",
 ) -> Any:
     """Fill one tensor with those of all ranks, end to end."""
-    call = _Call("all_gather", output_tensor, group, label)
+    call = Call("all_gather", output_tensor, group, label)
     return call.run(
         _all_gather, output_tensor, input_tensor, group=group, async_op=async_op, is_async=async_op
     )
@@ -186,7 +113,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """Give each rank the sum of the tensors that stand in its place of everybody's list."""
-    call = _Call("reduce_scatter", input_list, group, "")
+    call = Call("reduce_scatter", input_list, group, "")
     return call.run(dist.reduce_scatter, output, input_list, op, group, async_op, is_async=async_op)
 
 
@@ -200,7 +127,7 @@ def reduce_scatter_tensor(
     label: str = "",
 ) -> Any:
     """Give each rank its even cut of the sum of everybody's tensor."""
-    call = _Call("reduce_scatter", input, group, label)
+    call = Call("reduce_scatter", input, group, label)
     return call.run(
         _reduce_scatter, output, input, op=op, group=group, async_op=async_op, is_async=async_op
     )
@@ -213,7 +140,7 @@ def all_to_all(
     async_op: bool = False,
 ) -> Any:
     """Send each rank its tensor of a list, and fill another list with what they send."""
-    call = _Call("all_to_all", input_tensor_list, group, "")
+    call = Call("all_to_all", input_tensor_list, group, "")
     return call.run(
         dist.all_to_all,
         output_tensor_list,
@@ -235,7 +162,7 @@ def all_to_all_single(
     label: str = "",
 ) -> Any:
     """As `all_to_all`, of cuts of one tensor: even ones, or of so many rows."""
-    call = _Call("all_to_all", input, group, label)
+    call = Call("all_to_all", input, group, label)
     splits = output_split_sizes, input_split_sizes
     return call.run(
         dist.all_to_all_single, output, input, *splits, group, async_op, is_async=async_op
@@ -257,7 +184,7 @@ def broadcast(
     """Give all ranks the values of the one numbered `src` in the world, or `group_src` in the
     group.
     """
-    call = _Call("broadcast", tensor, group, label)
+    call = Call("broadcast", tensor, group, label)
     return call.run(
         dist.broadcast, tensor, src, group, async_op, is_async=async_op, group_src=group_src
     )
@@ -274,7 +201,7 @@ def reduce(
     label: str = "",
 ) -> Any:
     """Replace a tensor on one rank by its sum over all ranks; what others have is lost."""
-    call = _Call("reduce", tensor, group, label)
+    call = Call("reduce", tensor, group, label)
     return call.run(
         dist.reduce, tensor, dst, op, group, async_op, is_async=async_op, group_dst=group_dst
     )
@@ -289,7 +216,7 @@ def gather(
     group_dst: int | None = None,
 ) -> Any:
     """Fill a list on one rank with the tensors of all."""
-    call = _Call("gather", tensor, group, "", len(numbers_of(group)))
+    call = Call("gather", tensor, group, "", len(numbers_of(group)))
     return call.run(
         dist.gather, tensor, gather_list, dst, group, async_op, group_dst, is_async=async_op
     )
@@ -304,7 +231,7 @@ def scatter(
     group_src: int | None = None,
 ) -> Any:
     """Fill the tensor of each rank from a list that one rank has."""
-    call = _Call("scatter", tensor, group, "", len(numbers_of(group)))
+    call = Call("scatter", tensor, group, "", len(numbers_of(group)))
     return call.run(
         dist.scatter, tensor, scatter_list, src, group, async_op, group_src, is_async=async_op
     )
@@ -321,7 +248,7 @@ def send(
     group_dst: int | None = None,
 ) -> None:
     """Give a tensor to another rank."""
-    call = _Call("send", tensor, group, "")
+    call = Call("send", tensor, group, "")
     call.run(dist.send, tensor, dst, group, tag, group_dst, is_async=False)
 
 
@@ -333,7 +260,7 @@ def recv(
     group_src: int | None = None,
 ) -> int:
     """Fill a tensor with what another rank sends, or any; return that rank's number."""
-    call = _Call("recv", tensor, group, "")
+    call = Call("recv", tensor, group, "")
     sender: int = call.run(dist.recv, tensor, src, group, tag, group_src, is_async=False)
     return sender
 
@@ -346,7 +273,7 @@ def isend(
     group_dst: int | None = None,
 ) -> Any:
     """As `send`, of which the end is to be waited for."""
-    call = _Call("send", tensor, group, "")
+    call = Call("send", tensor, group, "")
     return call.run(dist.isend, tensor, dst, group, tag, group_dst, is_async=True)
 
 
@@ -358,7 +285,7 @@ def irecv(
     group_src: int | None = None,
 ) -> Any:
     """As `recv`, of which the end is to be waited for."""
-    call = _Call("recv", tensor, group, "")
+    call = Call("recv", tensor, group, "")
     return call.run(dist.irecv, tensor, src, group, tag, group_src, is_async=True)
 
 
@@ -382,7 +309,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> list[Any]:
         operation = "send" if one.op is dist.isend else "recv"
         records.append(opened(operation, one.tensor, one.group, ""))
     tensors = [one.tensor for one in p2p_op_list]
-    call = _Call("send", tensors, p2p_op_list[0].group if p2p_op_list else None, "")
+    call = Call("send", tensors, p2p_op_list[0].group if p2p_op_list else None, "")
     with call.named(None):
         works = dist.batch_isend_irecv(list(p2p_op_list))
     parts = [record.parts(len(works)) for record in records if record is not None]
@@ -460,7 +387,7 @@ def scatter_object_list(
 
 @contextmanager
 def _of_objects(operation: str, group: Group, label: str) -> Iterator[Record | None]:
-    call = _Call(operation, (), group, label)
+    call = Call(operation, (), group, label)
     record = opened(operation, (), group, label)
     with call.named(record), watched(label or f"{operation} of objects"):
         yield record
@@ -484,7 +411,7 @@ def barrier(
     """Wait until every rank of a group has come here; without a process group, for nobody."""
     if not dist.is_initialized():
         return None
-    call = _Call("barrier", (), group, "" if async_op else "a barrier")
+    call = Call("barrier", (), group, "" if async_op else "a barrier")
     rest = {} if timeout is None else {"timeout": timeout}
     return call.run(dist.barrier, group, async_op, device_ids, is_async=async_op, **rest)
 
@@ -493,7 +420,7 @@ def monitored_barrier(
     group: Group = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
     """As `barrier`, on a group of gloo's: rank 0 tells who has not come."""
-    call = _Call("barrier", (), group, "a monitored barrier")
+    call = Call("barrier", (), group, "a monitored barrier")
     call.run(dist.monitored_barrier, group, timeout, wait_all_ranks, is_async=False)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -36,11 +36,13 @@ from hadal.zero.agreement import (
     Met,
 )
 from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.calls import Calls
 from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.trace import Kind, Recorder
+from hadal.zero.uses import Uses
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +69,11 @@ class Gathering:
         self.phase = Phase.IDLE
         self._ranks = ranks
         self._limits = limits
-        self._agreement = Agreement(ranks, self._gather, self._lend_to, self._name)
+        self._uses = Uses()
+        self._calls = Calls(self._uses)
+        calls = self._calls
+        self._agreement = Agreement(ranks, calls.gather, calls.lend_to, calls.name)
         self._paths = Paths(ranks, limits, divergence)
-        self._uses: dict[Unit, list[Bucket]] = {}
         self.take_up(buckets)
         self.extend(units)
         self._announces_all = divergence.is_expected
@@ -91,47 +95,30 @@ class Gathering:
         Returns:
             Those whose modules were not watched for a unit so far.
         """
-        known = {(unit.module, unit.is_external): unit for unit in self._uses}
-        fresh = []
-        for unit in units:
-            mine = (member.parameter for member in unit.members)
-            uses = list(dict.fromkeys(self._bucket_of[p] for p in mine if p in self._bucket_of))
-            same = known.get((unit.module, unit.is_external))
-            if same is not None:
-                self._uses[same] += [bucket for bucket in uses if bucket not in self._uses[same]]
-            elif uses:
-                self._uses[unit] = uses
-                fresh.append(unit)
-        return fresh
+        return self._uses.extend(units)
 
     def take_up(self, buckets: Iterable[Bucket]) -> None:
         """Those of these that come and go; nothing is known of their uses."""
-        self._take([bucket for bucket in buckets if bucket.partition.weights])
-
-    def _take(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
-        self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        # By the storage of their full buffer, which outlives its contents: torch gives one object
-        # for one storage as long as somebody holds it.
-        storages = [bucket.full.untyped_storage() for bucket in buckets]
-        self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, buckets, strict=True)}
-        numels = [bucket.layout.numel for bucket in buckets]
-        kept = kept_until_backward(numels, self._limits)
-        self._reads_ahead = max((bucket.home.reads_ahead for bucket in buckets), default=0)
-        self._kept = {bucket for bucket, keep in zip(buckets, kept, strict=True) if keep}
-        self._paths.restart([bucket.name for bucket in buckets], numels)
+        self._uses.take([bucket for bucket in buckets if bucket.partition.weights])
+        self._restart()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
         """Put new buckets in the place of one whose parameters they have taken over."""
-        if old not in self._number:
-            return
-        place = self._number[old]
-        self._take([*self._buckets[:place], *parts, *self._buckets[place + 1 :]])
-        for uses in self._uses.values():
-            if old in uses:
-                place = uses.index(old)
-                uses[place : place + 1] = parts
+        if old in self._uses.number:
+            self._uses.replace(old, parts)
+            self._restart()
+
+    def _restart(self) -> None:
+        """Know nothing but the buckets."""
+        numels = [bucket.layout.numel for bucket in self._buckets]
+        kept = kept_until_backward(numels, self._limits)
+        self._reads_ahead = max((bucket.home.reads_ahead for bucket in self._buckets), default=0)
+        self._kept = {bucket for bucket, keep in zip(self._buckets, kept, strict=True) if keep}
+        self._paths.restart([bucket.name for bucket in self._buckets], numels)
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return self._uses.buckets
 
     @property
     def is_at_rest(self) -> bool:
@@ -157,18 +144,17 @@ class Gathering:
     @property
     def units(self) -> Iterable[Unit]:
         """The units whose weights must be gathered before they are used."""
-        return self._uses.keys()
+        return self._uses.units
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
         """The bucket whose full buffer a tensor looks into, if any."""
-        held = self._fulls.get(id(_storage_of(tensor)))
-        return None if held is None else held[1]
+        return self._uses.bucket_at(tensor)
 
     # ---- one bucket ------------------------------------------------------------------------------
 
     def need(self, bucket: Bucket) -> None:
         """Make a bucket's weights readable."""
-        number = self._number.get(bucket)
+        number = self._uses.number.get(bucket)
         if number is None or bucket in self._open:
             return
         with self._own_moves():
@@ -177,9 +163,11 @@ class Gathering:
                 if self._walk.follows:
                     self._follow(number)
             if bucket.state is Weights.ARRIVING:
-                self._gather(number)
+                self._calls.gather(number)
             elif bucket.state is Weights.SHARDED:
-                self._agreement.request(self._code(number))
+                # Outside of forward and backward, whoever reads or saves weights wants them exact.
+                exact = self.phase is Phase.IDLE
+                self._agreement.request(self._calls.code_of(number, exact=exact))
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
@@ -213,9 +201,9 @@ class Gathering:
         walk.has_left = True
         for number in plan.gathers[walk.issued :]:
             if number == wanted and self._buckets[number].state is Weights.SHARDED:
-                self._gather(number)
+                self._calls.gather(number)
             else:
-                self._lend(number)
+                self._calls.lend(number)
             walk.issued += 1
 
     @contextmanager
@@ -227,41 +215,9 @@ class Gathering:
         finally:
             self._moves = before
 
-    def _code(self, number: int) -> int:
-        """What is announced to gather a bucket: its number, beyond all of them where it is exact.
-
-        Outside of forward and backward it is: whoever reads or saves weights there wants them.
-        """
-        is_exact = self.phase is Phase.IDLE and self._buckets[number].rounds
-        return number + len(self._buckets) if is_exact else number
-
-    def _called(self, code: int) -> tuple[Bucket, bool]:
-        """The bucket of a code, and whether its gather is exact."""
-        return self._buckets[code % len(self._buckets)], code >= len(self._buckets)
-
-    def _gather(self, code: int) -> None:
-        bucket, exact = self._called(code)
-        bucket.unshard(exact=exact)
-
-    def _name(self, code: int) -> str:
-        return self._called(code)[0].name
-
-    def _lend(self, code: int) -> None:
-        bucket, exact = self._called(code)
-        bucket.serve(exact=exact)
-
-    def _lend_to(self, code: int, askers: Collection[int]) -> None:
-        """Lend, unless nobody asks among those that this rank gathers the bucket with.
-
-        They know the same of it, so all of them take part or none does.
-        """
-        bucket, exact = self._called(code)
-        if any(asker in bucket.gatherers_of(exact=exact) for asker in askers):
-            self._lend(code)
-
     def done(self, bucket: Bucket) -> None:
         """A use of a bucket is over: free it, unless it is needed elsewhere or soon again."""
-        number = self._number.get(bucket)
+        number = self._uses.number.get(bucket)
         if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
             return
         self._open.discard(bucket)
@@ -269,7 +225,7 @@ class Gathering:
             self._free(bucket)
 
     def _is_busy(self, bucket: Bucket) -> bool:
-        running = any(bucket in self._uses[unit] for unit in self._running)
+        running = any(bucket in self._uses.of(unit) for unit in self._running)
         return running or bool(self._pins[bucket])
 
     def _stays(self, bucket: Bucket, use: int | None) -> bool:
@@ -294,7 +250,7 @@ class Gathering:
 
     def check_readable(self, unit: Unit) -> None:
         """Raise `ShardedAccessError` where a unit's values are asked for while they are freed."""
-        for bucket in self._uses[unit]:
+        for bucket in self._uses.of(unit):
             if bucket.state is not Weights.FULL:
                 raise ShardedAccessError(
                     f"rank {self._ranks.rank}: the state of {unit.name} was asked for or loaded"
@@ -307,7 +263,7 @@ class Gathering:
     def before_use(self, unit: Unit) -> None:
         """A unit is about to run forward (for the first time, or again inside backward)."""
         self._running.append(unit)
-        for bucket in self._uses[unit]:
+        for bucket in self._uses.of(unit):
             self.need(bucket)
 
     def after_use(self, unit: Unit) -> None:
@@ -315,22 +271,22 @@ class Gathering:
         if unit in self._running:
             self._running.remove(unit)
         if self.phase is not Phase.BACKWARD:
-            for bucket in self._uses[unit]:
+            for bucket in self._uses.of(unit):
                 self.done(bucket)
 
     def used_by(self, unit: Unit) -> Sequence[Bucket]:
         """The buckets that a unit is known to use."""
-        return self._uses[unit]
+        return self._uses.of(unit)
 
     def before_backward_of(self, unit: Unit) -> None:
         """The gradient of a unit's output has arrived."""
-        for bucket in self._uses[unit]:
+        for bucket in self._uses.of(unit):
             self.need(bucket)
 
     def after_backward_of(self, unit: Unit) -> None:
         """The gradient of a unit's input is complete: frozen weights have done their work."""
         if self.phase is Phase.BACKWARD:
-            for bucket in self._uses[unit]:
+            for bucket in self._uses.of(unit):
                 if not bucket.trainable:
                     self.done(bucket)
 
@@ -340,7 +296,7 @@ class Gathering:
         A read that no unit announces (a module that reaches into another one) is remembered: from
         now on the running unit gathers that bucket too.
         """
-        self._read(self._bucket_of.get(parameter))
+        self._read(self._uses.bucket_of.get(parameter))
 
     def on_view(self, tensor: Tensor) -> None:
         """A plain tensor is about to be read: it may look into weights that are freed by now.
@@ -352,8 +308,7 @@ class Gathering:
     def _read(self, bucket: Bucket | None) -> None:
         if bucket is None or bucket in self._open or self._moves:
             return
-        if self._running and bucket not in self._uses[self._running[-1]]:
-            self._uses[self._running[-1]].append(bucket)
+        if self._running and self._uses.learn(self._running[-1], bucket):
             self._walk.has_learned = True
         self.need(bucket)
 
@@ -391,7 +346,7 @@ class Gathering:
         """
         marker = AT_FAULT if is_mine else FINE_AND_LAST if boundary else FINE
         self._next = None
-        if not self._uses:
+        if not self._uses.units:
             return AT_FAULT in self._agreement.finish(marker).markers
         self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
         return AT_FAULT in met.markers
@@ -419,13 +374,13 @@ class Gathering:
         plan = None
         if not self._announces_all:
             whole = (b for b in self._buckets if b.state is Weights.FULL)
-            held = frozenset(self._number[bucket] for bucket in whole)
+            held = frozenset(self._uses.number[bucket] for bucket in whole)
             plan = self._paths.plan_for(kind, held, last=last)
         met = self._meet(marker, 0 if plan is None else 1 + plan.digest)
         return (plan if met.is_alike else None), met
 
     def _meet(self, marker: int, word: int = 0) -> Met:
-        if not self._uses:
+        if not self._uses.units:
             return Met(frozenset({marker}), (word,))
         with self._own_moves():
             met = self._agreement.finish(marker, word)
@@ -475,7 +430,7 @@ class Gathering:
         with self._own_moves():
             for number, bucket in enumerate(self._buckets):
                 if bucket.state is Weights.ARRIVING:
-                    self._gather(number)
+                    self._calls.gather(number)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -527,11 +482,3 @@ class Gathering:
         for bucket in self._buckets:
             self.need(bucket)
         self._meet(END_OF_ACCESS)
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """A tensor's memory; None where it has none of its own: a sparse one, or one under vmap."""
-    try:
-        return tensor.untyped_storage()
-    except NotImplementedError:
-        return None
