@@ -6,9 +6,7 @@ The loader shuffles anew each epoch and gives every rank its own part. A checkpo
 of the epoch was handed out, whatever a loader's workers have read ahead.
 """
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +51,8 @@ def train(engine: Any, batches: hadal.RepeatingLoader, steps: int) -> list[int]:
 def main() -> None:
     """Train ten steps at a stretch, and the same with a break after four."""
     engine, batches = start()
-    # One folder that all ranks see: they are children of one process.
-    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    # One folder that all ranks see: here that where they were started.
+    folder = Path("hadal_example")
     first = train(engine, batches, 4)
     engine.save_checkpoint(folder)
     rest = train(engine, batches, 6)

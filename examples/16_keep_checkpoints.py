@@ -6,9 +6,7 @@ A save that is killed leaves what was complete; a damaged file is refused by its
 saved with `save_latest=False` is your own, and is never removed.
 """
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +36,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     engine, _, _, _ = hadal.initialize(model=model, config=CONFIG)
-    # One folder that all ranks see: they are children of one process.
-    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    # One folder that all ranks see: here that where they were started.
+    folder = Path("hadal_example")
     losses = []
     for number in range(9):
         losses.append(step(engine))

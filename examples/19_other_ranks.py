@@ -6,9 +6,7 @@ Parameters are found by their names, whatever the stage, the number of ranks, th
 buckets were. Start the second half of it with any number of processes: it loads all the same.
 """
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,8 @@ def step(engine: Any) -> float:
 
 def main() -> None:
     """Train under one configuration, and go on under the other."""
-    # One folder that all ranks see: they are children of one process.
-    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    # One folder that all ranks see: here that where they were started.
+    folder = Path("hadal_example")
     first = engine_of(SAVED)
     before = [step(first) for _ in range(30)]
     first.save_checkpoint(folder)  # returns at once

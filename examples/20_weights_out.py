@@ -6,11 +6,9 @@ The same works on folders that DeepSpeed has written, and `engine.load_checkpoin
 those: see docs/checkpoints.md.
 """
 
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     engine, _, _, _ = hadal.initialize(model=model, config=CONFIG)
     train(engine)
-    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    folder = Path("hadal_example")
     engine.save_checkpoint(folder / "run")
     engine.save_16bit_model(folder / "model")  # while training; all ranks call it
     if hadal.comm.get_rank() == 0:

@@ -6,9 +6,7 @@ Ranks 0 and 1 hold the parts, 2 and 3 hold them again. A checkpoint loads with a
 replicas (2 processes: one of each part), but with as many parts only.
 """
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,7 +56,7 @@ class Embedding(nn.Module):
 
 def main() -> None:
     hadal.init_distributed()
-    folder = Path(tempfile.gettempdir(), f"hadal_example_{os.getppid()}")
+    folder = Path("hadal_example")
     state, replica = parallel_state(), comm.get_rank() // PARTS
     engine, *_ = hadal.initialize(model=Embedding(state), mpu=state, config=CONFIG)
     tokens = torch.arange(4 * replica, 4 * replica + 4, device=engine.device)

@@ -6,7 +6,7 @@ soon, with each rank's traceback or, for a rank that hangs, the stack of each of
 pool then starts anew for the next task. `RankPools` starts pools when they are first asked for.
 
 Nothing here knows pytest: `conftest.py` makes fixtures of it. Run as a program, this file is one
-rank (see `_serve`).
+rank (see `_serve`); `forks` starts it, since importing torch takes longer than most tests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
+
+import forks
 
 DEFAULT_TIMEOUT = 60.0
 START_TIMEOUT = 120.0
@@ -71,12 +73,11 @@ class _Process:
             PYTHONUNBUFFERED="1",
         )
         arguments = [rank, world_size, meeting_point, far_pipe.fileno(), far_lifeline]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, arguments)],
+        self.process = forks.server(rank).start(
+            [__file__, *map(str, arguments)],
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
+            stdout=self.log.fileno(),
+            stderr=self.log.fileno(),
             pass_fds=(far_pipe.fileno(), far_lifeline),
         )
         far_pipe.close()

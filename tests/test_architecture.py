@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import compileall
 import importlib
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,17 +128,24 @@ def test_imports_no_torch(module: str) -> None:
 
 
 def test_initialize_costs_little_beside_torch(tmp_path: Path) -> None:
-    # Timed is what comes after `import torch`, whose own time varies by more than the limit; in
-    # processor time, as other work on the machine is none of it; and with the bytecode that an
-    # installation has, even where the environment forbids to write it.
+    # Both in processor time, one after the other: other work on the machine slows both alike. And
+    # with the bytecode that an installation has, even where the environment forbids to write it.
+    shutil.copytree(ROOT / "hadal", tmp_path / "hadal")
+    assert compileall.compile_dir(tmp_path / "hadal", quiet=1)
     code = (
-        "import time, torch; began = time.process_time(); from hadal import initialize;"
-        "print(time.process_time() - began)"
+        "import sys, time; sys.path.pop(0);"  # where the test runs
+        "began = time.process_time(); import torch; middle = time.process_time();"
+        "from hadal import initialize; print(middle - began, time.process_time() - middle)"
     )
-    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    python(code, **kept)  # compiles
-    seconds = [float(python(code, **kept)) for _ in range(3)]
-    assert min(seconds) < 0.2, seconds
+
+    def share() -> float:
+        for_torch, for_hadal = map(float, python(code, PYTHONPATH=str(tmp_path)).split())
+        return for_hadal / for_torch
+
+    shares: list[float] = []
+    while not shares or (min(shares) > 0.25 and len(shares) < 5):
+        shares.append(share())
+    assert min(shares) < 0.25, shares
 
 
 # ---- pages ------------------------------------------------------------------------------------
