@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,27 +58,24 @@ def test_a_trace_of_a_gpu_counts_kernels_only(tmp_path: Path, cat: str) -> None:
     assert share == pytest.approx(0.4 if cat == "kernel" else 0.2)
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/gpu.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def measured(script: str, *arguments: str) -> str:
+    """A script of `benchmarks/` on this machine's CPU; what it printed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = forks.run([str(ROOT / "benchmarks" / script), *arguments], env=env, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    assert "There is no GPU here, so there is nothing to measure" in run()
+    assert "There is no GPU here, so there is nothing to measure" in measured("gpu.py")
 
 
 def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     """By hand and at stage 3 on two ranks: the same losses, and every figure there is on a CPU."""
     model = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
     shape = [f"--{name}={value}" for name, value in model.items()]
-    told = run(
+    told = measured(
+        "gpu.py",
         *("--device=cpu", "--processes=2", "--stages=3", "--heads=2", f"--micro-batch={MICRO}"),
         *("--steps=2", "--warmup=1", "--peak-tflops=0.001", *shape),
         *(f"--json={tmp_path / 'gpu.json'}", f"--output={tmp_path / 'gpu.png'}"),
@@ -103,23 +100,11 @@ def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
-def offload(*arguments: str) -> str:
-    """`benchmarks/offload_gpu.py` on this machine's CPU; what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/offload_gpu.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
     """The rates, and one run: its share of the matrix rate is what its tokens come to."""
-    assert "There is no GPU here, so there is nothing to measure" in offload()
-    told = offload(
+    assert "There is no GPU here, so there is nothing to measure" in measured("offload_gpu.py")
+    told = measured(
+        "offload_gpu.py",
         *("--device=cpu", "--skip-bits", "--only=largest", "--largest=1.3", "--steps=1"),
         *("--micro-batch=2", "--accumulation=2", f"--json={tmp_path / 'found.json'}"),
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from engine.logs import logged
@@ -142,8 +141,8 @@ print("the end")
 
 
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = forks.run(["-c", SCRIPT, str(tmp_path)], env=os.environ, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "the end\n"
     assert (tmp_path / "latest").read_text() == "global_step0"
     assert (tmp_path / "global_step0" / "index.json").is_file()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from hypothesis import given
@@ -200,14 +201,9 @@ def test_the_scripts_beside_a_checkpoint_run(
     assert os.access(script, os.X_OK)
     options = ["--max_shard_size", "1kB", "--safe_serialization", "-t", "global_step2"]
     options += ["--dtype", "fp16"] * (name == "zero_to_torch.py")
-    done = subprocess.run(
-        [sys.executable, str(script), ".", str(tmp_path), *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [str(script), ".", str(tmp_path), *options]
+    done = forks.run(words, env=env, cwd=str(folder), timeout=300)
     assert done.returncode == 0, done.stderr
     dtype = torch.float16 if name == "zero_to_torch.py" else torch.float32
     found = read_back(tmp_path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
+import forks
 import pytest
 
 from hadal.comm.start import (
@@ -211,23 +211,15 @@ print(comm.get_rank(), comm.get_world_size(), comm.Ranks.world().others)
 """
 
 
-def meeting(*arguments: str) -> subprocess.Popen[str]:
-    known = ("RANK", "WORLD_SIZE", "SLURM", "OMPI", "PMI", "MASTER")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(known)}
-    command = [sys.executable, "-c", MEETING, *arguments]
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
 def test_processes_meet_by_url_and_one_alone_needs_nobody(tmp_path: Path):
     url = f"file://{tmp_path}/store"
-    started = [meeting(), meeting(url, "0", "2"), meeting(url, "1", "2")]
+    known = ("RANK", "WORLD_SIZE", "SLURM", "OMPI", "PMI", "MASTER")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(known)}
+    words = [["-c", MEETING, *rest] for rest in ([], [url, "0", "2"], [url, "1", "2"])]
     answers = []
-    for process in started:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        answers.append(out.strip())
+    for done in forks.run_ranks(words, envs=[env] * 3, timeout=300):
+        assert done.returncode == 0, done.stderr
+        answers.append(done.stdout.strip())
     assert answers == ["0 1 ()", "0 2 (1,)", "1 2 (0,)"]
 
 
@@ -246,7 +238,6 @@ began.append(time.monotonic())
 
 
 def test_a_group_that_somebody_else_started_ends_with_the_program_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = forks.run(["-c", _ENDS], env=os.environ, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]

@@ -7,18 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
+
 ROOT = Path(__file__).parents[2]
 
 
+def forked(*arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run Python where torch alone is imported, and this repository is found, and `path` before."""
+    found = os.pathsep.join(str(each) for each in (*path, ROOT))
+    return forks.run(arguments, env={**os.environ, "PYTHONPATH": found}, timeout=300)
+
+
 def python(*arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a fresh interpreter that finds this repository, and `path` before it."""
+    """The same in a fresh interpreter."""
     found = os.pathsep.join(str(each) for each in (*path, ROOT))
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": found},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -88,14 +96,14 @@ def test_a_program_runs_as_it_is(tmp_path: Path) -> None:
         "print(__name__, sys.argv[1:], deepspeed.comm.get_world_size(), beside.x)\n"
     )
     (tmp_path / "beside.py").write_text("x = 3\n")
-    done = python("-m", "hadal.compat", str(program), "--deepspeed", "ds.json")
+    done = forked("-m", "hadal.compat", str(program), "--deepspeed", "ds.json")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "__main__ ['--deepspeed', 'ds.json'] 1 3\n"
 
 
 def test_a_module_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import sys, deepspeed; print(__name__, sys.argv[1:])\n")
-    done = python("-m", "hadal.compat", "-m", "job", "--x", path=(tmp_path,))
+    done = forked("-m", "hadal.compat", "-m", "job", "--x", path=(tmp_path,))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "__main__ ['--x']\n"
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from engine.parts import megatron
@@ -248,13 +247,8 @@ if kind == "npu":
     [("xpu", "xccl", "ZE_AFFINITY_MASK"), ("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")],
 )
 def test_other_devices_are_asked_by_torchs_names(kind: str, backend: str, variable: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FAKED, kind, backend],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": kind},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": kind}
+    done = forks.run(["-c", _FAKED, kind, backend], env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert first.split("|") == [
@@ -297,13 +291,8 @@ def test_the_environment_may_choose_the_cpu_and_nothing_that_is_not_there() -> N
     )
     told = {}
     for kind in ("cpu", "meta"):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": kind},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": kind}
+        done = forks.run(["-c", code], env=env, timeout=300)
         told[kind] = done.stdout.split() or done.stderr
     assert told["cpu"] == ["cpu", "gloo"]
     assert "the device chosen is 'meta'" in told["meta"]

@@ -60,7 +60,7 @@ NBYTES = {
 
 
 class Block(nn.Module):
-    """A transformer block with one head, which calls `probe` in its own turn."""
+    """A transformer block with one head, which counts in its own turn where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,16 +70,20 @@ class Block(nn.Module):
         self.between = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.held_in_forward: list[int] = []
-        self.held_in_backward: list[int] = []
+        self.counts = False
+        self.held_in_forward = self.held_in_backward = 0
 
     def forward(self, values: Tensor) -> Tensor:
         query, key, value = self.into(self.before(values)).chunk(3, dim=-1)
         values = values + self.out_of(F.scaled_dot_product_attention(query, key, value))
         values = values + self.down(F.gelu(self.up(self.between(values))))
-        self.held_in_forward.append(held_nbytes())
-        values.register_hook(lambda _: self.held_in_backward.append(held_nbytes()))
+        if self.counts:
+            self.held_in_forward = held_nbytes()
+            values.register_hook(self.count_in_backward)
         return values
+
+    def count_in_backward(self, _: Tensor) -> None:
+        self.held_in_backward = held_nbytes()
 
 
 @dataclass
@@ -136,23 +140,27 @@ def memory_of_a_rank(stage: int, precision: str, key: int) -> Held:
     engine, _, _, _ = hadal.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    counted = [now(already)]
+    after_initialize = now(already)
     dtype = next(model.parameters()).dtype
     inputs = torch.linspace(-1, 1, ROWS * TIME * WIDTH).reshape(ROWS, TIME, WIDTH).to(dtype)
-    for _ in range(3):
-        engine.backward(engine(inputs).float().square().mean())
-        counted.append(now(already))
-        engine.step()
-        counted.append(now(already))
     middle = model[BLOCKS // 2]
+    before_step = at_rest = 0
+    for update in range(3):
+        middle.counts = update == 2
+        engine.backward(engine(inputs).float().square().mean())
+        if update == 1:
+            before_step = now(already)
+        engine.step()
+        if update == 1:
+            at_rest = now(already)
     held = Held(
         numel=numel,
         block_numel=numel // BLOCKS,
-        after_initialize=counted[0],
-        before_step=counted[3],
-        at_rest=counted[4],
-        in_forward=middle.held_in_forward[-1] - already,
-        in_backward=middle.held_in_backward[-1] - already,
+        after_initialize=after_initialize,
+        before_step=before_step,
+        at_rest=at_rest,
+        in_forward=middle.held_in_forward - already,
+        in_backward=middle.held_in_backward - already,
     )
     engine.destroy()
     return held
@@ -223,6 +231,7 @@ def check_promise(stage: int, world_size: int, precision: str, key: int, ranks: 
         everything = weights + gradients + optimizer
         assert everything <= held.before_step <= most(everything)
         assert weights + optimizer <= held.at_rest <= most(everything)
+        assert weights + optimizer <= min(held.in_forward, held.in_backward)
         # The weights as they were given, in fp32, are gone.
         assert weights <= held.after_initialize <= most(everything)
         # A block in its turn is whole, in backward with its gradient, while buckets travel.
