@@ -29,8 +29,8 @@ from typing import Any
 
 import forks
 
-DEFAULT_TIMEOUT = 60.0
-START_TIMEOUT = 120.0
+DEFAULT_TIMEOUT = 180.0  # against hanging: a busy machine takes its time
+START_TIMEOUT = 300.0
 # How long the other ranks may go on once one of them has failed: they may be about to fail too.
 GRACE = 5.0
 GROUP_TIMEOUT = timedelta(minutes=30)  # far beyond any task's: it is the pool that ends a hang
@@ -121,6 +121,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.grace = GRACE
         self._processes: list[_Process] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._checking = False
@@ -194,7 +195,7 @@ class RankPool:
                 replies[process.rank] = reply
                 if reply.error is not None and not failed:
                     failed = True
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         if not failed and not pending:
             return [replies[rank] for rank in range(self.world_size)]
         message = self._report(what, timeout, replies)
@@ -221,7 +222,7 @@ class RankPool:
         raised = [rank for rank, reply in replies.items() if reply.error is not None]
         lines = [
             f"{what} on {self.world_size} ranks: raised on {sorted(raised)}, "
-            f"no answer from {silent} (limit {timeout:g} s, or {GRACE:g} s after a failure)"
+            f"no answer from {silent} (limit {timeout:g} s, or {self.grace:g} s after a failure)"
         ]
         for rank, process in enumerate(self._processes):
             if rank in silent:

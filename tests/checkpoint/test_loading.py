@@ -205,7 +205,7 @@ def save_on_one_rank(stage: int, folder: str) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_saves_alone_is_told(stage: int, ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(save_on_one_rank, stage, str(tmp_path), timeout=30)
+    ranks(2).run(save_on_one_rank, stage, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -381,7 +381,7 @@ def test_damage_is_told_and_hangs_nobody(
 ) -> None:
     ranks(2).run(save, stage, str(tmp_path))
     damage(tmp_path / "global_step1")
-    errors = ranks(2).raises(load_only, stage, str(tmp_path), timeout=10)
+    errors = ranks(2).raises(load_only, stage, str(tmp_path))
     for error in errors:
         assert isinstance(error, CheckpointError), repr(errors)
 
@@ -420,7 +420,7 @@ def lose_a_file_while_loading(stage: int, folder: str) -> str:
 def test_a_file_that_goes_during_a_load_is_told_on_every_rank(
     stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
-    for told in ranks(2).run(lose_a_file_while_loading, stage, str(tmp_path), timeout=20):
+    for told in ranks(2).run(lose_a_file_while_loading, stage, str(tmp_path)):
         assert "in part only" in told
         assert "rank 1" in told
         assert "rank_00001.safetensors" in told

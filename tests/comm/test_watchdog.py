@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pace import paces
 from ranks import RankPool
 from torch import nn
 
@@ -76,7 +77,7 @@ def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> No
             watchdog_limit()
 
 
-def wait_for_a_sleeper() -> list[str]:
+def wait_for_a_sleeper(sleep_s: float) -> list[str]:
     """Rank 1 sleeps once before a gather that is announced, and once before one that is planned."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -96,7 +97,7 @@ def wait_for_a_sleeper() -> list[str]:
     logging.getLogger("hadal.comm.watchdog").addHandler(handler)
     for step in range(3):
         if os.environ["RANK"] == "1" and step != 1:
-            model[0].register_forward_hook(lambda *_: time.sleep(1.5))
+            model[0].register_forward_hook(lambda *_: time.sleep(sleep_s))
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
         model[0]._forward_hooks = type(model[0]._forward_hooks)(
@@ -109,8 +110,11 @@ def wait_for_a_sleeper() -> list[str]:
 def test_a_rank_that_waits_says_for_whom_and_where(
     fresh_ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HADAL_WATCHDOG_S", "0.5")
-    waiting, sleeping = fresh_ranks(2).run(wait_for_a_sleeper)
+    for pace in paces(0.5):
+        monkeypatch.setenv("HADAL_WATCHDOG_S", str(pace))
+        waiting, sleeping = fresh_ranks(2).run(wait_for_a_sleeper, 3 * pace)
+        if not sleeping:  # it has never waited so long
+            break
     assert sleeping == []
     announced = "for the agreement to gather 1.0: rank 1 has not come"
     planned = "for the gather of 1.0 (1.0.weight and 1 more): rank 1 has not come"

@@ -69,6 +69,7 @@ def test_an_exception_arrives_with_its_rank_and_its_traceback(
     fresh_ranks: Callable[[int], RankPool],
 ) -> None:
     pool = fresh_ranks(2)
+    pool.grace = 1.0  # nobody else is about to fail
     with pytest.raises(RanksFailed, match="in raise_on_rank_1") as failed:
         pool.run(raise_on_rank_1_while_rank_0_waits)
     assert list(failed.value.errors) == [1]

@@ -177,7 +177,7 @@ def disagree_on_the_boundary(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_must_agree_on_the_boundary(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(disagree_on_the_boundary, stage, timeout=30)
+    ranks(2).run(disagree_on_the_boundary, stage)
 
 
 def rows(count: int) -> TensorDataset:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pace import holds_at_some_pace
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -113,33 +114,37 @@ def test_memory_that_is_taken_is_seen() -> None:
 
 # ---- inside an engine ---------------------------------------------------------------------------
 
-FORWARD_S, BACKWARD_S, LATE_S = 0.02, 0.03, 0.1
+FORWARD_S, BACKWARD_S = 0.02, 0.03
 
 
 class Slow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, late_s: float) -> Tensor:
+        ctx.late_s = late_s
         time.sleep(FORWARD_S)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(BACKWARD_S + LATE_S * comm.get_rank())
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD_S + ctx.late_s * comm.get_rank())
+        return gradient, None
 
 
 class SlowModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, late_s: float) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 4)
+        self.late_s = late_s
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.last(Slow.apply(self.first(values)))
+        return self.last(Slow.apply(self.first(values), self.late_s))
 
 
-def time_an_update(stage: int, keys: dict[str, Any]) -> tuple[dict[str, float], float]:
+def time_an_update(
+    stage: int, keys: dict[str, Any], late_s: float
+) -> tuple[dict[str, float], float]:
     engine = engine_of(
-        stage, SlowModel(), gradient_accumulation_steps=2, wall_clock_breakdown=True, **keys
+        stage, SlowModel(late_s), gradient_accumulation_steps=2, wall_clock_breakdown=True, **keys
     )
     assert engine.wall_clock_times() == {}
     for _ in range(2):
@@ -163,20 +168,24 @@ def time_an_update(stage: int, keys: dict[str, Any]) -> tuple[dict[str, float], 
 def test_waiting_for_a_late_rank_counts_as_reduction(
     stage: int, keys: dict[str, Any], ranks: RankPools
 ) -> None:
-    (times, spent), (late_times, _) = ranks(2).run(time_an_update, stage, keys)
-    assert list(times) == NAMES
-    for told in (times, late_times):
-        assert told["backward"] == pytest.approx(
-            told["backward_inner"] + told["backward_allreduce"]
-        )
-        assert told["step"] > 0
-    assert times["forward"] >= 2 * 1000 * FORWARD_S
-    assert times["backward_inner"] >= 2 * 1000 * BACKWARD_S
-    assert late_times["backward_inner"] > 2 * 1000 * LATE_S
-    # Rank 1 comes later by this much, at least once. At stage 3 the ranks meet before, to gather.
-    waited = times["backward_inner" if stage == 3 else "backward_allreduce"]
-    assert waited > 0.5 * 1000 * LATE_S
-    assert times["forward"] + times["backward"] + times["step"] <= spent
+    def counts(late_s: float) -> bool:
+        (times, spent), (late_times, _) = ranks(2).run(time_an_update, stage, keys, late_s)
+        assert list(times) == NAMES
+        for told in (times, late_times):
+            assert told["backward"] == pytest.approx(
+                told["backward_inner"] + told["backward_allreduce"]
+            )
+            assert told["step"] > 0
+        assert times["forward"] >= 2 * 1000 * FORWARD_S
+        assert times["backward_inner"] >= 2 * 1000 * BACKWARD_S
+        assert late_times["backward_inner"] > 2 * 1000 * late_s
+        assert times["forward"] + times["backward"] + times["step"] <= spent
+        # Rank 1 comes later by this much, at least once, if rank 0 is not late by itself. At stage
+        # 3 the ranks meet before, to gather.
+        waited = times["backward_inner" if stage == 3 else "backward_allreduce"]
+        return waited > 0.5 * 1000 * late_s
+
+    assert holds_at_some_pace(counts, 0.1)
 
 
 def count_waits(keys: dict[str, Any]) -> int:

@@ -685,8 +685,8 @@ def refuse_unused_at_the_step(stage: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_parameters_without_a_gradient_may_be_refused(world: int, ranks: RankPools) -> None:
     for stage in STAGES:
-        ranks(world).run(refuse_unused, stage, timeout=30)
-        ranks(world).run(refuse_unused_at_the_step, stage, timeout=30)
+        ranks(world).run(refuse_unused, stage)
+        ranks(world).run(refuse_unused_at_the_step, stage)
 
 
 # ---- embeddings ----------------------------------------------------------------------------------
@@ -795,7 +795,7 @@ def read_dialects(stage: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_rows_come_late_too(world: int, ranks: RankPools) -> None:
     for stage in STAGES:
-        ranks(world).run(read_dialects, stage, timeout=30)
+        ranks(world).run(read_dialects, stage)
 
 
 # ---- where they lie ------------------------------------------------------------------------------

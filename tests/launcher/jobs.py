@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60
+LIMIT_S = 180  # against hanging
 
 
 def command(*words: object) -> list[str]:

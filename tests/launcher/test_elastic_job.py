@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hadal.cli.run import elastic_bounds
-from launcher.jobs import alive, descendants, interrupt, run, start, wait_for
+from launcher.jobs import LIMIT_S, alive, descendants, interrupt, run, start, wait_for
 
 # Stands for ssh: a host is this machine, and refuses while a file `down-HOST` exists.
 SSH = """#!/bin/sh
@@ -145,7 +145,7 @@ def test_half_of_the_ranks_are_lost_and_come_back(folder: Path) -> None:
     (folder / "down-beta").unlink()
     until(job, lambda: len(rounds(folder)) == 3)
     (folder / "enough").touch()
-    _, told = job.communicate(timeout=60)
+    _, told = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, told
     assert "round 1: 4 ranks on alpha, beta" in told
     assert "host beta is lost" in told
@@ -266,7 +266,7 @@ def test_ranks_train_for_a_while_before_hosts_are_taken_in(folder: Path) -> None
         told.append(job.stderr.readline())
     time.sleep(1)  # without min_time the round would be over at once
     (folder / "enough").touch()
-    _, rest = job.communicate(timeout=60)
+    _, rest = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, told
     assert rest == ""
     assert (folder / "notes").read_text() == "1\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.jobs import alive, interrupt, run, start, wait_for
+from launcher.jobs import LIMIT_S, alive, interrupt, run, start, wait_for
 from launcher.namespaces import Hosts, why_not
 
 
@@ -125,11 +125,11 @@ def test_a_host_that_is_cut_off_is_named_and_ends_its_own(hosts: Hosts, folder: 
     hosts.cut_off("beta")
     try:
         began = time.monotonic()
-        _, told = job.communicate(timeout=30)
+        _, told = job.communicate(timeout=LIMIT_S)
         assert time.monotonic() - began < 15
         assert job.returncode == 255
         assert "hadal run: host beta is lost (ssh ended with 255)" in told
-        wait_for(lambda: alive(folder) == [], seconds=15)  # beta, alone as it is, gives up too
+        wait_for(lambda: alive(folder) == [])  # beta, alone as it is, gives up too
     finally:
         hosts.join_again("beta")
 
@@ -171,7 +171,7 @@ def test_an_elastic_job_goes_on_without_a_host_and_with_it_again(
         hosts.join_again("alpha")
     wait_for(lambda: job.poll() is not None or len(started()) == 5)
     (folder / "enough").touch()
-    _, told = job.communicate(timeout=60)
+    _, told = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, told
     assert "host alpha is lost (ssh ended with 255)" in told
     assert [sorted(started()[a:b]) for a, b in ((0, 2), (2, 3), (3, 5))] == [
@@ -179,7 +179,7 @@ def test_an_elastic_job_goes_on_without_a_host_and_with_it_again(
         ["1 0"],
         ["2 0", "2 1"],
     ]
-    wait_for(lambda: alive(folder) == [], seconds=15)
+    wait_for(lambda: alive(folder) == [])
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_a_job_lives_on_while_nobody_reads_it(hosts: Hosts, folder: Path) -> Non
     job = start(*words, folder=folder, HADAL_LOST_S="2")
     time.sleep(12)  # the pipe is full, and the program waits with it
     assert job.poll() is None
-    _, told = job.communicate(timeout=30)
+    _, told = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, told
     assert (folder / "done").exists()
 
@@ -212,7 +212,7 @@ def test_each_host_may_be_started_by_itself(hosts: Hosts, folder: Path) -> None:
         for rank, name in enumerate(("alpha", "beta"))
     ]
     for rank, job in enumerate(jobs):
-        out, told = job.communicate(timeout=60)
+        out, told = job.communicate(timeout=LIMIT_S)
         assert (job.returncode, out.split()[-2]) == (0, str(rank)), told
 
 
@@ -226,4 +226,4 @@ def test_hosts_may_be_started_by_pdsh(hosts: Hosts, folder: Path) -> None:
     wait_for(lambda: (folder / "up0").exists() and (folder / "up1").exists())
     told, _ = interrupt(job, signal.SIGINT)
     assert job.returncode == 130, told
-    wait_for(lambda: alive(folder) == [], seconds=15)
+    wait_for(lambda: alive(folder) == [])

@@ -15,7 +15,16 @@ import pytest
 
 from hadal.launcher.frames import Hello, decoded
 from hadal.launcher.job import Job, Kind, Program, packed, share_of
-from launcher.jobs import alive, descendants, environment, interrupt, run, start, wait_for
+from launcher.jobs import (
+    LIMIT_S,
+    alive,
+    descendants,
+    environment,
+    interrupt,
+    run,
+    start,
+    wait_for,
+)
 
 TELL = """
 import json, os, sys
@@ -159,7 +168,7 @@ def test_an_interrupt_ends_every_process_within_seconds(tmp_path: Path) -> None:
 def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
     job = stubborn(tmp_path)
     interrupt(job, signal.SIGKILL)
-    wait_for(lambda: alive(tmp_path) == [], seconds=12)
+    wait_for(lambda: alive(tmp_path) == [])
 
 
 @pytest.mark.parametrize("module", ["hadal.launcher.node", "torch.distributed.run"])
@@ -167,9 +176,9 @@ def test_nothing_outlives_what_stands_between(tmp_path: Path, module: str) -> No
     job = stubborn(tmp_path, ranks=1)
     (between,) = [pid for pid, words in descendants(job.pid) if module in words]
     os.kill(between, signal.SIGKILL)
-    _, told = job.communicate(timeout=30)
+    _, told = job.communicate(timeout=LIMIT_S)
     assert job.returncode not in (0, None), told
-    wait_for(lambda: alive(tmp_path) == [], seconds=12)
+    wait_for(lambda: alive(tmp_path) == [])
 
 
 def test_arguments_may_be_long(tmp_path: Path) -> None:
@@ -204,7 +213,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
     job.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     (tmp_path / "enough").touch()
-    _, told = job.communicate(timeout=30)
+    _, told = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, told
 
 
@@ -261,7 +270,7 @@ def test_a_host_that_is_told_to_end_at_once_starts_nothing(tmp_path: Path) -> No
         input=f"{packed(share_of(job, 'a', '127.0.0.1'))}\nSIGTERM\n".encode(),
         capture_output=True,
         env=environment(),
-        timeout=30,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 128 + signal.SIGTERM
     assert [type(decoded(line)) for line in done.stdout.splitlines()] == [Hello]
@@ -278,9 +287,9 @@ def test_it_ends_when_nobody_reads_it(tmp_path: Path) -> None:
     assert job.stdout is not None and job.stderr is not None
     assert job.stdout.readline() == f"{tmp_path}\n"
     job.stdout.close()
-    assert job.wait(30) == 141
+    assert job.wait(LIMIT_S) == 141
     shown = job.stderr.read()
     assert "hadal run: localhost [0]: " in shown
     assert "Traceback" not in shown
     job.stderr.close()
-    wait_for(lambda: alive(tmp_path) == [], seconds=12)
+    wait_for(lambda: alive(tmp_path) == [])

@@ -175,6 +175,6 @@ def test_a_large_plan_is_made_soon():
     """A thousand uses, forward and back, with room to keep half of them."""
     sizes = [7] * 1000
     forward, backward = in_turn(*range(1000)), in_turn(*reversed(range(1000)))
-    start = time.perf_counter()
+    start = time.process_time()
     plan(forward, sizes, Limits(live_numel=3500, prefetch_numel=70), following=backward)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3

@@ -70,7 +70,7 @@ def train_along(plan: list[tuple[int, int]], stage: int) -> None:
 def test_gradients_that_come_late_or_not_at_all(
     plan: list[tuple[int, int]], stage: int, ranks: RankPools
 ) -> None:
-    ranks(2).run(train_along, plan, stage, timeout=15)
+    ranks(2).run(train_along, plan, stage)
 
 
 class Gate(nn.Module):
@@ -123,7 +123,7 @@ def collect_late(stage: int, overlap: bool) -> None:
 def test_a_gradient_that_was_collected_may_come_late(
     stage: int, overlap: bool, ranks: RankPools
 ) -> None:
-    ranks(2).run(collect_late, stage, overlap, timeout=15)
+    ranks(2).run(collect_late, stage, overlap)
 
 
 def programs_differ() -> str:
@@ -293,4 +293,4 @@ def come_late_while_ranks_differ(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_late_gradient_waits_for_no_rank_that_waits_for_it(stage: int, ranks: RankPools) -> None:
-    ranks(2).run(come_late_while_ranks_differ, stage, timeout=15)
+    ranks(2).run(come_late_while_ranks_differ, stage)
