@@ -7,6 +7,7 @@ import base64
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hadal.cli.main import main
@@ -16,9 +17,9 @@ from hadal.cli.run import divided, pid_file
 _OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")
 
 
-def run() -> int:
-    """`deepspeed`: starts a program, as `hadal run` does."""
-    return main(["run", *sys.argv[1:]])
+def run(args: Sequence[str] | None = None) -> int:
+    """`deepspeed`: starts a program, as `hadal run` does, with these words or the command's own."""
+    return main(["run", *(sys.argv[1:] if args is None else args)])
 
 
 def launch() -> int:

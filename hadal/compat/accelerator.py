@@ -42,6 +42,11 @@ class Accelerator:
 
     # ---- which one -------------------------------------------------------------------------------
 
+    @property
+    def _name(self) -> str:
+        """Its kind, as programs ask for it that tell one kind from another."""
+        return current_device().type
+
     def is_available(self) -> bool:
         """Whether it can be used; a CPU can."""
         return True
@@ -210,6 +215,10 @@ class Accelerator:
             tool.range_pop()
 
     # ---- random numbers --------------------------------------------------------------------------
+
+    def random(self) -> ModuleType:
+        """torch's module of the host's generator."""
+        return torch.random
 
     def manual_seed(self, seed: int) -> None:
         """Seed the generators of the host and of all devices."""

@@ -23,6 +23,8 @@ class AliasModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Lead a name of the surface to its home, or to a placeholder."""
+        if name == "__all__":
+            return self._public()
         full = f"{self._surface.name}.{name}"
         if name in self._surface.children:
             return alias(full)
@@ -31,8 +33,25 @@ class AliasModule(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
+        return sorted({*self._names(), *self._surface.children, *vars(self)})
+
+    def _names(self) -> set[str]:
         known = self._surface
-        return sorted({*known.kinds, *known.constants, *known.children, *vars(self)})
+        return {*known.kinds, *known.constants, *known.same, *_housed().get(known.name, ())}
+
+    def _public(self) -> list[str]:
+        """What `from MODULE import *` takes."""
+        return sorted(name for name in self._names() if not name.startswith("_"))
+
+
+@cache
+def _housed() -> dict[str, list[str]]:
+    """The names of each module that have a home."""
+    found: dict[str, list[str]] = {}
+    for full in HOMES:
+        module, _, name = full.rpartition(".")
+        found.setdefault(module, []).append(name)
+    return found
 
 
 @cache
@@ -53,6 +72,9 @@ def _resolved(full: str, module: Module, name: str) -> Any:
         return value
     if name in module.constants:
         return module.constants[name]
+    if name in module.same:
+        room, _, thing = module.same[name].rpartition(".")
+        return getattr(alias(room), thing)
     if name in module.kinds:
         return placeholder(full, module.kinds[name])
     raise AttributeError(f"module {module.name!r} has no attribute {name!r}")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
+from hadal.compat.groups import get_tensor_model_parallel_rank
+from hadal.compat.random_states import get_cuda_rng_tracker, recomputing_from, seed_parts
+from hadal.compat.tools import bwc_tensor_model_parallel_rank
 from hadal.errors import NotBuiltYetError
 
 _configured = [False]
+_mpu: list[Any] = []
 
 
 def configure(
@@ -24,7 +29,8 @@ def configure(
 ) -> None:
     """Say how activations are kept; what is not the plain way is not built yet.
 
-    A section of the configuration is read by `initialize`, and not here.
+    A section of the configuration is read by `initialize`, and not here. `mpu_` tells which part of
+    the model this rank holds, for `model_parallel_cuda_manual_seed`.
 
     Raises:
         NotBuiltYetError: something else than plain recomputation is asked for.
@@ -43,6 +49,8 @@ def configure(
             " built yet; leave it out"
         )
     _configured[0] = True
+    if mpu_ is not None:
+        _mpu[:] = [mpu_]
 
 
 def is_configured() -> bool:
@@ -72,6 +80,23 @@ def reset() -> None:
     """Forget what a forward has left; nothing is kept between calls here."""
 
 
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the generator with `seed` on all ranks, and a state to `fork` on each part of the model.
+
+    Which part this rank holds is told by the object that `configure` got, or else by the engine.
+    """
+    part = bwc_tensor_model_parallel_rank(_mpu[0]) if _mpu else get_tensor_model_parallel_rank()
+    seed_parts(seed, part)
+
+
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, and call it again in backward in place of keeping its activations."""
-    return _checkpoint(function, *args, use_reentrant=False, **kwargs)
+    """Call a function, and call it again in backward in place of keeping its activations.
+
+    It draws the same random numbers again, from the named states too.
+    """
+    return _checkpoint(function, *args, use_reentrant=False, context_fn=_same_draws, **kwargs)
+
+
+def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    states = get_cuda_rng_tracker().get_states()
+    return nullcontext(), recomputing_from(states) if states else nullcontext()

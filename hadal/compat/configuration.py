@@ -49,11 +49,22 @@ class DeepSpeedConfig:
             ranks = int(mpu.get_data_parallel_world_size())
         elif mesh_device is not None:
             ranks = int(mesh_device["data_parallel"].size())
-        self._checked: Config = load_config(
+        checked = load_config(
             config, world_size=get_world_size(), data_parallel_size=ranks, allow_unbuilt=True
         )
-        self._values = self._checked.as_dict()
-        self._param_dict = read(config)[1]
+        self._hold(checked, read(config)[1])
+
+    @classmethod
+    def of(cls, checked: Config, given: dict[str, Any]) -> DeepSpeedConfig:
+        """What an engine has checked already; `given` is what the program gave it."""
+        made = cls.__new__(cls)
+        made._hold(checked, given)
+        return made
+
+    def _hold(self, checked: Config, given: dict[str, Any]) -> None:
+        self._checked = checked
+        self._values = checked.as_dict()
+        self._param_dict = given
 
     def __getattr__(self, name: str) -> Any:
         """Read a key, or what DeepSpeed calls it."""

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from hadal import __version__
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.compat.accessors import Accessors
+from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
-from hadal.compat.optimizer import DeepSpeedOptimizer
+from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload
 from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
 from hadal.compat.placeholders import placeholder, unbuilt
 from hadal.compat.surface import VERSION, Kind
@@ -43,6 +44,7 @@ class DeepSpeedEngine(Accessors):
         super().__init__(parts)
         self._told_config: Any = None
         self._outer: DeepSpeedOptimizer | None = None
+        self._offload: ParameterOffload | None = None
         _engines.add(self)
         remember_groups(parts.topology)
         parts.runtime.leaves_others_gradients = True
@@ -68,11 +70,22 @@ class DeepSpeedEngine(Accessors):
         return self._told_config
 
     @property
-    def optimizer(self) -> DeepSpeedOptimizer | None:  # type: ignore[override]
-        """What `initialize` returned; its `optimizer` is torch's."""
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration as it was checked; programs read `_config.zero_config.stage`."""
+        given = self._told_config
+        return DeepSpeedConfig.of(self._parts.config, given if isinstance(given, dict) else {})
+
+    @property
+    def optimizer(self) -> DeepSpeedOptimizer | ParameterOffload | None:  # type: ignore[override]
+        """What `initialize` returned; its `optimizer` is torch's.
+
+        Without one it is None, and at stage 3 what programs take hooks off by while they generate.
+        """
         inner = super().optimizer
         if inner is None:
-            return None
+            if self.zero_optimization_partition_weights() and self._offload is None:
+                self._offload = ParameterOffload(self.module)
+            return self._offload
         if self._outer is None or self._outer.optimizer is not inner:
             moves = self._parts.scale_rule.dynamic
             stage = self.zero_optimization_stage()
@@ -185,6 +198,36 @@ class DeepSpeedEngine(Accessors):
         """The ranks that see different samples."""
         return self._parts.topology.data_parallel.group
 
+    @property
+    def seq_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that average gradients."""
+        return self._parts.topology.sharding.group
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks see different samples."""
+        return self._parts.topology.data_parallel.size
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """How many ranks average gradients."""
+        return self._parts.topology.sharding.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """How many ranks hold parts of my model."""
+        return self._parts.topology.model_parallel_size
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many ranks share each sequence."""
+        return self._parts.topology.sequence_parallel_size
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter of the module."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that share this one's sequences; None where each has its own."""
         shared = self._parts.topology.sequence_parallel
@@ -205,7 +248,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, Any, Any]:
+) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | ParameterOffload | None, Any, Any]:
     """Make an engine: see `hadal.initialize`, whose arguments these are.
 
     An engine that trains the same parameters is destroyed before, as programs make a second one of

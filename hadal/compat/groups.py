@@ -12,12 +12,18 @@ from hadal.compat.placeholders import unbuilt
 if TYPE_CHECKING:
     from hadal.engine.topology import Topology
 
-_newest: list[Topology] = []
+_newest: list[tuple[Topology, dist.ProcessGroup | None]] = []
 
 
 def remember_groups(topology: Topology) -> None:
     """Answer with these ranks from now on, as a program has one grouping of its ranks."""
-    _newest[:] = [topology]
+    _newest[:] = [(topology, dist.group.WORLD)]
+
+
+def _topology() -> Topology | None:
+    """The newest engine's, while the process group lives that it was made in."""
+    lives = bool(_newest) and dist.is_initialized() and _newest[0][1] is dist.group.WORLD
+    return _newest[0][0] if lives else None
 
 
 def initialize(ep_size: int = 1, mpu: object = None) -> None:
@@ -32,18 +38,21 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
 
 def _data_parallel() -> Ranks:
     """The ranks that see different samples; all of them while there is no engine."""
-    if _newest:
-        return _newest[0].data_parallel
+    topology = _topology()
+    if topology is not None:
+        return topology.data_parallel
     init_distributed()
     return Ranks.world()
 
 
 def _sequence_parallel() -> Ranks | None:
-    return _newest[0].sequence_parallel if _newest else None
+    topology = _topology()
+    return None if topology is None else topology.sequence_parallel
 
 
 def _model_parallel() -> Ranks | None:
-    return _newest[0].model_parallel if _newest else None
+    topology = _topology()
+    return None if topology is None else topology.model_parallel
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
@@ -61,9 +70,30 @@ def get_data_parallel_rank() -> int:
     return _data_parallel().rank
 
 
+def get_data_parallel_group_ranks() -> list[int]:
+    """Their numbers in the world."""
+    return list(_data_parallel().numbers)
+
+
+def get_broadcast_src_rank() -> int:
+    """The number in the world of the first of them."""
+    return _data_parallel().numbers[0]
+
+
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
     """The ranks that average gradients."""
-    return (_newest[0].sharding if _newest else _data_parallel()).group
+    topology = _topology()
+    return (_data_parallel() if topology is None else topology.sharding).group
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """How many they are."""
+    return get_sequence_data_parallel_group().size()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """My number among them."""
+    return get_sequence_data_parallel_group().rank()
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup | None:

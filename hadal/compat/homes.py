@@ -20,6 +20,7 @@ _KINDS = "hadal.compat.kinds"
 _CONFIG = "hadal.compat.configuration"
 _ACCELERATOR = "hadal.compat.accelerator"
 _FILES = "hadal.compat.files"
+_PARAMETERS = "hadal.compat.parameters"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
     " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
@@ -27,8 +28,9 @@ _SAFE = (
     " safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
 )
 _CHECKPOINTING = {
-    _RECOMPUTING: "checkpoint configure is_configured partition_activations_in_checkpoint reset"
-    " set_num_layers"
+    _RECOMPUTING: "checkpoint configure is_configured model_parallel_cuda_manual_seed"
+    " partition_activations_in_checkpoint reset set_num_layers",
+    "hadal.compat.random_states": "CudaRNGStatesTracker get_cuda_rng_tracker",
 }
 _COLLECTIVES = {
     _COMM: "TorchBackend allgather_fn comms_logger configure init_distributed log_summary"
@@ -86,7 +88,10 @@ _ALIKE: dict[str, dict[str, str]] = {
         **_CHECKPOINTING,
         _RECOMPUTING: f"{_CHECKPOINTING[_RECOMPUTING]} non_reentrant_checkpoint",
     },
-    "deepspeed.runtime.base_optimizer": {"hadal.compat.optimizer": "DeepSpeedOptimizer"},
+    "deepspeed.runtime.base_optimizer": {
+        "hadal.compat.optimizer": "DeepSpeedOptimizer",
+        _KINDS: "ZeROOptimizer",
+    },
     "deepspeed.runtime.config": {
         _VALUES: "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER",
         _CONFIG: "DeepSpeedConfig get_gradient_clipping get_log_level",
@@ -106,7 +111,10 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal": "add_tuning_arguments",
     },
     "deepspeed.runtime.utils": {
-        _TOOLS: "call_to_str clip_grad_norm_ move_to_device see_memory_usage set_random_seed"
+        _TOOLS: "bwc_pipeline_parallel_group bwc_pipeline_parallel_world_size"
+        " bwc_tensor_model_parallel_rank call_to_str clip_grad_norm_ copy_to_device empty_cache"
+        " ensure_directory_exists get_global_norm get_only_unique_item move_to_device"
+        " noop_decorator see_memory_usage set_random_seed"
     },
     "deepspeed.runtime.zero": {
         _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter"
@@ -138,7 +146,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal.comm": "is_initialized",
         "hadal.utils": f"{_SAFE} safe_update_full_grad_vectorized",
         _LEAVES: "get_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
-        " z3_leaf_module",
+        " z3_leaf_module z3_leaf_parameter",
         _LOG: "log_dist logger set_log_level_from_string",
     },
     "deepspeed.utils.comms_logging": {_COMM: "CommsLogger"},
@@ -147,10 +155,15 @@ _ALIKE: dict[str, dict[str, str]] = {
         " get_tensor_model_parallel_group get_tensor_model_parallel_rank"
         " get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size initialize",
     },
-    "deepspeed.utils.logging": {_LOG: "log_dist logger"},
+    "deepspeed.utils.logging": {
+        _LOG: "LoggerFactory get_current_level get_log_level_from_string log_dist log_dist_once"
+        " logger set_log_level_from_string should_log_le warning_once"
+    },
     "deepspeed.utils.numa": {_TOOLS: "parse_range_list"},
     "deepspeed.utils.nvtx": {_TOOLS: "instrument_w_nvtx"},
-    "deepspeed.utils.timer": {"hadal.compat.timers": "SynchronizedWallClockTimer trim_mean"},
+    "deepspeed.utils.timer": {
+        "hadal.compat.timers": "NoopTimer SynchronizedWallClockTimer trim_mean"
+    },
     "deepspeed.utils.torch": {_TOOLS: "required_torch_version"},
     "deepspeed.utils.zero_to_fp32": {
         _FILES: "get_model_state_file get_optim_files",
@@ -177,17 +190,45 @@ _OTHERS: dict[str, str] = {
     "deepspeed.runtime.config.DeepSpeedConfigError": "hadal.errors:ConfigError",
     "deepspeed.runtime.utils.is_model_parallel_parameter": "hadal.optim.norm:is_model_part",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hadal.errors:CheckpointError",
-    "deepspeed.utils.groups._get_data_parallel_group": f"{_GROUPS}:get_data_parallel_group",
-    "deepspeed.utils.groups._get_sequence_data_parallel_group": (
-        f"{_GROUPS}:get_sequence_data_parallel_group"
+    "deepspeed.utils.groups._get_model_parallel_world_size": (
+        f"{_GROUPS}:get_tensor_model_parallel_world_size"
     ),
-    "deepspeed.utils.groups._get_sequence_parallel_group": (
-        f"{_GROUPS}:get_sequence_parallel_group"
+    "deepspeed.utils.groups.get_model_parallel_group": (
+        f"{_GROUPS}:get_tensor_model_parallel_group"
     ),
-    "deepspeed.utils.groups._get_sequence_parallel_rank": f"{_GROUPS}:get_sequence_parallel_rank",
-    "deepspeed.utils.groups._get_sequence_parallel_world_size": (
-        f"{_GROUPS}:get_sequence_parallel_world_size"
+    "deepspeed.utils.groups.get_model_parallel_rank": f"{_GROUPS}:get_tensor_model_parallel_rank",
+    "deepspeed.utils.groups.get_model_parallel_world_size": (
+        f"{_GROUPS}:get_tensor_model_parallel_world_size"
     ),
+    **{
+        f"deepspeed.utils.groups._{name}": f"{_GROUPS}:{name}"
+        for name in (
+            "get_broadcast_src_rank",
+            "get_data_parallel_group",
+            "get_data_parallel_group_ranks",
+            "get_data_parallel_rank",
+            "get_data_parallel_world_size",
+            "get_sequence_data_parallel_group",
+            "get_sequence_data_parallel_rank",
+            "get_sequence_data_parallel_world_size",
+            "get_sequence_parallel_group",
+            "get_sequence_parallel_rank",
+            "get_sequence_parallel_world_size",
+        )
+    },
+    "deepspeed.DeepSpeedOptimizerCallable": f"{_KINDS}:OptimizerCallable",
+    "deepspeed.DeepSpeedSchedulerCallable": f"{_KINDS}:SchedulerCallable",
+    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": f"{_KINDS}:OptimizerCallable",
+    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": f"{_KINDS}:SchedulerCallable",
+    "deepspeed.runtime.zero.partition_parameters.is_zero_param": f"{_PARAMETERS}:is_zero_param",
+    "deepspeed.runtime.zero.utils.is_zero_param": f"{_PARAMETERS}:is_zero_param",
+    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": (
+        "hadal.compat.optimizer:ParameterOffload"
+    ),
+    "deepspeed.env_report.cli_main": "hadal.cli.deepspeed:report",
+    "deepspeed.env_report.main": "hadal.cli.deepspeed:report",
+    "deepspeed.launcher.launch.main": "hadal.cli.deepspeed:launch",
+    "deepspeed.launcher.runner.main": "hadal.cli.deepspeed:run",
     "deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor"
     ),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch.optim import Optimizer
 
 from hadal.compat.optimizer import DeepSpeedOptimizer
 from hadal.errors import UsageError
@@ -11,6 +14,10 @@ if TYPE_CHECKING:
     from hadal.compat.engine import DeepSpeedEngine
 
 
+OptimizerCallable = Callable[[Any], Optimizer]
+"""What `initialize(optimizer=)` takes besides an optimizer: it makes one of the parameters."""
+SchedulerCallable = Callable[[Optimizer], Any]
+"""What `initialize(lr_scheduler=)` takes besides a schedule."""
 _BY_PARAMETER = ("lamb", "onebitlamb")
 
 
@@ -45,6 +52,15 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
     def fits(engine: DeepSpeedEngine) -> bool:
         """Whether weights are cut."""
         return engine.zero_optimization_partition_weights()
+
+
+class ZeROOptimizer(metaclass=_Kind):
+    """Of any stage from 1 on."""
+
+    @staticmethod
+    def fits(engine: DeepSpeedEngine) -> bool:
+        """Whether anything is cut."""
+        return engine.zero_optimization()
 
 
 class FP16_Optimizer(metaclass=_Kind):

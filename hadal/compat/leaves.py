@@ -15,6 +15,11 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return model in marked_leaves
 
 
+def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is gathered with a leaf module."""
+    return any(parameter is each for module in marked_leaves for each in module.parameters())
+
+
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The leaf modules that a model holds."""
     return [module for module in model.modules() if module in marked_leaves]

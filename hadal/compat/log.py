@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 from hadal.comm import get_rank
 
 logger = logging.getLogger("DeepSpeed")
 
 
-def _open() -> None:
-    """Let it speak on the standard output, from warnings on, as programs expect of it."""
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler(sys.stdout))
-        logger.propagate = False
-        logger.setLevel(logging.WARNING)
+def _open(opened: logging.Logger, level: int) -> None:
+    """Let a logger speak on the standard output, as programs expect of it."""
+    if not opened.handlers:
+        opened.addHandler(logging.StreamHandler(sys.stdout))
+        opened.propagate = False
+        opened.setLevel(level)
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -24,6 +25,63 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     wanted = [0] if ranks is None else ranks
     if -1 in wanted or get_rank() in wanted:
         logger.log(level, "[Rank %d] %s", get_rank(), message)
+
+
+@cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(
+    message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
+) -> None:
+    """The same, where this process has not logged it before."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+@cache
+def warning_once(message: str, *args: object) -> None:
+    """Warn, where this process has not warned so before."""
+    logger.warning(message, *args)
+
+
+def get_current_level() -> int:
+    """The level from which on the logger speaks."""
+    return logger.getEffectiveLevel()
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level, by its name in letters of any size.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    number = logging.getLevelName(log_level_str.upper())
+    if not isinstance(number, int):
+        raise ValueError(f"{log_level_str!r} is no level of a log; expected debug, info, warning")
+    return number
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the logger speaks at this level already."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+class LoggerFactory:
+    """Makes loggers that speak as DeepSpeed's does."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """A logger of this name on the standard output, from `level` on.
+
+        Raises:
+            ValueError: no name is given.
+        """
+        if name is None:
+            raise ValueError("create_logger(name=None): give the logger a name")
+        made = logging.getLogger(name)
+        _open(made, level)
+        return made
 
 
 def set_log_level_from_string(
@@ -37,4 +95,4 @@ def set_log_level_from_string(
     (custom_logger or logger).setLevel(log_level_str.upper())
 
 
-_open()
+_open(logger, logging.WARNING)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -127,6 +128,19 @@ class DeepSpeedOptimizer:
     def _expect_stage(self, name: str, *stages: int) -> None:
         if self._stage not in stages:
             raise AttributeError(f"there is no {name} at stage {self._stage}")
+
+    @property
+    def dp_process_group(self) -> dist.ProcessGroup:
+        """The ranks that average gradients."""
+        return self._engine.topology.sharding.group
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """What `engine.get_global_grad_norm()` tells."""
+        return self._engine.get_global_grad_norm()
+
+    def refresh_fp32_params(self) -> None:
+        """Nothing: what programs write into weights reaches the masters before the next update."""
 
     # ---- overflows -------------------------------------------------------------------------------
 

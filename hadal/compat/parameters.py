@@ -8,7 +8,7 @@ are trained at stages 1 and 2 have `param_idx_in_group` alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hadal.compat.values import ZeroParamStatus
-from hadal.zero.access import keeper_of
+from hadal.compat.values import ZeroParamStatus, ZeroParamType
+from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.external import external_parameters
 from hadal.zero.init import born_among
@@ -34,7 +34,13 @@ _next = count()
 # Persistent ones, and all of them where there is one rank, look like any other's; an engine knows.
 _of_stage_3: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _place_in_group: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_held: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _runtimes: WeakSet[ZeroRuntime] = WeakSet()
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether something is a parameter whose weights are sharded."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
 def watch_parameters() -> None:
@@ -131,6 +137,40 @@ def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
     return fragment  # type: ignore[no-any-return]
 
 
+def _gather(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
+    def all_gather(
+        param_list: Iterable[nn.Parameter] | None = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> None:
+        """Let parameters be whole until `partition`; all ranks must call it."""
+        for each in [parameter] if param_list is None else param_list:
+            if each not in _held:
+                _held[each] = GatheredParameters(each)
+                _held[each].__enter__()
+
+    return all_gather
+
+
+def _release(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
+    def partition(
+        param_list: Iterable[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """Undo `all_gather`. Each rank keeps its part of what was written, told or not."""
+        for each in [parameter] if param_list is None else param_list:
+            if each in _held:
+                _held.pop(each).__exit__(None, None, None)
+
+    return partition
+
+
+def _kind(parameter: nn.Parameter, bucket: Bucket) -> ZeroParamType:
+    return ZeroParamType.PARTITIONED if bucket.partition.weights else ZeroParamType.NORMAL
+
+
 def _count(parameter: nn.Parameter, bucket: Bucket) -> Callable[[], int]:
     return lambda: _fragment(parameter, bucket).numel()
 
@@ -143,5 +183,11 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, Bucket], Any]] = {
     "ds_tensor": _fragment,
     "ds_persist": lambda parameter, bucket: not bucket.partition.weights,
     "ds_active_sub_modules": lambda parameter, bucket: set(),
+    "ds_param_type": _kind,
+    "ds_process_group": lambda parameter, bucket: bucket.ranks.group,
+    "ds_zero_partition_rank": lambda parameter, bucket: bucket.ranks.rank,
+    "ds_zero_partition_world_size": lambda parameter, bucket: bucket.ranks.size,
+    "all_gather": _gather,
+    "partition": _release,
     "partition_numel": _count,
 }

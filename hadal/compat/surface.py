@@ -30,6 +30,8 @@ class Module:
     kinds: dict[str, Kind]
     constants: dict[str, Any]
     """Names that stand for a plain value, the same in every release."""
+    same: dict[str, str]
+    """Names that stand for what has another full name on the surface."""
     children: tuple[str, ...]
     """Its submodules."""
 
@@ -38,14 +40,20 @@ class Module:
 def modules() -> dict[str, Module]:
     """Every module of the surface, by its full name."""
     told = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8"))
-    return {name: _module(name, entry, told) for name, entry in told.items()}
+    children: dict[str, list[str]] = {name: [] for name in told}
+    for name in told:
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            children[parent].append(leaf)
+    return {name: _module(name, entry, children[name]) for name, entry in told.items()}
 
 
-def _module(name: str, entry: dict[str, Any], told: dict[str, Any]) -> Module:
+def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:
     groups = ("functions", Kind.FUNCTION), ("classes", Kind.CLASS), ("values", Kind.VALUE)
     return Module(
         name,
         {each: kind for group, kind in groups for each in entry.get(group, "").split()},
         entry.get("constants", {}),
-        tuple(other.rpartition(".")[2] for other in told if other.rpartition(".")[0] == name),
+        entry.get("same", {}),
+        tuple(children),
     )

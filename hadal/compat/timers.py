@@ -100,6 +100,48 @@ class SynchronizedWallClockTimer:
         log_dist(f"time (ms) | {' | '.join(told)}", ranks)
 
 
+class NoopTimer:
+    """Clocks that measure nothing, under the methods of those that do."""
+
+    class Timer:
+        """One of them."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def stop(self, **kwargs: object) -> None:
+            """Nothing."""
+
+        def elapsed(self, **kwargs: object) -> float:
+            """Nothing: 0.0."""
+            return 0.0
+
+        def mean(self) -> float:
+            """Nothing: 0.0."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> NoopTimer.Timer:
+        """The one clock."""
+        return self.timer
+
+    def get_timers(self) -> dict[str, NoopTimer.Timer]:
+        """None."""
+        return {}
+
+    def log(self, *args: object, **kwargs: object) -> None:
+        """Nothing."""
+
+    def get_mean(self, *args: object, **kwargs: object) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """The mean without so large a share of the values at each end; 0 of none."""
     cut = int(trim_percent * len(data))

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce, wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import max_, sum_
 from hadal.comm.mpu import model_group_of
+from hadal.compat.accelerator import get_accelerator
 from hadal.compat.log import log_dist
 from hadal.device import current_device, memory_use
 from hadal.errors import UsageError
@@ -50,6 +52,15 @@ def _mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
         parts = [_mapped(value, change) for value in item]
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item
+
+
+def copy_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]
+) -> Any:
+    """Copy those of nested tensors of which `criterion_func` is true; the rest is taken over."""
+    return _mapped(
+        item, lambda tensor: tensor.to(device, copy=True) if criterion_func(tensor) else tensor
+    )
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -137,6 +148,60 @@ def _norm_over_parts(parameters: Sequence[Any], norm_type: float, ranks: Ranks) 
     total = total**norm_type
     sum_(total, ranks, "the norm of gradients over the model's parts")
     return (total ** (1 / norm_type)).float()
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The L2 norm of what has these L2 norms."""
+    return math.sqrt(sum(norm**2 for norm in norm_list))
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """My number among the ranks that hold a model's parts, by whichever of its names; 0 without."""
+    return int(_told(mpu, "tensor_model_parallel_rank slice_parallel_rank model_parallel_rank", 0))
+
+
+def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
+    """How many stages of layers there are, as the program's object tells; 1 without."""
+    return int(_told(mpu, "pipeline_model_parallel_world_size pipe_parallel_world_size", 1))
+
+
+def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
+    """The ranks of those stages; None without."""
+    return _told(mpu, "pipeline_model_parallel_group pipe_parallel_group", None)
+
+
+def _told(mpu: Any, names: str, otherwise: Any) -> Any:
+    for name in names.split():
+        if hasattr(mpu, f"get_{name}"):
+            return getattr(mpu, f"get_{name}")()
+    return otherwise
+
+
+def get_only_unique_item(items: Sequence[Any]) -> Any:
+    """The one value that all items have.
+
+    Raises:
+        RuntimeError: they differ, or there is none.
+    """
+    different = set(items)
+    if len(different) != 1:
+        raise RuntimeError(f"expected items that are all the same, found {sorted(different)}")
+    return different.pop()
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself."""
+    return func
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder in which a file is to lie."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def empty_cache() -> None:
+    """Give back the device's memory that nobody uses."""
+    get_accelerator().empty_cache()
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

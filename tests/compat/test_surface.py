@@ -91,6 +91,28 @@ def test_what_has_no_home_says_so_when_it_is_used() -> None:
     assert unbuilt > 100
 
 
+def test_names_that_are_the_same_lead_to_one_object() -> None:
+    modules = surface.modules()
+    for module in modules.values():
+        assert module.same.keys().isdisjoint(module.kinds)
+        for leaf, elsewhere in module.same.items():
+            room, _, thing = elsewhere.rpartition(".")
+            assert room in modules, elsewhere
+            assert getattr(alias(module.name), leaf) is getattr(alias(room), thing)
+    adam = alias("deepspeed.ops.adam")
+    assert alias("deepspeed.ops.adam.cpu_adam").DeepSpeedCPUAdam is adam.DeepSpeedCPUAdam
+    assert alias("deepspeed.zero").partition_parameters.Init is alias("deepspeed.zero").Init
+
+
+def test_a_star_takes_all_public_names() -> None:
+    constants = alias("deepspeed.runtime.constants")
+    assert {"TRAIN_BATCH_SIZE", "PIPE_REPLICATED"} <= set(constants.__all__)
+    assert constants.TRAIN_BATCH_SIZE == "train_batch_size"
+    for module in surface.modules():
+        for name in alias(module).__all__:
+            getattr(alias(module), name)
+
+
 def _waiting() -> dict[str, str]:
     """Name -> the feature that it waits for, as the list has it."""
     told: dict[str, str] = {}

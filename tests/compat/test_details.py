@@ -1,0 +1,192 @@
+"""Details that programs look at, beside what the commonest ones need."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import config_of, model_of, train
+from ranks import RankPools
+from torch import nn
+
+from hadal.compat import groups, kinds
+from hadal.compat.accelerator import get_accelerator
+from hadal.compat.alias import alias
+from hadal.compat.engine import initialize
+from hadal.compat.leaves import z3_leaf_parameter
+from hadal.compat.log import (
+    LoggerFactory,
+    get_current_level,
+    log_dist_once,
+    logger,
+    should_log_le,
+    warning_once,
+)
+from hadal.compat.optimizer import ParameterOffload
+from hadal.compat.parameters import is_zero_param
+from hadal.compat.timers import NoopTimer
+from hadal.compat.tools import (
+    bwc_pipeline_parallel_group,
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    copy_to_device,
+    empty_cache,
+    ensure_directory_exists,
+    get_global_norm,
+    get_only_unique_item,
+    noop_decorator,
+)
+from hadal.compat.values import ZeroParamStatus, ZeroParamType
+from hadal.zero.leaves import set_z3_leaf_modules
+
+
+def test_an_engine_tells_its_checked_configuration_and_its_ranks() -> None:
+    config = config_of(2, gradient_clipping=0.5)
+    engine, optimizer, _, _ = initialize(model=model_of(), config=config)
+    told = engine._config
+    assert (told.zero_config.stage, told.zero_enabled) == (2, True)
+    assert (told.gradient_clipping, told.train_micro_batch_size_per_gpu) == (0.5, 3)
+    assert told._param_dict is config
+    assert (engine.dp_world_size, engine.seq_dp_world_size) == (1, 1)
+    assert (engine.mp_world_size, engine.sequence_parallel_size) == (1, 1)
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    assert engine.param_names == names
+    assert engine.seq_data_parallel_group is optimizer.dp_process_group
+    assert isinstance(optimizer, kinds.ZeROOptimizer)
+    assert optimizer._global_grad_norm is None
+    train(engine, range(1))
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+
+
+def test_weights_written_by_a_program_need_no_refresh_of_masters() -> None:
+    engine, optimizer, _, _ = initialize(model=model_of(), config=config_of(1))
+    with torch.no_grad():
+        engine.module[0].weight.fill_(2.0)
+    optimizer.refresh_fp32_params()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    train(engine, range(1))
+    assert torch.equal(engine.module[0].weight, torch.full((9, 6), 2.0))
+
+
+def test_at_stage_3_programs_find_hooks_without_an_optimizer_too() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    model = model_of()
+    model.requires_grad_(False)
+    engine, optimizer, _, _ = initialize(model=model, config=config)
+    assert isinstance(optimizer, ParameterOffload)
+    assert optimizer is engine.optimizer
+    assert (optimizer.module, optimizer.forward_hooks) == (model, [])
+    assert not hasattr(optimizer, "overflow")
+    found = alias("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    assert isinstance(optimizer, found)
+
+
+def _gathered_by_hand() -> dict[str, Any]:
+    model = model_of()
+    expected = model[0].weight.detach().clone()
+    engine = initialize(model=model, config=config_of(3))[0]
+    weight: Any = engine.module[0].weight
+    told = [weight.ds_status]
+    weight.all_gather()
+    weight.all_gather()  # a second one changes nothing
+    told.append(weight.ds_status)
+    same = torch.equal(weight, expected)
+    weight.partition()
+    weight.partition()
+    return {
+        "told": [*told, weight.ds_status],
+        "same": same,
+        "is zero": is_zero_param(weight) and not is_zero_param(torch.ones(1)),
+        "kind": weight.ds_param_type,
+        "ranks": (weight.ds_zero_partition_rank, weight.ds_zero_partition_world_size),
+        "group": weight.ds_process_group.size(),
+    }
+
+
+def test_a_parameter_is_gathered_and_released_by_hand(ranks: RankPools) -> None:
+    for rank, found in enumerate(ranks(2).run(_gathered_by_hand)):
+        away, there = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+        assert found["told"] == [away, there, away]
+        assert found["same"]
+        assert found["is zero"]
+        assert found["kind"] is ZeroParamType.PARTITIONED
+        assert (found["ranks"], found["group"]) == ((rank, 2), 2)
+
+
+class _Slices:
+    def get_slice_parallel_rank(self) -> int:
+        return 3
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return 2
+
+    def get_pipe_parallel_group(self) -> str:
+        return "stages"
+
+
+def test_tools_of_a_programs_own_groups() -> None:
+    assert bwc_tensor_model_parallel_rank(_Slices()) == 3
+    assert bwc_tensor_model_parallel_rank() == 0
+    assert bwc_pipeline_parallel_world_size(_Slices()) == 2
+    assert bwc_pipeline_parallel_world_size() == 1
+    assert bwc_pipeline_parallel_group(_Slices()) == "stages"
+    assert bwc_pipeline_parallel_group() is None
+    assert groups.get_data_parallel_group_ranks() == [0]
+    assert groups.get_broadcast_src_rank() == 0
+    assert groups.get_sequence_data_parallel_world_size() == 1
+    assert groups.get_sequence_data_parallel_rank() == 0
+
+
+def test_small_tools(tmp_path: Any) -> None:
+    assert get_global_norm([3.0, 4.0]) == 5.0
+    assert get_only_unique_item([2, 2]) == 2
+    with pytest.raises(RuntimeError, match="the same"):
+        get_only_unique_item([2, 3])
+    assert noop_decorator(len) is len
+    ensure_directory_exists(str(tmp_path / "a" / "b.txt"))
+    assert (tmp_path / "a").is_dir()
+    empty_cache()
+    given = {"x": torch.ones(2), "y": torch.ones(1)}
+    copied = copy_to_device(given, "cpu", lambda tensor: tensor.numel() == 2)
+    assert copied["x"] is not given["x"]
+    assert copied["y"] is given["y"]
+    assert get_accelerator()._name == "cpu"
+    assert get_accelerator().random().initial_seed() == torch.initial_seed()
+    clocks = NoopTimer()
+    clocks("f").start()
+    clocks("f").stop(record=True)
+    clocks.log(["f"])
+    assert (clocks("f").elapsed(reset=True), clocks.get_mean(["f"]), clocks.get_timers()) == (
+        0.0,
+        {},
+        {},
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    set_z3_leaf_modules(model, [nn.Sequential])
+    assert z3_leaf_parameter(model[1][0].weight)
+
+
+def test_loggers_speak_once_and_from_a_level_on(caplog: pytest.LogCaptureFixture) -> None:
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            for _ in range(2):
+                warning_once("only once")
+                log_dist_once("and this")
+            assert (get_current_level(), should_log_le("info")) == (logging.INFO, True)
+            assert not should_log_le("debug")
+            with pytest.raises(ValueError, match="loud"):
+                should_log_le("loud")
+        assert [record.getMessage() for record in caplog.records] == [
+            "only once",
+            "[Rank 0] and this",
+        ]
+    finally:
+        logger.removeHandler(caplog.handler)
+    made = LoggerFactory.create_logger("a logger of a test", logging.ERROR)
+    assert (made.level, made.propagate) == (logging.ERROR, False)
+    with pytest.raises(ValueError, match="name"):
+        LoggerFactory.create_logger()
