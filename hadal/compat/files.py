@@ -1,28 +1,54 @@
-"""The files of a checkpoint of DeepSpeed's, for programs that open them themselves."""
+"""The files of a checkpoint, for programs that open them themselves.
+
+A checkpoint of Hadal's has none of that kind: what is read from them is put into a file for the
+while, in the system's folder for such, which goes when the process ends.
+"""
 
 from __future__ import annotations
 
+import atexit
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
+from typing import Any
 
+import torch
+
+from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import Files, files_of
+from hadal.checkpoint.source import StoredSource
 from hadal.errors import CheckpointError
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     """The file of rank 0's model states.
 
+    Of a checkpoint of Hadal's: the caller's own state, the counters and the ranks, no weights.
+
     Raises:
-        CheckpointError: there is none in this folder.
+        CheckpointError: this is no folder of a checkpoint.
     """
+    if _is_own(checkpoint_dir):
+        source = StoredSource(Path(checkpoint_dir))
+        counters = {name: source.scalars["counters"][name] for name in _COUNTERS}
+        sizes = {"dp_world_size": source.world_size // source.parts, "mp_world_size": source.parts}
+        return _written({**source.client_state(), **counters, **sizes})
     return str(_files(checkpoint_dir).model[0])
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     """The files of the optimizer's states, in the order of the ranks.
 
+    Of a checkpoint of Hadal's: one, that says of which stage it is, and no more.
+
     Raises:
-        CheckpointError: there is none in this folder.
+        CheckpointError: this is no folder of a checkpoint, or it is of stage 0.
     """
+    if _is_own(checkpoint_dir):
+        stage = StoredSource(Path(checkpoint_dir)).stage
+        return [_written({"optimizer_state_dict": {"zero_stage": stage}})]
     found = _files(checkpoint_dir).optimizer
     if not found:
         raise CheckpointError(
@@ -30,6 +56,23 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
             " its weights are in get_model_state_file(...)"
         )
     return [str(path) for path in found]
+
+
+def _is_own(folder: str | Path) -> bool:
+    return Path(folder, folders.INDEX).is_file()
+
+
+@cache
+def _room() -> Path:
+    room = TemporaryDirectory(prefix="hadal_")
+    atexit.register(room.cleanup)
+    return Path(room.name)
+
+
+def _written(content: dict[str, Any]) -> str:
+    path = mkstemp(".pt", dir=_room())[1]
+    torch.save(content, path)
+    return path
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> str:
@@ -44,8 +87,7 @@ def _files(folder: str | Path) -> Files:
     found = files_of(path)
     if not found.model:
         raise CheckpointError(
-            f"{path} is no checkpoint of DeepSpeed's: it has no *_model_states.pt. Checkpoints that"
-            " Hadal wrote are read by get_fp32_state_dict_from_zero_checkpoint and"
-            " convert_zero_checkpoint_to_fp32_state_dict of deepspeed.utils.zero_to_fp32"
+            f"{path} is no checkpoint: it has neither {folders.INDEX} nor *_model_states.pt; give"
+            " the folder of a checkpoint's tag"
         )
     return found

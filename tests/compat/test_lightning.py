@@ -26,6 +26,8 @@ def test_it_fits_saves_goes_on_and_validates(clients: RankPool, tmp_path: Path, 
         assert found["value"] == pytest.approx(expected["value"], abs=1e-5)
         assert found["resumed"] == found["second"]
         assert found["validated"] == found["second value"]
+        if found["rank"] == 0:
+            assert found["of one file"] == pytest.approx(found["value"], abs=1e-5)
 
 
 def _run_fabric(folder: Path, stage: int | None, precision: str = "32-true") -> dict[str, Any]:

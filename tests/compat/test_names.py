@@ -448,12 +448,10 @@ def test_weights_are_whole_while_a_model_generates() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def test_files_of_deepspeed_are_found_and_those_of_hadal_are_said_to_be_others(
-    tmp_path: Path,
-) -> None:
+def test_files_of_deepspeed_are_found(tmp_path: Path) -> None:
     for rank in (1, 0):
         (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    with pytest.raises(CheckpointError, match="convert_zero_checkpoint_to_fp32_state_dict"):
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
         get_optim_files(tmp_path)
     (tmp_path / "mp_rank_00_model_states.pt").touch()
     assert [Path(path).name[:19] for path in get_optim_files(tmp_path)] == [
@@ -467,6 +465,18 @@ def test_files_of_deepspeed_are_found_and_those_of_hadal_are_said_to_be_others(
         found.unlink()
     with pytest.raises(CheckpointError, match="of stage 0"):
         get_optim_files(tmp_path)
+
+
+def test_of_a_checkpoint_of_hadal_files_are_made_that_tell_what_is_read_from_them(
+    tmp_path: Path,
+) -> None:
+    engine = initialize(model=model_of(), config=config_of(2))[0]
+    engine.save_checkpoint(str(tmp_path), tag="one", client_state={"epoch": 4})
+    (path,) = get_optim_files(tmp_path / "one")
+    optimizer = torch.load(path, weights_only=False)
+    assert optimizer == {"optimizer_state_dict": {"zero_stage": 2}}
+    model = torch.load(get_model_state_file(tmp_path / "one", 2), weights_only=False)
+    assert (model["epoch"], model["global_steps"], model["dp_world_size"]) == (4, 0, 1)
 
 
 # ---- tools ---------------------------------------------------------------------------------------
