@@ -119,6 +119,19 @@ class Lane:
             self.mean = CompressedMean(bucket.layout.numel, bucket.ranks, _CODEC, bucket.steps_on)
         return self.mean
 
+    def clear_gaps(self) -> None:
+        """Padding has no values: what its signs have lost is nothing.
+
+        Nor of the mean: each sender's signs begin anew there, always with a plus, so that what the
+        mean of them owes would only grow, and with it the scale of the block.
+        """
+        owed = self.sending().owed
+        first = self.bucket.ranks.rank * owed.of_mean.numel()
+        for start, stop in self.bucket.layout.gaps:
+            owed.mine[start:stop].zero_()
+            if first < stop:
+                owed.of_mean[max(0, start - first) : stop - first].zero_()
+
     def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Part, slice, Tensor]]:
         """The elements of each part in `values`, which begin at `start` of the bucket."""
         for part in self.parts:
@@ -292,9 +305,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
                 take(part, cut, mean)
 
         def start(lane: Lane) -> Pending:
-            for begin, stop in lane.bucket.layout.gaps:
-                # Padding has no values: what its signs have lost is nothing.
-                lane.sending().owed.mine[begin:stop].zero_()
+            lane.clear_gaps()
             label = f"the exchange of signs of {lane.bucket.name}"
             return lane.sending().start(lambda at, values: put(lane, at, values), label)
 
@@ -341,19 +352,26 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
             lane.mean = None
         self._follow()
 
-    def memory(self) -> dict[str, list[Any]] | None:
+    def memory(self) -> dict[str, Any] | None:
         """What each bucket owes, and how it lies."""
         if all(lane.mean is None for lane in self._lanes):
             return None
         owed = [list(lane.sending().owed) for lane in self._lanes]
-        return {"lies": [lane.lies for lane in self._lanes], "owed": owed}
+        lies = [lane.lies for lane in self._lanes]
+        return {"lies": lies, "owed": owed, "of": self._kind_owed()}
+
+    def _kind_owed(self) -> str:
+        """What is owed after as many updates is a part of."""
+        return "momenta"
 
     def fits(self, memory: Any) -> bool:
         """Whether buckets lie here as those that owe it."""
         return bool(memory["lies"] == [lane.lies for lane in self._lanes])
 
     def remember(self, memory: Any) -> None:
-        """Owe what was owed."""
+        """Owe what was owed, unless it is a part of something that is not sent here any more."""
+        if memory.get("of", self._kind_owed()) != self._kind_owed():
+            return
         for lane, saved in zip(self._lanes, memory["owed"], strict=True):
             for owed, values in zip(lane.sending().owed, saved, strict=True):
                 owed.copy_(values)

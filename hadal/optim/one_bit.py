@@ -182,6 +182,9 @@ class OneBitLamb(_WarmedUp):
 
     def move_by_ratio(self, values: Tensor, state: State, group: Group) -> None:
         """As Lamb does; the ratio goes into its running average."""
+        for key in ("exp_avg_sq_fresh", "last_factor"):
+            # Of a variance that stood still before: this one begins anew from where it will stand.
+            state.pop(key, None)
         update = state["exp_avg"] / divisor_of(state["exp_avg_sq"], group)
         if group["weight_decay"]:
             update.add_(values, alpha=group["weight_decay"])

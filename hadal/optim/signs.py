@@ -197,6 +197,9 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
             self._synchronize()
             refresh(self._gradients)
 
+    def _kind_owed(self) -> str:
+        return "updates" if self._optimizer.is_local(self._count) else "gradients"
+
     def begin_anew(self) -> None:
         """Weights and state have been replaced: nothing of before is owed."""
         self._anchors.clear()

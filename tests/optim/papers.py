@@ -70,6 +70,9 @@ class Paper:
         mean = self.hops.mean(values)
         for owed in self.hops.mine:
             self.clear_gaps(owed)
+        of_mean = torch.cat(self.hops.of_mean)
+        self.clear_gaps(of_mean)
+        self.hops.of_mean = list(of_mean.split(len(of_mean) // self.world))
         self.clear_gaps(mean)
         return mean
 

@@ -75,16 +75,23 @@ def papers_of(engine: Any, kind: str, options: dict[str, Any]) -> dict[Bucket, P
 
 
 def step_together(
-    engine: Any, papers: dict[Bucket, Paper], update: int, clips: float = 1.0
+    engine: Any,
+    papers: dict[Bucket, Paper],
+    update: int,
+    clips: float = 1.0,
+    lr: float | None = None,
 ) -> None:
     """One update of the engine and of the papers, and a look at both."""
+    if lr is not None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
     rank, leaves = comm.get_rank(), list(engine.module.leaves)
     of_ranks = [gradients_of(update, one) for one in range(comm.get_world_size())]
     dtype = leaves[0].dtype
     engine.backward(engine([one.to(dtype) for one in of_ranks[rank]]))
     engine.step()
     for bucket, paper in papers.items():
-        paper.step([laid(bucket, one, leaves) * clips for one in of_ranks])
+        paper.step([laid(bucket, one, leaves) * clips for one in of_ranks], lr)
         found, known = bucket.master.detach(), paper.weights[rank]
         allowed = 2e-5 * known.abs() + 2e-5
         assert bool(((found - known).abs() <= allowed).all()), (bucket.name, update)
@@ -110,6 +117,20 @@ def test_each_update_is_that_of_the_paper(ranks: RankPools, kind: str, world: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
     ranks(2).run(as_in_the_paper, kind, precision, {})
+
+
+def at_changing_rates(kind: str) -> None:
+    """A rate for each update: what ranks moved between two exchanges is told by their sum."""
+    engine = engine_with(kind, {"weight_decay": 0.1})
+    papers = papers_of(engine, kind, {"weight_decay": 0.1})
+    for update in range(UPDATES):
+        step_together(engine, papers, update, lr=0.02 / (1 + update % 4))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_changing_learning_rates(ranks: RankPools, kind: str):
+    ranks(2).run(at_changing_rates, kind)
 
 
 VARIANTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [

@@ -413,6 +413,54 @@ def test_training_goes_on_bit_for_bit(ranks: RankPools, kind: str, precision: st
     ranks(2).run(gone_on, kind, precision, str(tmp_path))
 
 
+def zero_one_until(last_of_variance: int) -> Any:
+    params = {"eps": 1e-2, **LOCAL, "var_freeze_step": last_of_variance, "var_update_scaler": 2}
+    return engine_of(0, optimizer=optimizer_of("ZeroOneAdam", **params))
+
+
+def gone_on_in_another_phase(before: int, after: int, folder: str) -> None:
+    """What signs of gradients have lost is none of an update, a hundred times as short, or back."""
+    engine = zero_one_until(before)
+    train(engine, range(8))
+    engine.save_checkpoint(folder)
+    again = zero_one_until(after)
+    again.load_checkpoint(folder)
+    assert again._parts.runtime.exchange.memory() is None
+    same = zero_one_until(before)
+    same.load_checkpoint(folder)
+    assert same._parts.runtime.exchange.memory() is not None
+
+
+@pytest.mark.parametrize(("before", "after"), [(100, 3), (3, 100)])
+def test_what_is_owed_goes_on_in_its_own_phase(
+    ranks: RankPools, before: int, after: int, tmp_path: Path
+):
+    ranks(2).run(gone_on_in_another_phase, before, after, str(tmp_path))
+
+
+def test_a_variance_that_is_learnt_again_stands_anew():
+    """A run that goes on with a later `freeze_step`: the factor begins at 1, from the new one."""
+    leaf = nn.Parameter(torch.ones(4))
+    optimizer = OneBitLamb([leaf], lr=0.01, freeze_step=2)
+
+    def step(magnitude: float) -> dict[str, Tensor]:
+        leaf.grad = torch.full((4,), magnitude)
+        optimizer.step()
+        return optimizer.state[leaf]
+
+    for _ in range(6):
+        before = step(1.0)
+    assert float(before["last_factor"]) < 1
+    optimizer.freeze_step = 9
+    for _ in range(3):
+        again = step(30.0)
+    assert "last_factor" not in again
+    kept = again["exp_avg_sq"].clone()
+    after = step(30.0)
+    assert torch.allclose(after["exp_avg_sq_fresh"], 0.999 * kept + 0.001 * 30.0**2)
+    assert float(after["last_factor"]) == pytest.approx(0.9)
+
+
 def engine_of_sixteenths(kind: str) -> Any:
     """Its buckets are as long on one rank as on two: only the ranks tell that nothing fits."""
     torch.manual_seed(2)
