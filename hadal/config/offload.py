@@ -64,15 +64,16 @@ class OffloadOptimizer(Section):
     device: Tier = key(
         "none",
         "Where the state rests: none is the memory that computes, cpu the host's, nvme the disk "
-        "(stages 1 to 3; DeepSpeed: 3). nvme needs an optimizer that looks at single elements: "
-        "Adam, AdamW, Lion, Adagrad, SGD.",
+        "(stages 1 to 3; DeepSpeed: 3, and Adam alone). Optimizers that look at more than single "
+        "elements have more of it in host memory during an update: docs/offload.md.",
     )
     nvme_path: Text | None = key(None, _PATH)
     buffer_count: Integer = key(
         4,
         "The host memory of an update on the disk: so many times `sub_group_size` elements in "
         "fp32 (of which 2^24 count at most), for all that is read, worked on and written. A part "
-        "is 2^19 elements long at least, with several threads up to 2^22.",
+        "is 2^19 elements long at least, with several threads up to 2^22. Muon, Adafactor and "
+        "optimizers of your own take whole buckets, however many that are.",
         ge=0,
     )
     pin_memory: Boolean = key(True, _PIN)
@@ -94,7 +95,8 @@ class OffloadOptimizer(Section):
     ratio: Number = key(
         1.0,
         "Share of the elements that the host updates, by whole buckets; the device updates the "
-        "rest at the same time, and keeps its state. Below 1 needs stage 3.",
+        "rest at the same time, and keeps its state. Below 1 needs stage 3, and where the device "
+        "is nvme an optimizer that looks at single elements (Adam, AdamW, Lion, Adagrad, SGD).",
         ge=0,
         le=1,
     )

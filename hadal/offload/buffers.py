@@ -102,6 +102,16 @@ class BufferPool:
             self._taken[buffer.data_ptr()] = buffer
             return buffer
 
+    def take_for(self, nbytes: int) -> Tensor:
+        """A buffer that nobody else has, for so many bytes.
+
+        Raises:
+            OffloadError: all are taken, or they are shorter.
+        """
+        if nbytes > self.nbytes:
+            raise OffloadError(f"{nbytes} bytes do not fit into a buffer of {self.nbytes}")
+        return self.take()
+
     def give_back(self, buffer: Tensor, after: Event | None = None) -> None:
         """Let others have a buffer that was taken here, from the moment when `after` is over.
 
@@ -142,3 +152,17 @@ class BufferPool:
     def _made(self) -> Tensor:
         # A view of its own place in memory even where it is empty: buffers are told apart by it.
         return aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
+
+
+class LooseBuffers:
+    """Buffers of any length, made when they are needed and let go of when they are given back."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+
+    def take_for(self, nbytes: int) -> Tensor:
+        """A buffer of so many bytes; its contents are whatever they were."""
+        return aligned(max(nbytes, 1), pinned=self._pinned)[:nbytes]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Whoever holds it lets go of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -59,7 +60,16 @@ class DiskRun:
         if self._generation is None:
             out.fill_(self._fill)
             return None
-        region = self._regions[self._generation]
+        return self._start_read(self._generation, start, out)
+
+    def start_read_back(self, start: int, out: Tensor) -> Request | None:
+        """Begin to fill `out` as `start_read` does, with what was written since the last commit."""
+        if not self._is_dirty:
+            return self.start_read(start, out)
+        return self._start_read(self._next, start, out)
+
+    def _start_read(self, generation: int, start: int, out: Tensor) -> Request:
+        region = self._regions[generation]
         return self._store.start_read(region, start * self.dtype.itemsize, _bytes(out))
 
     def start_write(self, start: int, values: Tensor) -> Request:
@@ -124,6 +134,34 @@ class DiskRun:
 
 def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadOnly:
+    """A run, for a walk that leaves it as it is."""
+
+    run: DiskRun
+    reads_back: bool = False
+    """Whether what counts is what was written since the last commit."""
+
+    @property
+    def numel(self) -> int:
+        """How many values there are."""
+        return self.run.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        return self.run.dtype
+
+    def start_read(self, start: int, out: Tensor) -> Request | None:
+        """Begin to fill `out` with those from `start` on; None: it is done."""
+        read = self.run.start_read_back if self.reads_back else self.run.start_read
+        return read(start, out)
+
+    def start_write(self, start: int, values: Tensor) -> Request | None:
+        """Nothing is written."""
+        return None
 
 
 class Readable(Protocol):

@@ -5,22 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hadal.errors import OffloadError
-from hadal.offload.buffers import BufferPool
 from hadal.offload.requests import Request
-from hadal.offload.runs import DiskRun
+
+
+class Walked(Protocol):
+    """Values that are read a stretch at a time, and may be written."""
+
+    @property
+    def numel(self) -> int:
+        """How many there are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+
+    def start_read(self, start: int, out: Tensor) -> Request | None:
+        """Begin to fill `out` with those from `start` on; None: it is done."""
+
+    def start_write(self, start: int, values: Tensor) -> Request | None:
+        """Begin to write those from `start` on; None: there is nothing to wait for."""
+
+
+class Buffers(Protocol):
+    """Where values are read into."""
+
+    def take_for(self, nbytes: int) -> Tensor:
+        """Aligned memory of so many bytes, or more."""
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let others have it."""
 
 
 class Stop(NamedTuple):
-    """One part of the way: the same elements of several runs."""
+    """One part of the way: the same elements of several runs, those that there are of each."""
 
-    runs: tuple[DiskRun, ...]
+    runs: tuple[Walked, ...]
     start: int
     numel: int
+
+    def numel_of(self, run: Walked) -> int:
+        """How many of them a run has."""
+        return min(self.numel, run.numel - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +73,7 @@ class Pace:
 class _Load:
     """The buffers of one part, and what is under way with them."""
 
-    pool: BufferPool
+    pool: Buffers
     buffers: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -68,7 +99,7 @@ class _Load:
 
 
 def walk(
-    stops: Sequence[Stop], pool: BufferPool, pace: Pace
+    stops: Sequence[Stop], pool: Buffers, pace: Pace
 ) -> Iterator[tuple[Stop, Sequence[Tensor]]]:
     """Each stop with its values (one 1-D tensor for each run), which are written when it is left.
 
@@ -92,7 +123,9 @@ def walk(
                 behind.wait()
                 behind.release()
             for run, values in zip(stop.runs, here.values, strict=True):
-                here.requests.append(run.start_write(stop.start, values))
+                request = run.start_write(stop.start, values)
+                if request is not None:
+                    here.requests.append(request)
             behind, here = here, None
             if not pace.writes_behind:
                 behind.wait()
@@ -108,13 +141,14 @@ def walk(
                 load.release()
 
 
-def _fetch(stop: Stop, pool: BufferPool) -> _Load:
+def _fetch(stop: Stop, pool: Buffers) -> _Load:
     load = _Load(pool)
     try:
         for run in stop.runs:
-            buffer = pool.take()
+            nbytes = stop.numel_of(run) * run.dtype.itemsize
+            buffer = pool.take_for(nbytes)
             load.buffers.append(buffer)
-            values = buffer[: stop.numel * run.dtype.itemsize].view(run.dtype)
+            values = buffer[:nbytes].view(run.dtype)
             load.values.append(values)
             request = run.start_read(stop.start, values)
             if request is not None:

@@ -22,7 +22,13 @@ from hadal.optim.mup import MUP_KINDS, build_mup
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hadal.optim.signs import OneBitAdamStepper, OneBitLambStepper, ZeroOneAdamStepper
-from hadal.optim.step import FlatStepper, Stepper, refuse_disk, refuse_other_state_dtype
+from hadal.optim.step import (
+    FlatStepper,
+    Stepper,
+    refuse_disk,
+    refuse_disk_beside_memory,
+    refuse_other_state_dtype,
+)
 from hadal.optim.whole import WholeStepper
 from hadal.zero.gradients import Gradients
 
@@ -176,18 +182,20 @@ def build_stepper(
             f"{type(optimizer).__name__}(differentiable=True) cannot be used: nothing can be"
             " differentiated through the update of an engine; leave it out"
         )
+    steps = steps or DiskSteps()
     if is_elementwise(optimizer):
-        return FlatStepper(optimizer, gradients, steps or DiskSteps())
+        return FlatStepper(optimizer, gradients, steps)
     refuse_other_state_dtype(optimizer, gradients)
-    refuse_disk(optimizer, gradients)
     if type(optimizer) in _SENDING_SIGNS:
+        refuse_disk(optimizer, gradients)
         _refuse_parts(optimizer, model_parallel)
         return _SENDING_SIGNS[type(optimizer)](optimizer, gradients, parameters)
+    refuse_disk_beside_memory(optimizer, gradients)
     if type(optimizer) is Lamb:
-        return LambStepper(optimizer, gradients, model_parallel)
+        return LambStepper(optimizer, gradients, model_parallel, steps)
     if type(optimizer) is Muon:
-        return MuonStepper(optimizer, gradients, parameters)
-    return WholeStepper(optimizer, gradients, parameters)
+        return MuonStepper(optimizer, gradients, parameters, steps)
+    return WholeStepper(optimizer, gradients, parameters, steps)
 
 
 def _refuse_parts(optimizer: Optimizer, model_parallel: Ranks | None) -> None:

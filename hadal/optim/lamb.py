@@ -13,25 +13,40 @@ so does a second one, over the ranks that hold the parts of one model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import is_same_everywhere
 from hadal.errors import MismatchError, OptimizerError
-from hadal.optim.desk import block_numel
+from hadal.offload.crossing import Sending
+from hadal.offload.runs import DiskRun, ReadOnly
+from hadal.offload.walk import Walked
+from hadal.optim.desk import block_numel, blocks
+from hadal.optim.elementwise import Zeros
 from hadal.optim.norm import is_model_part
-from hadal.optim.own import Group, OwnOptimizer
+from hadal.optim.on_disk import (
+    Deferred,
+    DiskSteps,
+    PartBuffers,
+    rewriting_in_turn,
+    update_on_disk,
+    walk_parts,
+)
+from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
-from hadal.optim.step import StepperInMemory, as_one_step, refresh
+from hadal.optim.state_on_disk import StateOnDisk
+from hadal.optim.step import RestingStepper, as_one_step, refresh, wait_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
+
+_DISK_STEPS = DiskSteps()
 
 
 class Lamb(OwnOptimizer):
@@ -72,11 +87,11 @@ class Lamb(OwnOptimizer):
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter."""
-        moments = _moments(self, parameter)
-        count = float(self.state[parameter]["step"])
-        values = _Values(parameter.detach(), *moments)
+        own = parameter.detach()
+        moments = _begin(group, self.state[parameter], partial(torch.zeros_like, own))
+        values = _Values(own, *moments.state)
         _learn(values, gradient, group)
-        update = _update(values, group, count)
+        update = _update(values, group, moments.updates)
         sums = torch.stack([_square_sum(values.master), _square_sum(update)])
         ratio = _trust_ratios(sums[None], [group])[0]
         values.master.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
@@ -89,21 +104,27 @@ class _Values(NamedTuple):
     first: Tensor
     second: Tensor
 
-    def blocks(self, numel: int) -> Iterator[tuple[int, _Values]]:
-        """The stretch in cuts of `numel` elements, each with where it starts."""
-        for start in range(0, self.master.numel(), numel):
-            yield start, _Values(*(values[start : start + numel] for values in self))
+    def cut(self, start: int, stop: int) -> _Values:
+        """The elements from `start` on before `stop`."""
+        return _Values(*(values[start:stop] for values in self))
 
 
-def _moments(optimizer: Optimizer, values: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """The state of a tensor, made on first use; it counts this update."""
-    state = optimizer.state[values]
+class _Moments(NamedTuple):
+    """What is remembered of a tensor, in an update."""
+
+    state: tuple[Tensor, Tensor]
+    updates: float
+    """How many lie in the moments, with this one."""
+
+
+def _begin(group: Group, state: State, zeros: Zeros) -> _Moments:
+    """Make the state of a tensor on first use; it counts this update."""
     if not state:
         state["step"] = torch.zeros(())
-        state["exp_avg"] = torch.zeros_like(values.detach())
-        state["exp_avg_sq"] = torch.zeros_like(values.detach())
+        state["exp_avg"] = zeros()
+        state["exp_avg_sq"] = zeros()
     state["step"] += 1
-    return state["exp_avg"], state["exp_avg_sq"]
+    return _Moments((state["exp_avg"], state["exp_avg_sq"]), float(state["step"]))
 
 
 def _learn(values: _Values, gradient: Tensor, group: Group) -> None:
@@ -144,24 +165,55 @@ def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """The fragment of one parameter in a piece, and the row of its norms."""
+    """Where one parameter lies in a piece, counted from the span's start, and its row of norms."""
 
     row: int
-    fragment: Fragment
+    start: int
+    stop: int
 
 
-class LambStepper(StepperInMemory):
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What is in memory of a piece in an update."""
+
+    values: _Values
+    start: int
+    """Where it begins, counted from the span's start."""
+    parts: Sequence[_Part]
+    group: Group
+    updates: float
+    """How many lie in the moments, with this one."""
+
+    def blocks(self, numel: int) -> Iterator[tuple[int, int, _Values]]:
+        """The stretch parameter by parameter, in cuts at the multiples of `numel`.
+
+        Each with its row of norms, and with where it begins in the span.
+        """
+        stop = self.start + self.values.master.numel()
+        for row, first, last in self.parts:
+            for low, high in blocks(max(first, self.start), min(last, stop), numel):
+                yield row, low, self.values.cut(low - self.start, high - self.start)
+
+
+class LambStepper(RestingStepper):
     """Steps Lamb on flat cuts of the master, in blocks.
 
     The update is computed twice, for its norm and for the step itself: to keep it in between would
-    move the same bytes and take a third moment's memory.
+    move the same bytes and take a third moment's memory. So what rests on the disk is read twice:
+    the moments are written the first time, and the masters the second.
     """
 
     def __init__(
-        self, optimizer: Lamb, gradients: Sequence[Gradients], model_parallel: Ranks | None = None
+        self,
+        optimizer: Lamb,
+        gradients: Sequence[Gradients],
+        model_parallel: Ranks | None = None,
+        steps: DiskSteps = _DISK_STEPS,
     ) -> None:
+        super().__init__(optimizer, steps)
         self._optimizer = optimizer
         self._model_parallel = model_parallel
+        self._part_buffers = PartBuffers()
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[tuple[Piece, list[_Part]]]] = {}
         self._groups: list[int] = []
@@ -201,40 +253,70 @@ class LambStepper(StepperInMemory):
                 self._cut_rows[row] = slot.name
         self._are_agreed = False
         self._gradients.append(one)
-        self._pieces[one] = [
-            (
-                piece,
-                [
-                    _Part(first + fragment.slot, fragment)
-                    for fragment in layout.fragments(begin + piece.start, begin + piece.stop)
-                ],
-            )
-            for piece in lay_pieces(self._optimizer, one)
-        ]
+
+        def part_of(piece: Piece, fragment: Fragment) -> _Part:
+            start = piece.start + fragment.offset
+            return _Part(first + fragment.slot, start, start + fragment.numel)
+
+        with one.bucket.present():
+            pieces = lay_pieces(self._optimizer, one)
+            self._pieces[one] = [
+                (
+                    piece,
+                    [
+                        part_of(piece, fragment)
+                        for fragment in layout.fragments(begin + piece.start, begin + piece.stop)
+                    ],
+                )
+                for piece in pieces
+            ]
+            self._rests.put(one.bucket, pieces)
 
     def step(self, multiplier: float) -> None:
-        """Make one update with the mean gradients times `multiplier`."""
+        """Make one update with the mean gradients times `multiplier`.
+
+        Raises:
+            OffloadError: the disk failed, on some rank; nothing has changed on any.
+        """
         with as_one_step(self._optimizer):
-            groups = [self._optimizer.param_groups[number] for number in self._groups]
-            ratios = _trust_ratios(self._learn_all(multiplier), groups)
-            for piece, parts in chain.from_iterable(self._pieces.values()):
-                self._step_piece(piece, parts, ratios)
+            if self._rests:
+                self._step_on_disk(multiplier)
+                return
+            sums = self._no_sums()
+            stretches = [
+                (one, stretch) for one in self._gradients for stretch in self._begun_in_memory(one)
+            ]
+            for one, stretch in stretches:
+                _learn_stretch(stretch, one.mean, multiplier, sums)
+            ratios = self._ratios(sums)
+            for _, stretch in stretches:
+                _step_stretch(stretch, ratios)
             refresh(self._gradients)
 
-    def _learn_all(self, multiplier: float) -> Tensor:
-        """Put the gradients into the moments; (parameters, 2) sums of squares over all ranks."""
+    def _begun_in_memory(self, one: Gradients) -> Iterator[_Stretch]:
+        for piece, parts in self._pieces[one]:
+            values = piece.values.detach()
+            group, state = self._group(piece), self._optimizer.state[piece.values]
+            moments = _begin(group, state, partial(torch.zeros_like, values))
+            whole = _Values(values, *moments.state)
+            yield _Stretch(whole, piece.start, parts, group, moments.updates)
+
+    def _group(self, piece: Piece) -> Group:
+        return self._optimizer.param_groups[piece.group]
+
+    def _no_sums(self) -> Tensor:
+        """Room for the (parameters, 2) sums of squares."""
+        device = self._gradients[0].bucket.steps_on
+        return torch.zeros(len(self._groups), 2, dtype=torch.float64, device=device)
+
+    def _ratios(self, sums: Tensor) -> Tensor:
+        """(parameters,) ratios, from each rank's (parameters, 2) sums of squares."""
         bucket = self._gradients[0].bucket
-        sums = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=bucket.steps_on)
-        for one in self._gradients:
-            for piece, parts in self._pieces[one]:
-                self._learn_piece(
-                    piece, parts, one.mean[piece.start : piece.stop], multiplier, sums
-                )
         if bucket.partition.optimizer:
             bucket.sharing.sum_(sums, "the sum of Lamb's norms")
         if self._model_parallel is not None:
             self._add_up_parts(sums, self._model_parallel)
-        return sums
+        return _trust_ratios(sums, [self._optimizer.param_groups[n] for n in self._groups])
 
     def _add_up_parts(self, sums: Tensor, model_parallel: Ranks) -> None:
         """Make the sums of parameters that are cut over the model's parts those of all parts."""
@@ -252,35 +334,108 @@ class LambStepper(StepperInMemory):
         sum_(cut, model_parallel, "the sum of Lamb's norms over the model's parts")
         sums[rows] = cut
 
-    def _learn_piece(
-        self, piece: Piece, parts: Sequence[_Part], mean: Tensor, multiplier: float, sums: Tensor
+    # ---- on the disk -----------------------------------------------------------------------------
+
+    def _step_on_disk(self, multiplier: float) -> None:
+        on_disk, deferred = self._on_disk(self._gradients), Deferred()
+        ways = (one.bucket.start_sending() for one in on_disk)
+        sending = next(filter(None, ways), None)
+        with update_on_disk([*on_disk.values()], self._model_parallel):
+            sums = self._no_sums()
+            begun = deferred.run(partial(self._begin_on_disk, on_disk))
+            deferred.run(lambda: self._learn_on_disk(begun or {}, multiplier, sums))
+            ratios = self._ratios(sums)
+            deferred.run(lambda: self._write_masters(begun or {}, ratios, sending))
+            deferred.tell()
+        wait_all([one.bucket.start_refresh() for one in on_disk])
+
+    def _begin_on_disk(self, on_disk: Mapping[Gradients, StateOnDisk]) -> dict[Gradients, _Begun]:
+        """Those of which this rank has more than padding."""
+        begun: dict[Gradients, _Begun] = {}
+        for one, state in on_disk.items():
+            pieces = state.begin(_begin)
+            if pieces:
+                *_, moments = pieces[0]  # the same for all
+                begun[one] = _Begun(state.runs[0], moments, [own for _, own, _ in pieces])
+            if self._steps.clears_first:
+                for run in state.runs:
+                    run.lay_out()
+        return begun
+
+    def _learn_on_disk(
+        self, begun: Mapping[Gradients, _Begun], multiplier: float, sums: Tensor
     ) -> None:
-        group = self._optimizer.param_groups[piece.group]
-        moments = _moments(self._optimizer, piece.values)
-        count = float(self._optimizer.state[piece.values]["step"])
-        whole = _Values(piece.values.detach(), *moments)
-        for row, fragment in parts:
-            stretch = _Values(*(_cut(values, fragment) for values in whole))
-            gradients = _cut(mean, fragment)
-            for start, block in stretch.blocks(block_numel(mean.device)):
-                numel = block.master.numel()
-                given = gradients[start : start + numel].to(block.master.dtype, copy=True)
-                _learn(block, given.mul_(multiplier), group)
-                # Some buckets may be updated on the host, and others on the device.
-                sums[row, 0] += _square_sum(block.master).to(sums.device)
-                sums[row, 1] += _square_sum(_update(block, group, count)).to(sums.device)
+        """Read everything, and write the moments."""
+        runs: dict[Gradients, list[Walked]] = {
+            one: [ReadOnly(own.master), *own.runs] for one, own in begun.items()
+        }
+        for one, stretches, _ in self._walk(begun, runs):
+            for stretch in stretches:
+                _learn_stretch(stretch, one.mean, multiplier, sums)
 
-    def _step_piece(self, piece: Piece, parts: Sequence[_Part], ratios: Tensor) -> None:
-        group = self._optimizer.param_groups[piece.group]
-        state = self._optimizer.state[piece.values]
-        whole = _Values(piece.values.detach(), state["exp_avg"], state["exp_avg_sq"])
-        ratios = ratios.to(whole.master)
-        for row, fragment in parts:
-            stretch = _Values(*(_cut(values, fragment) for values in whole))
-            for _, block in stretch.blocks(block_numel(ratios.device)):
-                update = _update(block, group, float(state["step"]))
-                block.master.addcmul_(update, ratios[row], value=-group["lr"])
+    def _write_masters(
+        self, begun: Mapping[Gradients, _Begun], ratios: Tensor, sending: Sending | None
+    ) -> None:
+        """Read everything once more, the moments as they are now, and write the masters."""
+        runs: dict[Gradients, list[Walked]] = {
+            one: [own.master, *(ReadOnly(run, reads_back=True) for run in own.runs)]
+            for one, own in begun.items()
+        }
+        with rewriting_in_turn() as rewriting:
+            for one, stretches, whole in self._walk(begun, runs):
+                for stretch in stretches:
+                    _step_stretch(stretch, ratios)
+                rewriting(one.bucket)
+                one.bucket.put_weights(*whole, sending)
+
+    def _walk(
+        self, begun: Mapping[Gradients, _Begun], runs: Mapping[Gradients, Sequence[Walked]]
+    ) -> Iterator[tuple[Gradients, list[_Stretch], tuple[int, Tensor]]]:
+        """Part by part: what of its pieces is in memory, and where its masters begin in the span.
+
+        Parts end where blocks do, so that the sums are those of state in memory, bit for bit.
+        """
+        if not runs:
+            return
+        block = block_numel(torch.device("cpu"))
+        for one, stop, read in walk_parts(runs, block, self._steps, self._part_buffers):
+            whole = _Values(*read)
+            one.bucket.absorb_edits_into(whole.master, stop.start)
+            stretches = []
+            for (piece, parts), moments in zip(self._pieces[one], begun[one].moments, strict=True):
+                first = max(piece.start, stop.start)
+                last = min(piece.stop, stop.start + stop.numel)
+                if first < last:
+                    values = whole.cut(first - stop.start, last - stop.start)
+                    group = self._group(piece)
+                    stretches.append(_Stretch(values, first, parts, group, moments.updates))
+            yield one, stretches, (stop.start, whole.master)
 
 
-def _cut(values: Tensor, fragment: Fragment) -> Tensor:
-    return values[fragment.offset : fragment.offset + fragment.numel]
+class _Begun(NamedTuple):
+    """An update of one bucket on the disk that was begun."""
+
+    master: DiskRun
+    runs: list[DiskRun]
+    """Of the first and of the second moments."""
+    moments: list[_Moments]
+    """Of each piece."""
+
+
+def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: float, sums: Tensor) -> None:
+    """Put gradients (`mean`, which lies like the span) into moments, and squares into the sums."""
+    for row, start, block in stretch.blocks(block_numel(mean.device)):
+        given = mean[start : start + block.master.numel()].to(block.master.dtype, copy=True)
+        _learn(block, given.mul_(multiplier), stretch.group)
+        # Some buckets may be updated on the host, and others on the device.
+        sums[row, 0] += _square_sum(block.master).to(sums.device)
+        update = _update(block, stretch.group, stretch.updates)
+        sums[row, 1] += _square_sum(update).to(sums.device)
+
+
+def _step_stretch(stretch: _Stretch, ratios: Tensor) -> None:
+    """Make the update, each parameter's by its ratio."""
+    ratios = ratios.to(stretch.values.master)
+    for row, _, block in stretch.blocks(block_numel(ratios.device)):
+        update = _update(block, stretch.group, stretch.updates)
+        block.master.addcmul_(update, ratios[row], value=-stretch.group["lr"])

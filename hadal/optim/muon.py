@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from hadal.errors import OptimizerError
 from hadal.optim.desk import block_numel
 from hadal.optim.fused import begin_adam
+from hadal.optim.on_disk import DiskSteps
 from hadal.optim.own import Group, OwnOptimizer
-from hadal.optim.pieces import Held, held_pieces, lay_pieces
-from hadal.optim.step import StepperInMemory, as_one_step, refresh
-from hadal.optim.whole import WholeParameters, hand_over
+from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
+from hadal.optim.step import RestingStepper, as_one_step, batched, refresh
+from hadal.optim.whole import WholeParameters, hand_over, step_wholes_on_disk
 from hadal.zero.gradients import Gradients
 
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
@@ -37,6 +38,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _TINY = 1e-7
 METHODS = ("gram", "standard")
+_DISK_STEPS = DiskSteps()
 
 
 class Muon(OwnOptimizer):
@@ -228,7 +230,7 @@ def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
     return parameter.dim() >= 2 and not any(word in name for word in _NO_HIDDEN_MATRIX)
 
 
-class MuonStepper(StepperInMemory):
+class MuonStepper(RestingStepper):
     """Steps Muon's matrices whole, each on one rank, and the rest as flat cuts on every rank."""
 
     def __init__(
@@ -236,21 +238,33 @@ class MuonStepper(StepperInMemory):
         optimizer: Muon,
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]],
+        steps: DiskSteps = _DISK_STEPS,
     ) -> None:
+        super().__init__(optimizer, steps)
         self._optimizer = optimizer
-        self._gradients = list(gradients)
+        self._gradients: list[Gradients] = []
         self._wholes = WholeParameters()
-        self._wholes.add(gradients, self._is_whole)
-        for group, members in zip(optimizer.param_groups, parameters, strict=True):
-            self._empty(group, members)
-        self._pieces = {one: self._lay(one) for one in gradients}
+        self._pieces: dict[Gradients, list[Piece]] = {}
+        self._take_up(gradients, optimizer.param_groups, parameters)
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Take up the buckets of the newest param group, whose parameters are `members`."""
+        self._take_up(gradients, self._optimizer.param_groups[-1:], [members])
+
+    def _take_up(
+        self,
+        gradients: Sequence[Gradients],
+        groups: Sequence[dict[str, Any]],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
         self._gradients += gradients
         self._wholes.add(gradients, self._is_whole)
-        self._empty(self._optimizer.param_groups[-1], members)
-        self._pieces |= {one: self._lay(one) for one in gradients}
+        for group, members in zip(groups, parameters, strict=True):
+            self._empty(group, members)
+        for one in gradients:
+            with one.bucket.present():
+                self._pieces[one] = self._lay(one)
+                self._rests.put(one.bucket, self._pieces[one], self._wholes.pieces(one))
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
@@ -272,23 +286,47 @@ class MuonStepper(StepperInMemory):
     def _is_whole(self, group: int) -> bool:
         return bool(self._optimizer.param_groups[group]["use_muon"])
 
-    def _lay(self, one: Gradients) -> list[Any]:
+    def _lay(self, one: Gradients) -> list[Piece]:
         return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))
 
     def step(self, multiplier: float) -> None:
-        """Make one update with the mean gradients times `multiplier`."""
-        optimizer = self._optimizer
-        with as_one_step(optimizer):
+        """Make one update with the mean gradients times `multiplier`.
+
+        Raises:
+            OffloadError: the disk failed, on some rank; nothing has changed on any.
+        """
+        with as_one_step(self._optimizer):
+            if self._rests:
+                self._step_on_disk(multiplier)
+                return
             self._wholes.to_owners(multiplier)
-            for group in optimizer.param_groups:
+            for group in self._optimizer.param_groups:
                 if group["use_muon"]:
                     for values in group["params"]:
-                        assert values.grad is not None  # `to_owners` has put it there
-                        optimizer.step_matrix(values, values.grad, group)
-            for one, pieces in self._pieces.items():
-                for piece in pieces:
-                    group = optimizer.param_groups[piece.group]
-                    mean = one.mean[piece.start : piece.stop]
-                    optimizer.step_flat(piece.values, mean, multiplier, group)
+                        self._step_matrix(values, group)
+            for one in self._gradients:
+                self._step_flat(one, multiplier)
             self._wholes.to_shards()
             refresh(self._gradients)
+
+    def _step_on_disk(self, multiplier: float) -> None:
+        def step(batch: Sequence[Gradients]) -> None:
+            for one in batch:
+                for piece in self._wholes.pieces(one):
+                    self._step_matrix(piece.values, self._optimizer.param_groups[piece.group])
+                self._step_flat(one, multiplier)
+
+        on_disk = self._on_disk(self._gradients)
+        batches = batched(on_disk, at_once=False)
+        step_wholes_on_disk(on_disk, batches, self._wholes, step, multiplier, self._steps)
+
+    def _step_matrix(self, values: nn.Parameter, group: Group) -> None:
+        assert values.grad is not None  # `to_owners` has put it there
+        self._optimizer.step_matrix(values, values.grad, group)
+
+    def _step_flat(self, one: Gradients, multiplier: float) -> None:
+        for piece in self._pieces[one]:
+            group, mean = self._optimizer.param_groups[piece.group], one.mean
+            self._optimizer.step_flat(
+                piece.values, mean[piece.start : piece.stop], multiplier, group
+            )

@@ -1,206 +1,30 @@
-"""What the optimizer remembers of one bucket, where it rests on the disk beside the masters."""
+"""Updates of what rests on the disk: read, made in memory and written, part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.errors import CommunicationError, OffloadError
-from hadal.offload.buffers import BufferPool, aligned
+from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.crossing import Sending
-from hadal.offload.runs import UNIT_NUMEL, DiskRun, RunCut, one_update
-from hadal.offload.store import DiskStore
-from hadal.offload.walk import Pace, Stop, walk
+from hadal.offload.runs import UNIT_NUMEL, DiskRun, one_update
+from hadal.offload.walk import Pace, Stop, Walked, walk
 from hadal.optim.desk import Desk, Desks, blocks
 from hadal.optim.elementwise import Beginner, Update
 from hadal.optim.pieces import Piece
+from hadal.optim.state_on_disk import StateOnDisk
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
-
-class StateOnDisk:
-    """The masters and the optimizer's memory of one bucket's pieces.
-
-    Owns a run for each kind of state, as long as the bucket's span. At rest the optimizer finds
-    placeholders of the right shape, which hold NaN; inside `present` it finds the values.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, bucket: Bucket, pieces: Sequence[Piece], disk: DiskStore
-    ) -> None:
-        self._optimizer = optimizer
-        self.bucket = bucket
-        self._pieces = pieces
-        self._disk = disk
-        self.numel = bucket.span[1] - bucket.span[0]
-        """Elements of the bucket's span."""
-        self._runs: dict[str, DiskRun] = {}
-        self._is_shown = False
-        with one_update(self._runs.values):
-            self._put_away()
-
-    # ---- outside of updates ----------------------------------------------------------------------
-
-    @contextmanager
-    def present(self, *, writes: bool = True) -> Iterator[None]:
-        """Have masters and state in memory; what is written into them is kept.
-
-        Where the body raises nothing is. Inside another `present`, that one decides.
-        """
-        if self._is_shown:
-            yield
-            return
-        before = self.memory()
-        try:
-            # What was written counts once the masters are written, too.
-            with one_update(self._runs.values), self.bucket.present(writes=writes):
-                self._show()
-                self._is_shown = True
-                yield
-                self._put_away(writes=writes)
-        except BaseException:
-            self.take_back(before)
-            self._put_away(writes=False)
-            raise
-        finally:
-            self._is_shown = False
-
-    def _show(self) -> None:
-        master = self.bucket.master
-        assert master is not None  # it is trained, and present
-        known = {key: run.read() for key, run in self._runs.items()}
-        for piece in self._pieces:
-            piece.values.data = master[piece.start : piece.stop]
-            state = self._state(piece)
-            for key in self._elementwise(piece):
-                state[key] = known[key][piece.start : piece.stop]
-
-    def _put_away(self, *, writes: bool = True) -> None:
-        """Write what is elementwise, one kind after the other, and leave placeholders."""
-        pieces = [(piece, self._elementwise(piece)) for piece in self._pieces]
-        for key in dict.fromkeys(chain.from_iterable(keys for _, keys in pieces)):
-            holders = [piece for piece, keys in pieces if key in keys]
-            if writes:
-                self._write(key, holders)
-            for piece in holders:
-                state = self._state(piece)
-                state[key] = _placeholder(piece, state[key].dtype)
-        if writes:
-            self._drop_unused()
-        for piece in self._pieces:
-            piece.values.data = _placeholder(piece, piece.values.dtype)
-
-    def _write(self, key: str, holders: Sequence[Piece]) -> None:
-        """Write one kind of state; zeros where a piece has none."""
-        values = [self._state(piece)[key] for piece in holders]
-        dtype = values[0].dtype
-        whole = aligned(max(self.numel, 1) * dtype.itemsize).view(dtype)[: self.numel].zero_()
-        for piece, value in zip(holders, values, strict=True):
-            whole[piece.start : piece.stop].copy_(value)
-        self._run_of(key, dtype, 0.0).write_next(whole)
-
-    def _state(self, piece: Piece) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.state.get(piece.values, {})
-        return state
-
-    def _elementwise(self, piece: Piece) -> list[str]:
-        shape = piece.values.shape
-        return [
-            key
-            for key, value in self._state(piece).items()
-            if isinstance(value, Tensor) and value.shape == shape and key != "step"
-        ]
-
-    def _run_of(self, key: str, dtype: torch.dtype, fill: float) -> DiskRun:
-        run = self._runs.get(key)
-        if run is None or run.dtype != dtype:
-            if run is not None:
-                run.free()
-            name = f"the {key} of {self.bucket.name}"
-            run = self._runs[key] = DiskRun(self._disk, name, self.numel, dtype, fill)
-        return run
-
-    def cuts(self, piece: Piece) -> dict[str, RunCut]:
-        """Where each kind of state of a piece rests."""
-        keys = self._elementwise(piece)
-        return {key: RunCut(self._runs[key], piece.start, piece.stop) for key in keys}
-
-    # ---- in an update ----------------------------------------------------------------------------
-
-    @property
-    def runs(self) -> list[DiskRun]:
-        """The master's run, and those of the state so far."""
-        master = self.bucket.resting_master
-        assert master is not None and master.run is not None  # its home is the disk
-        return [master.run, *self._runs.values()]
-
-    def memory(self) -> list[dict[str, Any]]:
-        """What the optimizer has of each piece in memory: counts, and placeholders."""
-        return [self._counts(piece) for piece in self._pieces]
-
-    def _counts(self, piece: Piece) -> dict[str, Any]:
-        state = self._state(piece)
-        return {
-            key: value.clone() if isinstance(value, Tensor) and not value.dim() else value
-            for key, value in state.items()
-        }
-
-    def take_back(self, memory: Sequence[dict[str, Any]]) -> None:
-        """After an update that failed: as `memory` was before it."""
-        for piece, state in zip(self._pieces, memory, strict=True):
-            if state:
-                self._optimizer.state[piece.values] = state
-            else:
-                self._optimizer.state.pop(piece.values, None)
-
-    def begin(self, begin: Beginner) -> list[tuple[Piece, Update, list[DiskRun]]]:
-        """Begin an update of every piece; each with the runs of its state, in its order."""
-        begun = []
-        self._drop_unused()
-        to_fill: list[tuple[Piece, str, float]] = []
-        for piece in self._pieces:
-            state = self._optimizer.state[piece.values]
-            dtype = self.bucket.precision.state_dtype
-
-            def one_element(dtype: torch.dtype = dtype) -> Tensor:
-                return torch.zeros(1, dtype=dtype)
-
-            known = set(self._elementwise(piece))
-            update = begin(self._optimizer.param_groups[piece.group], state, one_element)
-            keys = [next(k for k, v in state.items() if v is own) for own in update.state]
-            runs = []
-            for key in keys:
-                fill = 0.0 if key in known else float(state[key])
-                if key not in known and key in self._runs and not self._runs[key].is_blank:
-                    to_fill.append((piece, key, fill))
-                runs.append(self._run_of(key, state[key].dtype, fill))
-                state[key] = _placeholder(piece, state[key].dtype)
-            begun.append((piece, update, runs))
-        if to_fill:
-            # Other pieces have left values there.
-            with self.present():
-                for piece, key, fill in to_fill:
-                    self._state(piece)[key].fill_(fill)
-        return begun
-
-    def _drop_unused(self) -> None:
-        """Free the runs of what the optimizer remembers of no piece any more."""
-        used = {key for piece in self._pieces for key in self._elementwise(piece)}
-        for key in [key for key in self._runs if key not in used]:
-            self._runs.pop(key).free()
-
-    def stops(self, numel: int) -> list[Stop]:
-        """The bucket's span in parts of `numel` elements; each with the master's run first."""
-        runs = tuple(self.runs)
-        return [Stop(runs, at, min(numel, self.numel - at)) for at in range(0, self.numel, numel)]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +65,67 @@ class PartBuffers:
         return pool
 
 
+@contextmanager
+def update_on_disk(
+    states: Sequence[StateOnDisk], model_parallel: Ranks | None = None
+) -> Iterator[None]:
+    """Around an update of these buckets. All ranks must come to its end, whatever fails on them.
+
+    Args:
+        states: what rests of them.
+        model_parallel: the ranks that hold the other parts of the model, where they share sums.
+
+    Raises:
+        OffloadError: the disk failed on some rank; on every rank everything is as it was.
+    """
+    before = [state.memory() for state in states]
+    groups = states[0].optimizer.param_groups
+    options = [{**group} for group in groups]
+    parts = nullcontext() if model_parallel is None else _told(model_parallel)
+    try:
+        with one_update(lambda: _runs_of(states)), parts, _told(states[0].bucket.ranks):
+            yield
+    except BaseException as error:
+        # Also when the user interrupts it: an emergency checkpoint may follow.
+        for state, memory in zip(states, before, strict=True):
+            state.take_back(memory)
+        for group, given in zip(groups, options, strict=True):
+            group.update(given)
+        _restore_weights(states, error)
+        raise
+    for state in states:
+        state.drop_unused()
+
+
+def _told(ranks: Ranks) -> AbstractContextManager[None]:
+    return told_to_all(ranks, "an update", OffloadError)
+
+
+class Deferred:
+    """The first fault of this rank in an update that all ranks must go through.
+
+    A rank whose disk has failed takes part in the exchanges that are left, with whatever it has:
+    the update is taken back in the end, on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._fault: Exception | None = None
+
+    def run(self, work: Callable[[], Result]) -> Result | None:
+        """What `work`, which sends nothing, returns; None once there is a fault."""
+        if self._fault is None:
+            try:
+                return work()
+            except Exception as fault:
+                self._fault = fault
+        return None
+
+    def tell(self) -> None:
+        """Raise the fault, if there is one."""
+        if self._fault is not None:
+            raise self._fault
+
+
 def step_on_disk(
     on_disk: Mapping[Gradients, StateOnDisk],
     begin: Beginner,
@@ -253,21 +138,8 @@ def step_on_disk(
     Raises:
         OffloadError: the disk failed on some rank; on every rank everything is as it was.
     """
-    states = list(on_disk.values())
-    before = [state.memory() for state in states]
-    ranks = states[0].bucket.ranks
-    try:
-        with (
-            one_update(lambda: _runs_of(states)),
-            told_to_all(ranks, "an update", OffloadError),
-        ):
-            _walk(on_disk, begin, desks, steps, buffers)
-    except BaseException as error:
-        # Also when the user interrupts it: an emergency checkpoint may follow.
-        for state, memory in zip(states, before, strict=True):
-            state.take_back(memory)
-        _restore_weights(states, error)
-        raise
+    with update_on_disk([*on_disk.values()]):
+        _walk(on_disk, begin, desks, steps, buffers)
 
 
 def _runs_of(states: Iterable[StateOnDisk]) -> Iterator[DiskRun]:
@@ -288,25 +160,82 @@ def _walk(
     if steps.clears_first:
         for run in (run for pieces in begun.values() for *_, runs in pieces for run in runs):
             run.lay_out()
-    widest = max(len(state.runs) for state in on_disk.values())
-    numel = steps.part_numel(widest, desk.numel)
-    stops = [(one, stop) for one, state in on_disk.items() for stop in state.stops(numel)]
+    runs = {one: state.runs for one, state in on_disk.items()}
+    with rewriting_in_turn() as rewriting:
+        for one, stop, values in walk_parts(runs, desk.numel, steps, buffers):
+            rewriting(one.bucket)
+            parts = dict(zip(stop.runs, values, strict=True))
+            _step_part(one, stop, parts, begun[one], desk, desks.sending)
+
+
+def walk_parts(
+    runs: Mapping[Gradients, Sequence[Walked]],
+    block: int,
+    steps: DiskSteps,
+    buffers: PartBuffers,
+) -> Iterator[tuple[Gradients, Stop, Sequence[Tensor]]]:
+    """The spans of these buckets in parts of whole blocks, each with the values of its runs.
+
+    A bucket's runs are as long as its span.
+    """
+    widest = max(map(len, runs.values()))
+    numel = steps.part_numel(widest, block)
+    stops = [
+        (one, Stop(tuple(own), start, min(numel, own[0].numel - start)))
+        for one, own in runs.items()
+        for start in range(0, own[0].numel, numel)
+    ]
     if not stops:
         return  # parameters without elements
     pool = buffers.pool(
         widest * steps.pace.parts, _largest_nbytes(stop for _, stop in stops), pinned=steps.pins
     )
     owners = iter(stops)
-    with ExitStack() as rewriting:
-        present: Gradients | None = None
-        for stop, values in walk([stop for _, stop in stops], pool, steps.pace):
-            one, _ = next(owners)
-            if one is not present:
-                rewriting.close()
-                rewriting.enter_context(one.bucket.rewriting())
-                present = one
-            parts = dict(zip(stop.runs, values, strict=True))
-            _step_part(one, stop, parts, begun[one], desk, desks.sending)
+    for stop, values in walk([stop for _, stop in stops], pool, steps.pace):
+        yield next(owners)[0], stop, values
+
+
+@contextmanager
+def rewriting_in_turn() -> Iterator[Callable[[Bucket], None]]:
+    """Around an update: what is given a bucket begins to write its weights anew.
+
+    Those of the bucket before go to where they rest.
+    """
+    with ExitStack() as stack:
+        present: list[Bucket] = []
+
+        def begin(bucket: Bucket) -> None:
+            if bucket not in present:
+                stack.close()
+                stack.enter_context(bucket.rewriting())
+                present[:] = [bucket]
+
+        yield begin
+
+
+def walk_whole(
+    batches: Sequence[Sequence[StateOnDisk]], steps: DiskSteps
+) -> Generator[list[Tensor], None, None]:
+    """Masters, and all that the optimizer remembers, of one batch of buckets after the other.
+
+    Yields the masters of each batch, 1-D and as long as the buckets' spans, while the optimizer
+    finds its memory and the values of flat cuts. What they hold when the next is asked for is
+    written.
+    """
+    stops = []
+    for batch in batches:
+        runs = tuple(run for state in batch for run in state.runs)
+        stops.append(Stop(runs, 0, max(run.numel for run in runs)))
+    ways = iter(batches)
+    for stop, values in walk(stops, LooseBuffers(pinned=steps.pins), steps.pace):
+        batch, read, first = next(ways), [], 0
+        for state in batch:
+            read.append(values[first : first + len(state.runs)])
+            first += len(read[-1])
+        assert first == len(stop.runs)  # runs are laid in `collect` alone
+        yield [state.show_all(own) for state, own in zip(batch, read, strict=True)]
+        for state, own in zip(batch, read, strict=True):
+            state.collect(own, lays_out=steps.clears_first)
 
 
 def _largest_nbytes(stops: Iterable[Stop]) -> int:
@@ -321,7 +250,7 @@ def _largest_nbytes(stops: Iterable[Stop]) -> int:
 def _step_part(
     one: Gradients,
     stop: Stop,
-    values: Mapping[DiskRun, Tensor],
+    values: Mapping[Walked, Tensor],
     begun: Sequence[tuple[Piece, Update, list[DiskRun]]],
     desk: Desk,
     sending: Sending | None,
@@ -383,8 +312,3 @@ def bring_weights_to_disk(
             f"{_text_of(error)}; masters in memory are of the new update, and weights on the disk"
             " of the last one: load a checkpoint before going on"
         ) from error
-
-
-def _placeholder(piece: Piece, dtype: torch.dtype) -> Tensor:
-    """NaN in the shape of a piece, in the memory of one element."""
-    return torch.full((1,), torch.nan).to(dtype).expand(piece.stop - piece.start)

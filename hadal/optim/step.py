@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels, is_host_memory
-from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.errors import OptimizerError
 from hadal.offload.runs import RunCut
 from hadal.optim.desk import Desks, blocks
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
@@ -23,11 +21,14 @@ from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
     DiskSteps,
     PartBuffers,
-    StateOnDisk,
     bring_weights_to_disk,
+    rewriting_in_turn,
     step_on_disk,
+    update_on_disk,
+    walk_whole,
 )
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
+from hadal.optim.state_on_disk import RestingStates, StateOnDisk
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -68,19 +69,38 @@ class StepperInMemory:
         return {}
 
 
-class FlatStepper:
+class RestingStepper:
+    """What steppers share whose masters and state may rest on the disk."""
+
+    def __init__(self, optimizer: Optimizer, steps: DiskSteps) -> None:
+        self._steps = steps
+        self._rests = RestingStates(optimizer)
+
+    def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
+        """Have a bucket's masters and state in memory; what is written into them is kept."""
+        return self._rests.present(bucket, writes=writes)
+
+    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
+        """Where state rests on the disk of what the optimizer has in its param groups, by key."""
+        return self._rests.at_rest(held)
+
+    def _on_disk(self, gradients: Iterable[Gradients]) -> dict[Gradients, StateOnDisk]:
+        """Those whose state rests on the disk, with what rests of them."""
+        pairs = ((one, self._rests.of(one.bucket)) for one in gradients)
+        return {one: state for one, state in pairs if state is not None}
+
+
+class FlatStepper(RestingStepper):
     """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
 
     def __init__(
         self, optimizer: Optimizer, gradients: Sequence[Gradients], steps: DiskSteps = _DISK_STEPS
     ) -> None:
+        super().__init__(optimizer, steps)
         self._optimizer = optimizer
-        self._steps = steps
         self._part_buffers = PartBuffers()
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[Piece]] = {}
-        self._on_disk: dict[Gradients, StateOnDisk] = {}
-        self._state_guard: RemovableHandle | None = None
         for group in optimizer.param_groups:
             group["params"] = []
         self._take_up(gradients)
@@ -92,15 +112,9 @@ class FlatStepper:
 
     def _take_up(self, gradients: Sequence[Gradients]) -> None:
         for one in gradients:
-            bucket, disk = one.bucket, one.bucket.home.disk_of_state
-            with bucket.present():
+            with one.bucket.present():
                 self._pieces[one] = lay_pieces(self._optimizer, one)
-                if disk is not None:
-                    self._on_disk[one] = StateOnDisk(
-                        self._optimizer, bucket, self._pieces[one], disk
-                    )
-        if self._on_disk and self._state_guard is None:
-            self._state_guard = self._optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+                self._rests.put(one.bucket, self._pieces[one])
         self._gradients += gradients
 
     def step(self, multiplier: float) -> None:
@@ -113,19 +127,22 @@ class FlatStepper:
         begin = _beginner_of(self._optimizer, self._gradients)
         if begin is None:
             refuse_other_state_dtype(self._optimizer, self._gradients)
-            refuse_disk(self._optimizer, self._gradients)
-            self._step_at_once(multiplier)
+            refuse_disk_beside_memory(self._optimizer, self._gradients)
+            if self._rests:
+                self._step_whole_buckets(multiplier)
+            else:
+                self._step_at_once(multiplier)
             return
         ordered = _in_order(self._gradients)
         ways = (one.bucket.start_sending() for one in ordered)
         # It follows what the device was given so far, and not the updates that it is given now.
         desks = Desks(multiplier, next(filter(None, ways), None))
         refreshing: list[Pending | None] = []
-        if self._on_disk:
-            on_disk = {one: self._on_disk[one] for one in ordered if one in self._on_disk}
+        on_disk = self._on_disk(ordered)
+        if on_disk:
             step_on_disk(on_disk, begin, desks, self._steps, self._part_buffers)
             refreshing += [one.bucket.start_refresh() for one in on_disk]
-        in_memory = [one for one in ordered if one not in self._on_disk]
+        in_memory = [one for one in ordered if one not in on_disk]
         if any(one.bucket.weights_on_disk for one in in_memory):
             bring_weights_to_disk(in_memory, lambda one: self._step_bucket(one, begin, desks))
             refreshing += [one.bucket.start_refresh() for one in in_memory]
@@ -146,21 +163,6 @@ class FlatStepper:
         for one, pieces in self._pieces.items():
             yield from held_pieces(one.bucket, pieces)
 
-    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
-        """Where state of a flat cut rests on the disk, by key."""
-        for one, on_disk in self._on_disk.items():
-            if one.bucket is held.bucket:
-                piece = next(p for p in self._pieces[one] if p.values is held.values)
-                return on_disk.cuts(piece)
-        return {}
-
-    @contextmanager
-    def present(self, bucket: Bucket, *, writes: bool = True) -> Iterator[None]:
-        """Have a bucket's masters and state in memory; what is written into them is kept."""
-        on_disk = next((d for d in self._on_disk.values() if d.bucket is bucket), None)
-        with bucket.present(writes=writes) if on_disk is None else on_disk.present(writes=writes):
-            yield
-
     def _step_bucket(self, one: Gradients, begin: Beginner, desks: Desks) -> None:
         """Cast, scale, step and write back a cache-sized block at a time."""
         bucket = one.bucket
@@ -178,15 +180,41 @@ class FlatStepper:
 
     def _step_at_once(self, multiplier: float) -> None:
         """Whatever does not step in blocks: its own `step`, once, on all pieces."""
-        for one in self._gradients:
+        self._step_pieces(self._gradients, multiplier)
+        refresh(self._gradients)
+
+    def _step_pieces(self, gradients: Iterable[Gradients], multiplier: float) -> None:
+        """The optimizer's own `step` on the pieces of these buckets."""
+        stepped = []
+        for one in gradients:
             for piece in self._pieces[one]:
                 gradient = one.mean[piece.start : piece.stop].to(piece.values.dtype)
                 # The mean itself may be scaled: it is not read again.
                 piece.values.grad = gradient if multiplier == 1.0 else gradient.mul_(multiplier)
-        self._optimizer.step()
-        for piece in chain.from_iterable(self._pieces.values()):
-            piece.values.grad = None
-        refresh(self._gradients)
+                stepped.append(piece)
+        try:
+            self._optimizer.step()
+        finally:
+            for piece in stepped:
+                piece.values.grad = None
+
+    def _step_whole_buckets(self, multiplier: float) -> None:
+        """The same for what rests on the disk, a bucket at a time.
+
+        Hooks are called once, and may look at all pieces: then all are in memory at once.
+        """
+        on_disk = self._on_disk(self._gradients)
+        batches = batched(on_disk, at_once=has_step_hooks(self._optimizer))
+        states = [[on_disk[one] for one in batch] for batch in batches]
+        with update_on_disk([*on_disk.values()]), rewriting_in_turn() as rewriting:
+            for batch, masters in zip(batches, walk_whole(states, self._steps), strict=True):
+                for one, master in zip(batch, masters, strict=True):
+                    one.bucket.absorb_edits_into(master, 0)
+                self._step_pieces(batch, multiplier)
+                for one, master in zip(batch, masters, strict=True):
+                    rewriting(one.bucket)
+                    one.bucket.put_weights(0, master)
+        wait_all([one.bucket.start_refresh() for one in on_disk])
 
 
 def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
@@ -199,22 +227,35 @@ def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
     return [*on_device, *(one for one in reversed(gradients) if one not in set(on_device))]
 
 
-def _refuse_state_dict(optimizer: Optimizer) -> None:
-    raise NotBuiltYetError(
-        f"{type(optimizer).__name__}.state_dict() of state that rests on the disk is not built yet;"
-        " save it by engine.save_checkpoint, or look at one parameter's by"
-        " hadal.utils.safe_get_full_optimizer_state"
-    )
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the user wants to see each update."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def batched(gradients: Iterable[Gradients], *, at_once: bool) -> list[list[Gradients]]:
+    """What is in memory at a time: each bucket, or all of them."""
+    return [[*gradients]] if at_once else [[one] for one in gradients]
 
 
 def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
-    """Raise `OptimizerError` where state should rest on the disk, but must be whole in memory."""
+    """Raise `OptimizerError` where state should rest on the disk, but must be in memory."""
     if any(one.bucket.home.disk_of_state is not None for one in gradients):
         raise OptimizerError(
-            f"{type(optimizer).__name__} works on all its state at once, and"
-            ' zero_optimization.offload_optimizer.device "nvme" keeps it on the disk; choose Adam,'
-            " AdamW, Lion, Adagrad or SGD (without step hooks, and without foreach or capturable),"
-            ' or device "cpu"'
+            f"{type(optimizer).__name__} keeps its state in memory, and"
+            ' zero_optimization.offload_optimizer.device "nvme" wants it on the disk; choose'
+            ' another optimizer, or device "cpu"'
+        )
+
+
+def refuse_disk_beside_memory(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
+    """Raise `OptimizerError` where an update of state in two places could not be taken back."""
+    rests = [one.bucket.home.disk_of_state is not None for one in gradients]
+    if any(rests) and not all(rests):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} does not go with"
+            ' zero_optimization.offload_optimizer.device "nvme" and a ratio below 1: if the disk'
+            " failed, what is in memory could not be taken back; give ratio 1, or choose Adam,"
+            " AdamW, Lion, Adagrad or SGD (without step hooks, and without foreach or capturable)"
         )
 
 
@@ -233,7 +274,7 @@ def refuse_other_state_dtype(optimizer: Optimizer, gradients: Sequence[Gradients
 
 def _beginner_of(optimizer: Optimizer, gradients: Sequence[Gradients]) -> Beginner | None:
     """What steps this optimizer in blocks, if that does exactly what its own step would do."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return None
     if isinstance(optimizer, ElementwiseOptimizer):
         return optimizer.begin

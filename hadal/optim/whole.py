@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
-from hadal.optim.pieces import Held
-from hadal.optim.step import StepperInMemory, refresh
+from hadal.offload.crossing import Sending
+from hadal.optim.on_disk import (
+    Deferred,
+    DiskSteps,
+    rewriting_in_turn,
+    update_on_disk,
+    walk_whole,
+)
+from hadal.optim.pieces import Held, Piece
+from hadal.optim.state_on_disk import StateOnDisk
+from hadal.optim.step import RestingStepper, batched, has_step_hooks, refresh, wait_all
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out
+
+_DISK_STEPS = DiskSteps()
+# Their update of one parameter looks at that parameter's gradient and state alone. Subclasses are
+# not trusted: they may have overridden the update.
+_ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 
 class _Stamp(NamedTuple):
@@ -97,6 +113,15 @@ class WholeParameters:
         ]
         return _Transfer(owned, held, asked)
 
+    def pieces(self, one: Gradients) -> list[Piece]:
+        """The whole values of one bucket that this rank owns, laid end to end."""
+        transfer, pieces, start = self._transfers.get(one), [], 0
+        for slot, values in {} if transfer is None else transfer.owned.items():
+            stop = start + values.numel()
+            pieces.append(Piece(one.bucket.layout.slots[slot].group, start, stop, values))
+            start = stop
+        return pieces
+
     def held(self) -> Iterator[Held]:
         """The whole values that this rank owns."""
         for one, transfer in self._transfers.items():
@@ -109,9 +134,54 @@ class WholeParameters:
 
         All ranks must call it together.
         """
+        self._gradients_to_owners(self._transfers.items(), multiplier)
+        self._values_to_owners()
+
+    def to_owners_from(self, masters: Mapping[Gradients, Tensor], multiplier: float) -> None:
+        """`to_owners` for these buckets alone, whose masters are here for a while.
+
+        Their owners remember nothing: values travel each time.
+        """
+        chosen = self._chosen(masters)
+        self._gradients_to_owners(chosen, multiplier)
+        joins = [
+            (transfer, _start_to_owners(one.bucket, transfer, masters[one]))
+            for one, transfer in chosen
+        ]
+        for transfer, join in joins:
+            for slot, whole in join().items():
+                values = transfer.owned[slot]
+                values.data = whole.view(values.shape)
+
+    def to_shards_of(self, masters: Mapping[Gradients, Tensor]) -> None:
+        """`to_shards` for these buckets alone: into `masters`. Owners keep their values."""
+        waiting = []
+        for one, transfer in self._chosen(masters):
+            for values in transfer.owned.values():
+                values.grad = None
+            if one.bucket.partition.optimizer:
+                waiting.append(_start_to_shards(one.bucket, transfer, masters[one]))
+        for finish in waiting:
+            finish()
+
+    @contextmanager
+    def without_gradients_after(self) -> Iterator[None]:
+        """Around an update: gradients are gone behind it, even where it was interrupted."""
+        try:
+            yield
+        finally:
+            for values in self.values.values():
+                values.grad = None
+
+    def _chosen(self, among: Container[Gradients]) -> list[tuple[Gradients, _Transfer]]:
+        return [(one, transfer) for one, transfer in self._transfers.items() if one in among]
+
+    def _gradients_to_owners(
+        self, chosen: Iterable[tuple[Gradients, _Transfer]], multiplier: float
+    ) -> None:
         joins = [
             (one.bucket, transfer, _start_to_owners(one.bucket, transfer, one.mean))
-            for one, transfer in self._transfers.items()
+            for one, transfer in chosen
         ]
         for bucket, transfer, join in joins:
             for slot, gradient in join().items():
@@ -119,7 +189,6 @@ class WholeParameters:
                 # A copy even where nothing is cast: an optimizer may change what it is given.
                 own = gradient.to(values.dtype, copy=True).mul_(multiplier)
                 values.grad = own.view(shape)
-        self._values_to_owners()
 
     def _values_to_owners(self) -> None:
         remembered: list[tuple[Bucket, _Transfer]] = []
@@ -157,13 +226,18 @@ class WholeParameters:
             for values in transfer.owned.values():
                 values.grad = None
             if one.bucket.partition.optimizer:
-                waiting.append(_start_to_shards(one.bucket, transfer))
-        for finish in waiting:
+                finish = _start_to_shards(one.bucket, transfer, _master_of(one.bucket))
+                waiting.append((one.bucket, transfer, finish))
+        for bucket, transfer, finish in waiting:
             finish()
+            transfer.seen = _stamp(bucket)
 
 
 def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
-    master, place = _master_of(bucket), bucket.layout.slots[slot]
+    place, resting = bucket.layout.slots[slot], bucket.resting_master
+    if resting is not None and resting.is_on_disk:
+        return nn.Parameter(torch.full((), torch.nan, dtype=resting.dtype).expand(place.shape))
+    master = _master_of(bucket)
     if not bucket.partition.optimizer:
         return nn.Parameter(master[place.offset : place.stop].view(place.shape))
     return nn.Parameter(torch.empty(place.shape, dtype=master.dtype, device=master.device))
@@ -210,9 +284,8 @@ def _start_to_owners(
     return join
 
 
-def _start_to_shards(bucket: Bucket, transfer: _Transfer) -> Callable[[], None]:
+def _start_to_shards(bucket: Bucket, transfer: _Transfer, master: Tensor) -> Callable[[], None]:
     """Send my whole values to the shards they belong to; the call that is returned waits."""
-    master = _master_of(bucket)
     flat = {slot: values.detach().reshape(-1) for slot, values in transfer.owned.items()}
     outgoing = [
         _packed([flat[p.slot][p.start : p.start + p.numel] for p in parts], master)
@@ -227,7 +300,6 @@ def _start_to_shards(bucket: Bucket, transfer: _Transfer) -> Callable[[], None]:
         for parts, packed in zip(transfer.held, incoming, strict=True):
             for part, values in zip(parts, _unpacked(parts, packed), strict=True):
                 _cut_of(part, master).copy_(values)
-        transfer.seen = _stamp(bucket)
 
     return finish
 
@@ -245,11 +317,12 @@ def _unpacked(parts: Sequence[Fragment], packed: Tensor) -> Sequence[Tensor]:
     return pieces
 
 
-class WholeStepper(StepperInMemory):
+class WholeStepper(RestingStepper):
     """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
 
     The optimizer's own `step` is called once for each update, on the parameters that this rank
-    owns; see `WholeParameters`.
+    owns; see `WholeParameters`. Where state rests on the disk, and one parameter's update is known
+    not to look at others, it is called once for each bucket.
     """
 
     def __init__(
@@ -257,19 +330,25 @@ class WholeStepper(StepperInMemory):
         optimizer: Optimizer,
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]],
+        steps: DiskSteps = _DISK_STEPS,
     ) -> None:
+        super().__init__(optimizer, steps)
         self._optimizer = optimizer
         self._gradients = list(gradients)
         self._wholes = WholeParameters()
         self._wholes.add(gradients)
         for group, members in zip(optimizer.param_groups, parameters, strict=True):
             hand_over(optimizer, group, members, self._wholes)
+        for one in gradients:
+            self._rests.put(one.bucket, wholes=self._wholes.pieces(one))
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Take up the buckets of the newest param group, whose parameters are `members`."""
         self._gradients += gradients
         self._wholes.add(gradients)
         hand_over(self._optimizer, self._optimizer.param_groups[-1], members, self._wholes)
+        for one in gradients:
+            self._rests.put(one.bucket, wholes=self._wholes.pieces(one))
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
@@ -280,11 +359,87 @@ class WholeStepper(StepperInMemory):
         return self._wholes.held()
 
     def step(self, multiplier: float) -> None:
-        """Make one update with the mean gradients times `multiplier`."""
+        """Make one update with the mean gradients times `multiplier`.
+
+        Raises:
+            OffloadError: the disk failed, on some rank; nothing has changed on any.
+        """
+        if self._rests:
+            optimizer = self._optimizer
+            at_once = type(optimizer) not in _ONE_BY_ONE or has_step_hooks(optimizer)
+            on_disk = self._on_disk(self._gradients)
+            batches = batched(on_disk, at_once=at_once)
+            step_wholes_on_disk(
+                on_disk, batches, self._wholes, lambda _: self._step(), multiplier, self._steps
+            )
+            return
         self._wholes.to_owners(multiplier)
-        self._optimizer.step()
+        self._step()
         self._wholes.to_shards()
         refresh(self._gradients)
+
+    def _step(self) -> None:
+        self._optimizer.step()
+
+
+def step_wholes_on_disk(
+    on_disk: Mapping[Gradients, StateOnDisk],
+    batches: Sequence[Sequence[Gradients]],
+    wholes: WholeParameters,
+    step: Callable[[Sequence[Gradients]], None],
+    multiplier: float,
+    steps: DiskSteps,
+) -> None:
+    """Make one update, a batch of buckets in memory at a time. All ranks must call it.
+
+    `step` updates what the optimizer has of a batch, when masters, state and gradients are there.
+
+    Raises:
+        OffloadError: the disk failed on some rank; on every rank everything is as it was.
+    """
+    states = [[on_disk[one] for one in batch] for batch in batches]
+    ways = (one.bucket.start_sending() for one in on_disk)
+    sending = next(filter(None, ways), None)
+    deferred = Deferred()
+    with (
+        update_on_disk([*on_disk.values()]),
+        wholes.without_gradients_after(),
+        rewriting_in_turn() as rewriting,
+        closing(walk_whole(states, steps)) as walked,
+    ):
+        for batch in batches:
+            found = deferred.run(partial(next, walked))
+            if found is None:
+                found = [_nothing_like(one.bucket) for one in batch]
+            masters = dict(zip(batch, found, strict=True))
+            deferred.run(partial(_absorb_edits, masters))
+            wholes.to_owners_from(masters, multiplier)
+            deferred.run(partial(step, batch))
+            wholes.to_shards_of(masters)
+            deferred.run(partial(_put_weights, masters, rewriting, sending))
+        deferred.run(partial(next, walked, None))
+        deferred.tell()
+    wait_all([one.bucket.start_refresh() for one in on_disk])
+
+
+def _nothing_like(bucket: Bucket) -> Tensor:
+    """What a rank sends that has no masters."""
+    return torch.zeros(bucket.span[1] - bucket.span[0], dtype=bucket.precision.master)
+
+
+def _absorb_edits(masters: Mapping[Gradients, Tensor]) -> None:
+    for one, master in masters.items():
+        one.bucket.absorb_edits_into(master, 0)
+
+
+def _put_weights(
+    masters: Mapping[Gradients, Tensor],
+    rewriting: Callable[[Bucket], None],
+    sending: Sending | None,
+) -> None:
+    for one, master in masters.items():
+        rewriting(one.bucket)
+        one.bucket.put_weights(0, master, sending)
 
 
 def hand_over(
