@@ -79,13 +79,23 @@ class Stream:
 
     def copy(self, out: Tensor, values: Tensor) -> None:
         assert out.shape == values.shape and out.dtype == values.dtype
-        if not any(_overlap(one.values, out) for one in _waiting()):
-            out.fill_(math.nan)
+        sources = [one.values for one in _waiting()]
+        sources += [one for stream in streams for one, _ in stream.reading.values()]
+        if not any(_overlap(one, out) for one in sources):
+            out.fill_(math.nan if out.is_floating_point() else 0xA5)
         copies[self.way] += 1
         self.queue.append(_Copy(out, values))
 
     def add(self, out: Tensor, values: Tensor) -> None:
         self.queue.append(_Sum(out, values))
+
+    def free(self, values: Tensor) -> None:
+        """What is still to be copied from there is kept apart, as a device keeps it."""
+        kept = values.clone()
+        for place, entry in enumerate(self.queue):
+            if isinstance(entry, _Copy) and entry.values is values:
+                self.queue[place] = _Copy(entry.out, kept)
+        values.untyped_storage().resize_(0)
 
     def event(self) -> Event:
         return Event(self, len(self.queue))

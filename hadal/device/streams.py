@@ -76,6 +76,15 @@ class SideStream:
         with self.current():
             out.add_(values)
 
+    def free(self, values: Tensor) -> None:
+        """Give a tensor's memory back to the device when all that was started so far is over.
+
+        The tensor is empty at once; whoever gives its storage room again gets other memory.
+        """
+        if self._stream is not None:
+            values.record_stream(self._stream)
+        values.untyped_storage().resize_(0)
+
     def event(self) -> Event:
         """The point behind all that was started so far."""
         if self._stream is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import Live
 from hadal.config import Config
+from hadal.device import Event
 from hadal.engine.collector import hold_collector
 from hadal.engine.direct import DirectBackward
 from hadal.engine.loader import Reading, ShardedLoader
@@ -26,6 +27,19 @@ from hadal.errors import UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
 from hadal.zero import place
+
+
+class Away(NamedTuple):
+    """Memory of the device that was given back for a while."""
+
+    whole: Tensor
+    """All of a storage, as bytes."""
+    contents: Tensor
+    """What was in it, in host memory."""
+    event: Event
+    """From which on it is there."""
+    pinned: bool
+    """Whether the host memory is page-locked."""
 
 
 class EngineBase(nn.Module):
@@ -45,8 +59,9 @@ class EngineBase(nn.Module):
         self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
         self._saver = Saver(parts.world)
         self._is_compiled = False
-        self._moved: list[tuple[Tensor, Tensor]] = []
-        """Memory of the device that was given back for a while, as bytes, and what was in it."""
+        self._moved: list[Away] = []
+        self._host_memory: list[tuple[Tensor, Event]] = []
+        """Page-locked memory for the next time, from these events on."""
         self._direct = DirectBackward(self._begun_direct, parts.runtime)
         place.attend(parts.runtime, self)
 

@@ -414,6 +414,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             return
         self._saver.wait()
         self.reload_states()
+        self._host_memory.clear()
         self._cycle.destroyed = True
         runtime = self._parts.runtime
         self._parts.hooks.remove()

@@ -11,9 +11,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from hadal.device import host_empty, is_host_memory, synchronize
-from hadal.engine.base import EngineBase
+from hadal.device import Event, host_empty, is_host_memory
+from hadal.engine.base import Away, EngineBase
 from hadal.errors import UsageError
+from hadal.offload.crossing import crossing_of
 
 
 class State(str, Enum):
@@ -47,8 +48,11 @@ class MovesStates(EngineBase):
                 (masters), "lp_params" (weights), "lp_grads" and "contiguous_grad_buffer"
                 (gradients, and the buffers they are collected in; here one thing); all by default.
             device: "cpu".
-            pin_memory: page-lock the host memory.
-            non_blocking: return while copies are under way; what they free is freed when they end.
+            pin_memory: page-lock the host memory, and keep it for the next time until `destroy`.
+            non_blocking: return while copies are under way, beside other work of the device; what
+                they leave is free when they end. `reload_states` waits for them. It needs
+                `pin_memory`, and a device with streams (CUDA and the like): elsewhere there is
+                nothing to go on beside, and all is done when this returns.
 
         Raises:
             UsageError: no such state or device, states are away already, or the model runs.
@@ -64,26 +68,48 @@ class MovesStates(EngineBase):
                 " after an engine.step()"
             )
         runtime.away = tuple(sorted(state.value for state in wanted))
+        crossing = crossing_of(self.device, pins=pin_memory)
         for whole in self._memory_of(wanted):
-            contents = host_empty(whole.numel(), torch.uint8, pinned=pin_memory)
-            self._moved.append((whole, contents.copy_(whole, non_blocking=non_blocking)))
+            contents, free = self._host_memory_for(whole.numel(), pin_memory)
+            event = crossing.move_out(whole, contents, after=free)
+            self._moved.append(Away(whole, contents, event, pin_memory))
         if State.WEIGHTS in wanted:
             for bucket in runtime.buckets:
                 bucket.hide()
-        if non_blocking and self._moved:
-            # Memory that a copy still reads must not be given to others.
-            synchronize(self.device)
-        for whole, _ in self._moved:
-            whole.untyped_storage().resize_(0)
+        if not non_blocking:
+            for away in self._moved:
+                away.event.wait_on_host()
+
+    def _host_memory_for(self, nbytes: int, pinned: bool) -> tuple[Tensor, Event | None]:
+        """Room for so many bytes, and the event from which on it is free."""
+        # To page-lock memory takes longer than to fill it.
+        for place, (memory, event) in enumerate(self._host_memory if pinned else []):
+            if memory.numel() == nbytes:
+                del self._host_memory[place]
+                return memory, event
+        return host_empty(nbytes, torch.uint8, pinned=pinned), None
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved; nothing is done where nothing is away."""
+        """Move back what `offload_states` has moved; nothing is done where nothing is away.
+
+        Args:
+            non_blocking: return while copies are under way, for which the device's own work waits;
+                as with `offload_states`.
+        """
         runtime, moved = self._parts.runtime, self._moved
         self._moved = []
-        for whole, contents in moved:
+        arrivals = []
+        for whole, contents, event, pinned in moved:
             whole.untyped_storage().resize_(contents.numel())
-            whole.copy_(contents, non_blocking=non_blocking)
+            arrival = crossing_of(self.device, pins=pinned).bring(contents, whole, after=event)
+            arrival.wait()
+            arrivals.append(arrival)
+            if pinned:
+                self._host_memory.append((contents, arrival.event))
+        if not non_blocking:
+            for arrival in arrivals:
+                arrival.event.wait_on_host()
         if State.WEIGHTS.value in runtime.away:
             for bucket in runtime.buckets:
                 bucket.reveal()

@@ -82,6 +82,24 @@ class Crossing:
         self._coming.copy(earlier, values)
         return earlier
 
+    def move_out(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Event:
+        """Begin to bring `values` to the host; the device gets their memory when they are there.
+
+        Args:
+            values: bytes in the device's memory, as many as their storage has. It is empty at once.
+            out: in host memory, of the same length and dtype.
+            after: of what is still under way with `out`.
+
+        Returns:
+            The event from which on `out` can be read.
+        """
+        self._leaving.follow_device()
+        if after is not None:
+            self._leaving.follow(after)
+        self._leaving.copy(out, values)
+        self._leaving.free(values)
+        return self._leaving.event()
+
     def bring(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Arrival:
         """Begin to bring `values` from host memory, where nobody changes them before the event.
 
