@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         OffloadError,
         OptimizerError,
         ShardedAccessError,
+        TuningError,
         UnbuiltConfigError,
         UsageError,
     )
@@ -75,6 +76,7 @@ __all__ = [
     "OptimizerError",
     "RepeatingLoader",
     "ShardedAccessError",
+    "TuningError",
     "UnbuiltConfigError",
     "UsageError",
     "__version__",

@@ -41,6 +41,10 @@ class LaunchError(HadalError, ValueError):
     """A job cannot be started as asked: its hosts, its slots or its flags."""
 
 
+class TuningError(HadalError, RuntimeError):
+    """A search for a configuration has found none that runs; the message says why for each."""
+
+
 class ModelError(HadalError, ValueError):
     """The model, or one of its parameters, cannot be trained as it is."""
 

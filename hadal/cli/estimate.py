@@ -165,7 +165,7 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
     world_size = parsed.devices_per_node * parsed.nodes
     config = load_config(parsed.config, world_size=world_size, allow_unbuilt=True)
-    plan = _plan(config, parsed)
+    plan = _plan(config, parsed.devices_per_node, parsed.nodes)
     threshold = config.zero_optimization.stage3_param_persistence_threshold
     elements = _counted(model, parsed, threshold if STAGES[plan.stage].weights else 0)
     found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
@@ -176,7 +176,15 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     _tell_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
 
 
-def _plan(config: Config, parsed: argparse.Namespace) -> _Plan:
+def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> Held:
+    """What one rank holds of a model's states under a configuration."""
+    from hadal.zero.estimate import states_of
+
+    plan = _plan(config, devices_per_node, nodes)
+    return states_of(plan.stage, model, plan.job, plan.cost, plan.rest).total
+
+
+def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
     from hadal.zero.estimate import Job, Rest
     from hadal.zero.policy import STAGES
 
@@ -184,8 +192,8 @@ def _plan(config: Config, parsed: argparse.Namespace) -> _Plan:
     weights, optimizer = zero.offload_param, zero.offload_optimizer
     is_sharded = STAGES[zero.stage].weights
     job = Job(
-        parsed.devices_per_node,
-        parsed.nodes,
+        devices_per_node,
+        nodes,
         copy_devices=max(0, zero.mics_shard_size) if is_sharded else 0,
         second_copy_devices=zero.zero_hpz_partition_size if is_sharded else 0,
     )

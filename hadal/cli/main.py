@@ -52,10 +52,11 @@ def command_line() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    own: list[str] = []
     program: list[str] = []
     if words[:1] == ["run"]:  # what follows a program's name is not for any parser of ours
         own, program = run.divided(words[1:])
         words = ["run", *own]
-    parsed = command_line().parse_args(words, argparse.Namespace(program=program))
+    parsed = command_line().parse_args(words, argparse.Namespace(own=own, program=program))
     code: int = parsed.run(parsed)
     return code

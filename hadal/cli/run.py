@@ -18,6 +18,7 @@ from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
     from hadal.cli.elastic import Bounds
+    from hadal.launcher.choices import Choices
 
 _FAULTY = 2
 _UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
@@ -140,8 +141,13 @@ _ELASTIC = (
         metavar="N",
     ),
 )
-_LATER = (
-    _flag("--autotuning", "tune or run (not built yet)", choices=("tune", "run"), default=""),
+_SEARCH = (
+    _flag(
+        "--autotuning",
+        "search for the fastest configuration (tune), then train with it (run)",
+        choices=("tune", "run"),
+        default="",
+    ),
 )
 KNOWN = {"--launcher": _LAUNCHERS, "--log_level": _LEVELS}
 """What these flags may say."""
@@ -150,7 +156,7 @@ _GROUPS = {
     "how hosts are reached": _MEETING,
     "the program": _PROGRAM,
     "hosts that come and go": _ELASTIC,
-    "for later": _LATER,
+    "a search before training": _SEARCH,
 }
 
 
@@ -196,16 +202,20 @@ def start(words: Sequence[str]) -> int:
     own, program = divided(words)
     parser = argparse.ArgumentParser(prog="hadal")
     add_to(parser.add_subparsers())
-    return run(parser.parse_args(["run", *own], argparse.Namespace(program=program)))
+    return run(parser.parse_args(["run", *own], argparse.Namespace(own=own, program=program)))
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the program; return the exit code of the rank that ended worst."""
+    if parsed.autotuning:
+        from hadal.cli.tuning import tune
+
+        return tune(parsed)
     from hadal.launcher.choices import planned
 
-    said = _Said(parsed)
+    said = Said(parsed)
     try:
-        choices = _choices(parsed)
+        choices = choices_of(parsed)
         plan = planned(choices, os.environ, Path.cwd())
     except (HadalError, OSError) as error:
         print(f"hadal run: {error}", file=sys.stderr)
@@ -239,7 +249,7 @@ def run(parsed: argparse.Namespace) -> int:
             return _UNREAD
 
 
-class _Said:
+class Said:
     """What this command says itself, on the standard error."""
 
     def __init__(self, parsed: argparse.Namespace) -> None:
@@ -247,18 +257,26 @@ class _Said:
         self._is_quiet = parsed.quiet or parsed.log_level in ("warning", "error", "critical")
 
     def note(self, text: str) -> None:
+        """Tell what people may want to know."""
         if not self._is_quiet:
             self.report(text)
 
     def detail(self, text: str) -> None:
+        """Tell what they want to know who look for something."""
         if self._is_detailed:
             self.report(text)
 
     def report(self, text: str) -> None:
+        """Tell what has failed."""
         print(f"hadal run: {text}", file=sys.stderr, flush=True)
 
 
-def _choices(parsed: argparse.Namespace) -> Any:
+def choices_of(parsed: argparse.Namespace) -> Choices:
+    """What the flags say.
+
+    Raises:
+        LaunchError: they cannot be read, or contradict each other.
+    """
     from hadal.launcher.choices import Choices
 
     if not parsed.program:

@@ -85,7 +85,7 @@ _PATHS: dict[str, str] = {
 # Their ways of reducing, compiling and saving, which are others here.
 _UNBUILT = (
     "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain"
-    " autotuning_profile_model_info buffered_allreduce_fallback checkpoint_serialization_enabled"
+    " buffered_allreduce_fallback checkpoint_serialization_enabled"
     " clip_fp32_gradients coalesce_grad_reduction collect_python_gc compile_autosp compile_autotp"
     " compile_zero_optimization_stage dynamic_loss_scale_args get_autosp_backend get_autotp_backend"
     " get_data_types get_deepcompile_backend get_deepspeed_compile_backend"
@@ -130,6 +130,11 @@ class Accessors(Engine):
     def checkpoint_writer_enabled(self) -> bool:
         """Whether the configuration says how files are written."""
         return self._parts.config.checkpoint.writer is not None
+
+    def autotuning_profile_model_info(self) -> bool:
+        """Whether this run is an experiment that measures one forward."""
+        experiment = self._parts.experiment
+        return experiment is not None and experiment.profiles
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state rests on the host."""

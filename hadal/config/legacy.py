@@ -126,6 +126,10 @@ def _arg_mappings(raw: Raw, report: Report) -> None:
             tuning = {**(tuning or {}), "arg_mappings": misplaced}
             raw["autotuning"] = tuning
     if isinstance(tuning, Mapping) and isinstance(tuning.get("arg_mappings"), Mapping):
+        for name in tuning["arg_mappings"]:
+            if str(name) != str(name).strip():
+                here = f"autotuning.arg_mappings.{name}"
+                report.note(here, "a name with a space at its end, read without it")
         stripped = {str(name).strip(): flag for name, flag in tuning["arg_mappings"].items()}
         raw["autotuning"] = {**tuning, "arg_mappings": stripped}
 

@@ -118,16 +118,18 @@ def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tu
 def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
     ranks = _data_parallel_ranks(values, brought, report)
     open_keys = tuple(key for key in BATCH_KEYS if values.get(key) is None)
-    if report.is_faulty(BATCH_KEYS) or any(key in report.unbuilt for key in BATCH_KEYS):
+    if report.is_faulty(BATCH_KEYS):
         return ()
     elastic = values.get("elasticity")
     if elastic is not None and elastic.enabled:
         return _elastic_batch(values, brought.world_size, ranks, report)
-    if _is_tuned(values):
-        return ()
-    if not values.keys() & set(BATCH_KEYS[:2]) and set(BATCH_KEYS) & set(report.autos):
-        values[BATCH_KEYS[1]] = 1
-        report.note(BATCH_KEYS[1], 'no batch size is given but some are "auto"; 1 is taken')
+    if not values.keys() & set(BATCH_KEYS[:2]):
+        if set(BATCH_KEYS) & set(report.autos):
+            values[BATCH_KEYS[1]] = 1
+            report.note(BATCH_KEYS[1], 'no batch size is given but some are "auto"; 1 is taken')
+        elif _is_tuned(values):
+            values[BATCH_KEYS[1]] = 1
+            report.note(BATCH_KEYS[1], "no batch size is given but autotuning is on; 1 is taken")
     sizes = complete(Given(*(values.get(key) for key in BATCH_KEYS)), ranks)
     if isinstance(sizes, Sizes):
         values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
@@ -169,8 +171,7 @@ def _elastic_batch(
 def _is_tuned(values: Mapping[str, Any]) -> bool:
     """Tell whether the autotuner chooses the batch."""
     tuning = values.get("autotuning")
-    given = any(values.get(key) is not None for key in BATCH_KEYS)
-    return tuning is not None and tuning.enabled and not given
+    return tuning is not None and bool(tuning.enabled)
 
 
 def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:

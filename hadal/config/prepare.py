@@ -12,7 +12,7 @@ from hadal.config.section import Child, Section, mark_of
 from hadal.config.top_level import Config
 
 AUTO = "auto"
-_TUNING = "for the autotuner, which is not built yet"
+_TUNING = "for the autotuner: start the program by `hadal run --autotuning tune`, or give one value"
 _COMMENTS = ("_", "//", "$")
 
 
@@ -112,7 +112,7 @@ def _take(
     if value is None and (child is not None or mark.null_is_default):
         return
     if mark.tunable and (isinstance(value, list) or value == "all"):
-        report.not_built(here, f"{found(value)} is a range {_TUNING}; give one value")
+        report.fault(here, f"{found(value)} is a range {_TUNING}")
         return
     kept[name] = value if child is None else _below(child, value, report, here)
 

@@ -80,6 +80,7 @@ class ZeroOptimization(Section):
         True,
         "Stages 1 to 3: send each rank its shard of the average only. false sends all of it to "
         "every rank, which keeps its shard: the same numbers, more bytes.",
+        mark=TUNABLE,
     )
     reduce_bucket_size: Integer = key(
         500_000_000,
@@ -111,6 +112,7 @@ class ZeroOptimization(Section):
         "Let reductions go on while the backward pass does; false waits for each where it starts. "
         "null is true at every stage (DeepSpeed: at stage 3), as the numbers are the same; below "
         "stage 2 with managed_gradient_accumulation false there is nothing to overlap: false.",
+        mark=TUNABLE,
     )
     grad_hooks: Boolean = key(
         True,
@@ -136,24 +138,35 @@ class ZeroOptimization(Section):
         "`offload_optimizer.buffer_count` it bounds the host memory of an update. In memory "
         "updates are always made in small blocks.",
         ge=0,
+        mark=TUNABLE,
     )
     stage3_prefetch_bucket_size: Integer = key(
         50_000_000,
         "Elements of weights gathered ahead of their use, from the second step on; the next bucket "
         "always may be, unless this is 0.",
         ge=0,
+        mark=TUNABLE,
     )
     stage3_param_persistence_threshold: Integer = key(
-        100_000, "Parameters with fewer elements stay whole on every rank.", ge=0
+        100_000,
+        "Parameters with fewer elements stay whole on every rank.",
+        ge=0,
+        mark=TUNABLE,
     )
     stage3_model_persistence_threshold: Integer = key(
         9_223_372_036_854_775_807, "Elements that may stay whole in the entire model.", ge=0
     )
     stage3_max_live_parameters: Integer = key(
-        1_000_000_000, "Gathered elements that one rank may hold at a time.", ge=0
+        1_000_000_000,
+        "Gathered elements that one rank may hold at a time.",
+        ge=0,
+        mark=TUNABLE,
     )
     stage3_max_reuse_distance: Integer = key(
-        1_000_000_000, "Keep what is used again within this many elements.", ge=0
+        1_000_000_000,
+        "Keep what is used again within this many elements.",
+        ge=0,
+        mark=TUNABLE,
     )
     stage3_gather_16bit_weights_on_model_save: Boolean = key(
         False,
@@ -288,7 +301,11 @@ class ZeroOptimization(Section):
     save_muon_momentum_buffer_in_memory: Boolean = key(
         False, "Keep Muon's momentum off the disk.", mark=UNBUILT_AT_STAGE_3
     )
-    offload_param: OffloadParam | None = key(None, "Where weights rest.", mark=Mark(stages=(3,)))
-    offload_optimizer: OffloadOptimizer | None = key(None, "Where the optimizer's state rests.")
+    offload_param: OffloadParam | None = key(
+        None, "Where weights rest.", mark=Mark(stages=(3,), tunable=True)
+    )
+    offload_optimizer: OffloadOptimizer | None = key(
+        None, "Where the optimizer's state rests.", mark=TUNABLE
+    )
     zenflow: ZenFlow | None = key(None, "Selective updates.", mark=UNBUILT)
     leaf_module: LeafModule = section(LeafModule, "Modules gathered whole.")

@@ -63,6 +63,17 @@ class MemoryThere(NamedTuple):
     free: int
 
 
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use now where tensors of `device` lie."""
+    use = memory_use(device)
+    return use.host if device.type == "cpu" else use.device
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use there: of a device since its peak was last reset."""
+    return _most_resident_nbytes() if device.type == "cpu" else memory_use(device).device_peak
+
+
 def total_memory(device: torch.device) -> MemoryThere:
     """How much memory there is, on the device or on the host of a CPU."""
     if device.type != "cpu":
@@ -173,5 +184,9 @@ def _resident_nbytes() -> int:
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        return _most_resident_nbytes()
+
+
+def _most_resident_nbytes() -> int:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

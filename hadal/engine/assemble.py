@@ -36,6 +36,7 @@ from hadal.engine.policies import (
     batch_sizes_of,
     clocks_of,
     divergence_of,
+    experiment_of,
     limits_of,
     reduction_of,
     reporter_of,
@@ -210,7 +211,8 @@ def _assemble(
     check_same_keys(_common(config), world)
     with told_to_all(world, "initialize"):
         check_birth(model.named_parameters(), topology.sharing, config.zero_optimization)
-    batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device)
+    experiment = experiment_of(config, model, world, device)
+    batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device, experiment)
     with told_to_all(world, "initialize"):
         # Parts of a model need not be alike; each speaks among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)
@@ -257,6 +259,7 @@ def _assemble(
             computes_norm=config.zero_optimization.compute_grad_norm,
             batches=batches,
             clocks=clocks,
+            experiment=experiment,
             reporter=reporter_of(config, clocks, device, speaks=world.rank == 0),
             loader=loader,
             loading=loading,

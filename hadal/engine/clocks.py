@@ -87,15 +87,18 @@ class Clocks:
     """The phases of an update. Where nothing is measured they are contexts that do nothing.
 
     `forward`, `backward` (with its reductions), `reduce` (the part of backward in which this rank
-    starts reductions and waits for them) and `step` (the update itself) are contexts.
+    starts reductions and waits for them) and `step` (the update itself) are contexts. `counter` is
+    one more gauge around forward and backward.
     """
 
-    def __init__(self, device: torch.device, *, times: bool, memory: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, times: bool, memory: bool, counter: Gauge | None = None
+    ) -> None:
         self._watches = {name: Stopwatch(device) for name in PHASES} if times else {}
         around = ("forward", "backward", "step")
         self.memory = {name: MemoryGauge(device) for name in around} if memory else {}
-        self.forward = self._phase("forward")
-        self.backward = self._phase("backward")
+        self.forward = self._phase("forward", counter)
+        self.backward = self._phase("backward", counter)
         self.reduce = self._phase("reduce")
         self.step = self._phase("step")
         self.late_reduce = self._late_reduce()
@@ -103,8 +106,9 @@ class Clocks:
         self._totals: dict[str, float] = {}
         self._updates = 0
 
-    def _phase(self, name: str) -> AbstractContextManager[Any]:
-        gauges = [gauges[name] for gauges in (self._watches, self.memory) if name in gauges]
+    def _phase(self, name: str, *others: Gauge | None) -> AbstractContextManager[Any]:
+        gauges: list[Gauge] = [other for other in others if other is not None]
+        gauges += [gauges[name] for gauges in (self._watches, self.memory) if name in gauges]
         return Phase(gauges) if gauges else nullcontext()
 
     def _late_reduce(self) -> AbstractContextManager[Any]:

@@ -102,18 +102,24 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its inputs cast and under autocast as the configuration says."""
         self._expect_alive()
+        parts = self._parts
+        if parts.experiment is not None:
+            parts.experiment.begin_forward()
         try:
-            with self._parts.clocks.forward:
-                return self._parts.casting.run(self.module, self.device, args, kwargs)
+            with parts.clocks.forward:
+                found = parts.casting.run(self.module, self.device, args, kwargs)
         except RuntimeError as error:
             # A weight that was moved or cast away from its bucket: say so, by its name.
-            self._parts.runtime.check_links()
+            parts.runtime.check_links()
             if _NO_SAVED_HOOKS in str(error):
                 raise UsageError(self._refused_transform()) from error
             raise
         except BaseException:
-            self._parts.hooks.end_interrupted()
+            parts.hooks.end_interrupted()
             raise
+        if parts.experiment is not None:
+            parts.experiment.end_forward()
+        return found
 
     def _refused_transform(self) -> str:
         return (
@@ -312,6 +318,9 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         if self._scale.scale != before:
             parts.runtime.rescale_residuals(self._scale.scale / before)
         parts.reporter.end_update(counters.global_steps, samples, self._progress)
+        if parts.experiment is not None:
+            skipped, times = counters.skipped_steps, parts.clocks.last
+            parts.experiment.end_update(counters.global_steps, samples, skipped, times)
 
     def _step_weights(self, training: Training, multiplier: float) -> None:
         runtime = self._parts.runtime

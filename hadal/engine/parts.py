@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hadal.autotuning.measuring import Experiment
 from hadal.checkpoint.live import Live, Rules
 from hadal.comm import Ranks
 from hadal.config import Config
@@ -53,6 +54,8 @@ class Parts:
     computes_norm: bool
     batches: BatchSizes
     clocks: Clocks
+    experiment: Experiment | None
+    """What a run of the autotuner measures."""
     reporter: Reporter
     loader: ShardedLoader | None
     loading: Loading

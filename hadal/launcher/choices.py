@@ -6,9 +6,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from hadal.errors import LaunchError, NotBuiltYetError
+from hadal.errors import LaunchError
 from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
 from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Kind, Program
@@ -53,7 +54,6 @@ class Choices:
     bind_cores_to_rank: bool = False
     bind_core_list: str = ""
     venv_script: str = ""
-    autotuning: str = ""
     elastic_training: bool = False
     min_elastic_nodes: int | None = None
     max_elastic_nodes: int | None = None
@@ -86,7 +86,6 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Pla
 
     Raises:
         LaunchError: the choices contradict each other, or what is there.
-        NotBuiltYetError: a choice asks for what this version does not do.
     """
     _refuse(choices)
     if choices.elastic_training:
@@ -140,11 +139,6 @@ def _job(
 
 
 def _refuse(choices: Choices) -> None:
-    if choices.autotuning:
-        raise NotBuiltYetError(
-            f"--autotuning {choices.autotuning} is not built yet; leave it out, and set the batch"
-            " and ZeRO keys of the configuration by hand"
-        )
     if choices.as_deepspeed and choices.no_python:
         raise LaunchError("--as-deepspeed needs Python to run the program; leave out --no_python")
     if choices.module and choices.no_python:
@@ -286,6 +280,7 @@ def _localised(pool: Pool, choices: Choices) -> Pool:
     )
 
 
+@cache
 def devices_here() -> int:
     """How many accelerators torch sees on this machine."""
     if not any(Path("/dev", name).exists() for name in _DEVICE_FILES):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
+from typing import BinaryIO
 
 from hadal.launcher.ending import Failure, agents_words, report, worst
 from hadal.launcher.frames import Asked, Began, Ended, Frame, Hello, Left, Said, decoded
@@ -128,6 +129,20 @@ class Front:
                 self._read(key.fd, *key.data)
             self._look()
         return self._end()
+
+    @property
+    def interrupted_by(self) -> signal.Signals | None:
+        """The signal that ended the job, if one did."""
+        return self._interrupted_by
+
+    @property
+    def reason(self) -> str:
+        """Why the job failed, in a line: the first failing rank's last words; empty: it did not."""
+        if self._failures:
+            first = min(self._failures, key=lambda failure: failure.order)
+            how = "" if first.has_traceback else f"{first.how}: "
+            return f"rank {first.rank}: {how}{first.reason}"
+        return self._lost[0] if self._lost else ""
 
     def _listen_to(self, channel: Channel) -> None:
         for is_error, pipe in ((False, channel.process.stdout), (True, channel.process.stderr)):
@@ -383,12 +398,14 @@ def _loss(channel: Channel, was: State, code: int, port: int) -> str:
     return f"{told}: {said}" if said else told
 
 
-def printer_for(job: Job, names_hosts: bool) -> Printer:
-    """Print to this process's output, with as much before each line as tells ranks apart."""
+def printer_for(
+    job: Job, names_hosts: bool, out: BinaryIO | None = None, error: BinaryIO | None = None
+) -> Printer:
+    """Print to this process's output, or to files, with what tells ranks apart before each line."""
 
     def prefix(host: str, rank: int) -> str:
         if job.world_size == 1:
             return ""
         return f"[{host} rank {rank}] " if names_hosts else f"[rank {rank}] "
 
-    return Printer(sys.stdout.buffer, sys.stderr.buffer, prefix)
+    return Printer(out or sys.stdout.buffer, error or sys.stderr.buffer, prefix)

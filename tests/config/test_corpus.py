@@ -19,8 +19,6 @@ COMPRESSED = (
     "channel_pruning",
 )
 UNBUILT = {
-    "autotuning": {"autotuning.enabled"},
-    "autotuning_alone": {"autotuning.enabled"},
     "compression": {
         "compression_training.layer_reduction.enabled",
         *(f"compression_training.{name}.shared_parameters.enabled" for name in COMPRESSED),
@@ -49,6 +47,8 @@ UNBUILT = {
     },
     "sparse_attention": {"sparse_attention"},
     "timing": {"flops_profiler.enabled"},
+}
+TUNED = {
     "tuned_micro_batches": {"train_micro_batch_size_per_gpu"},
     "tuned_stages": {"zero_optimization.stage", "zero_optimization.reduce_bucket_size"},
 }
@@ -65,7 +65,8 @@ def test_it_loads(path):
 
 
 def test_the_corpus_is_whole():
-    assert len(LOADS) == 15
+    assert len(LOADS) == 17
+    assert {path.stem for path in (CORPUS / "tuned").glob("*.json")} == TUNED.keys()
     assert {path.stem for path in (CORPUS / "unbuilt").glob("*.json")} == UNBUILT.keys()
 
 
@@ -86,3 +87,11 @@ def test_what_is_not_built_yet_is_a_note_where_allowed(name):
     config = load_config(path, world_size=2, allow_unbuilt=True)
     assert "not built yet" in " ".join(config.notes)
     assert json.loads(json.dumps(config.as_dict())) == config.as_dict()
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_ranges_are_for_the_autotuner(name):
+    with pytest.raises(ConfigError) as caught:
+        load_config(CORPUS / "tuned" / f"{name}.json", world_size=2)
+    assert {fault.path for fault in caught.value.faults} == TUNED[name]
+    assert all("hadal run --autotuning tune" in fault.message for fault in caught.value.faults)

@@ -9,7 +9,7 @@ import pytest
 
 from hadal.cli.main import main
 from hadal.cli.run import divided
-from hadal.errors import LaunchError, NotBuiltYetError
+from hadal.errors import LaunchError
 from hadal.launcher import choices as choosing
 from hadal.launcher.choices import Choices, Plan, planned
 from hadal.launcher.job import Elastic, Kind
@@ -173,12 +173,6 @@ def test_contradictions_are_refused(
         plan(hostfile=hostfile, **fields)
 
 
-@pytest.mark.parametrize("autotuning", ["tune", "run"])
-def test_what_is_not_built_says_so(plan: Any, autotuning: str) -> None:
-    with pytest.raises(NotBuiltYetError, match="not built yet; leave it out, and set the batch"):
-        plan(autotuning=autotuning)
-
-
 def test_an_elastic_job_has_bounds(plan: Any, hostfile: str) -> None:
     job = plan(hostfile=hostfile, elastic_training=True).job
     assert (job.elastic, job.port) == (Elastic(1, 3, 3, 600.0), 0)
@@ -241,13 +235,13 @@ OWN = [
     *("--enable_each_rank_log", "logs", "--elastic_training", "--min_elastic_nodes", "1"),
     *("--max_elastic_nodes", "2", "--max_restarts", "0", "--force_multi"),
     *("--bind_cores_to_rank", "--bind_core_list"),
-    *("0-3", "--venv_script", "v", "--autotuning", "run", "--as-deepspeed", "--log_level", "info"),
+    *("0-3", "--venv_script", "v", "--as-deepspeed", "--log_level", "info"),
     "-q",
 ]
 
 
 @pytest.mark.parametrize("theirs", [["train.py", "--num_gpus", "8", "--", "-q"], ["a b"], []])
-@pytest.mark.parametrize("own", [OWN, OWN[:-1], ["--hostfile", "-x"], []])
+@pytest.mark.parametrize("own", [OWN, OWN[:-1], ["--hostfile", "-x"], ["--autotuning", "run"], []])
 def test_what_follows_the_program_is_the_programs(own: list[str], theirs: list[str]) -> None:
     assert divided([*own, *theirs]) == (own, theirs)
     assert divided([*own, "--", *theirs]) == (own, theirs)
@@ -289,7 +283,6 @@ def test_every_flag_is_read(
             bind_cores_to_rank=True,
             bind_core_list="0-3",
             venv_script="v",
-            autotuning="run",
             elastic_training=True,
             min_elastic_nodes=1,
             max_elastic_nodes=2,

@@ -1,0 +1,74 @@
+"""A search for the fastest micro-batch: `hadal run --autotuning` starts this file for each.
+
+    python examples/30_autotune.py
+
+Each run is told a configuration, trains three updates and leaves. One of the micro-batches is
+said to be too large here: the table tells why it has no result. `--autotuning run` in the place
+of `tune` would then train with the best. A search of your own:
+
+    hadal run --autotuning run train.py --deepspeed ds_config.json
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": [8, 64],
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 0},
+    "autotuning": {
+        "enabled": True,
+        "start_profile_step": 2,
+        "end_profile_step": 3,
+        # Known, so that no first run is needed to count them.
+        "model_info": {"num_params": 33_088},
+    },
+}
+
+
+def train(config: str, largest: int) -> None:
+    """A program as any other: it takes its configuration's name."""
+    import torch
+    from torch import nn
+
+    import hadal
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    engine, *_ = hadal.initialize(model=model, config=config)
+    size = engine.train_micro_batch_size_per_gpu()
+    if size > largest:
+        raise ValueError(f"there are {largest} samples, fewer than {size}")
+    for _ in range(100):
+        x = torch.randn(size, 64, device=engine.device)
+        engine.backward(nn.functional.mse_loss(engine(x), x))
+        engine.step()
+
+
+def search() -> None:
+    """Write a configuration, search, and show what was found."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "ds_config.json").write_text(json.dumps(CONFIG))
+        command = [sys.executable, "-m", "hadal.cli", "run", "--autotuning", "tune"]
+        command += ["--num_accelerators", "1", os.path.abspath(__file__)]
+        command += ["--deepspeed", "ds_config.json", "--largest", "32"]
+        subprocess.run(command, cwd=folder, check=True)
+        results = Path(folder, "autotuning_results")
+        print(results.joinpath("summary.txt").read_text())
+        print("best:", results.joinpath("ds_config_optimal.json").read_text())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, help="which rank of this host, by hadal run")
+    parser.add_argument("--deepspeed", metavar="CONFIG", help="train, as one experiment")
+    parser.add_argument("--largest", type=int, default=32)
+    told = parser.parse_args()
+    if told.deepspeed:
+        train(told.deepspeed, told.largest)
+    else:
+        search()

@@ -1,0 +1,192 @@
+"""What a training that is an experiment measures, and when it leaves."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hadal.autotuning.files import write_json
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_codes
+from hadal.comm.start import local_size
+from hadal.config.autotuning import METRIC_PATH, MODEL_INFO_PATH, Autotuning
+from hadal.device import (
+    is_host_memory,
+    memory_in_use,
+    memory_use,
+    peak_memory,
+    reset_peak_memory,
+    total_memory,
+)
+from hadal.device.memory import free_host_nbytes
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+_log = logging.getLogger(__name__)
+
+
+class OperationsGauge:
+    """Counts the floating-point operations of phases, while it is told to."""
+
+    def __init__(self) -> None:
+        self.is_counting = False
+        self.operations = 0
+        self._counter: FlopCounterMode | None = None
+
+    def start(self) -> None:
+        """A phase begins."""
+        if self.is_counting:
+            from torch.utils.flop_counter import FlopCounterMode  # for this alone
+
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def stop(self) -> None:
+        """It ends."""
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self.operations += int(self._counter.get_total_flops())
+            self._counter = None
+
+
+class Experiment:
+    """A training that measures some updates, writes down what it found, and leaves.
+
+    With `model_info.profile` it leaves after one forward. Rank 0 writes; all ranks leave together,
+    by a `SystemExit` with code 0 out of `engine.step()` (or of the forward).
+    """
+
+    def __init__(
+        self, section: Autotuning, model: nn.Module, world: Ranks, device: torch.device
+    ) -> None:
+        self.profiles = section.model_info is not None and section.model_info.profile
+        self.operations = OperationsGauge() if section.metric == "FLOPS_per_gpu" else None
+        self._section = section
+        self._model = model
+        self._world = world
+        self._device = device
+        self._spent: dict[str, float] = {}
+        self._samples = 0
+        self._skipped_before = 0
+        self._began_at: float | None = None
+        self._in_use = 0
+        # Counting is slow: it gets an update of its own, where there is one before those measured.
+        self._counted_update = max(1, section.start_profile_step - 1)
+        if self.operations is not None:
+            self.operations.is_counting = self._counted_update == 1
+        what = "one forward" if self.profiles else f"update {section.end_profile_step}"
+        _log.warning(
+            "autotuning.enabled: this run measures and leaves after %s, with exit code 0; to train"
+            " on, leave the section out or give it enabled false",
+            what,
+        )
+
+    # ---- one forward ---------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward begins: what is in use now is no activation."""
+        if self.profiles and torch.is_grad_enabled():
+            reset_peak_memory(self._device)
+            self._in_use = memory_in_use(self._device)
+
+    def end_forward(self) -> None:
+        """A forward is over: where that was all, leave."""
+        if not self.profiles or not torch.is_grad_enabled():
+            return
+        parameters = list(self._model.parameters())
+        # A process's peak on the host may be older than this forward.
+        on_host = is_host_memory(self._device)
+        held = (memory_in_use if on_host else peak_memory)(self._device)
+        info = self._section.model_info
+        assert info is not None  # it asked for this
+        self._leave(
+            self._section.model_info_path or MODEL_INFO_PATH,
+            {
+                "num_params": sum(p.numel() for p in parameters),
+                "trainable_num_params": sum(p.numel() for p in parameters if p.requires_grad),
+                "activation_mem_per_gpu": max(0, held - self._in_use),
+                "rank": self._world.rank,
+                "memory_per_gpu": memory_of_a_rank(self._device),
+                "hidden_size": info.hidden_size,
+                "num_layers": info.num_layers,
+            },
+        )
+
+    # ---- some updates --------------------------------------------------------------------------
+
+    def end_update(
+        self, number: int, samples: int, skipped: int, times: Mapping[str, float]
+    ) -> None:
+        """Update `number` (from 1) is over; `samples` of all ranks, `times` in milliseconds.
+
+        `skipped` counts the updates that have overflowed so far.
+        """
+        first, last = self._section.start_profile_step, self._section.end_profile_step
+        if self.operations is not None:
+            self.operations.is_counting = number + 1 == self._counted_update
+        if number < first:
+            self._skipped_before = skipped
+            if number == first - 1:
+                self._began_at = time.perf_counter()
+            return
+        for name, spent in times.items():
+            self._spent[name] = self._spent.get(name, 0.0) + spent
+        self._samples += samples
+        if number >= last:
+            count = last - first + 1
+            self._leave(
+                self._section.metric_path or METRIC_PATH,
+                self._metrics(count, skipped - self._skipped_before),
+            )
+
+    def _metrics(self, count: int, skipped: int) -> dict[str, Any]:
+        means = {name: spent / count for name, spent in self._spent.items()}
+        latency, throughput = numbers_of(means, self._samples / count)
+        counted = self.operations
+        whole_s = None if self._began_at is None else time.perf_counter() - self._began_at
+        return {
+            "latency": latency,
+            "throughput": throughput,
+            "FLOPS_per_gpu": None if counted is None else counted.operations * 1000.0 / latency,
+            **means,
+            "throughput_with_data": None if whole_s is None else self._samples / whole_s,
+            "train_batch_size": self._samples / count,
+            "measured_steps": count,
+            "skipped_steps": skipped,
+            "peak_memory_per_gpu": peak_memory(self._device),
+            "memory_per_gpu": memory_of_a_rank(self._device),
+        }
+
+    def _leave(self, path: str, told: Mapping[str, Any]) -> None:
+        """Write on rank 0, and leave on all: none may be gone while another still talks to it."""
+        fault = 0
+        if self._world.rank == 0:
+            try:
+                write_json(Path(path), told)
+            except OSError as error:
+                _log.error("the numbers of this experiment cannot be written: %s", error)
+                fault = 1
+        code = max(gather_codes(fault, self._world))
+        _log.info("autotuning: measured; the numbers are in %s", path)
+        sys.exit(code)
+
+
+def numbers_of(means: Mapping[str, float], samples: float) -> tuple[float, float]:
+    """Latency in ms and throughput in samples/s, from phases in ms and samples of one update."""
+    latency = means["forward"] + means["backward"] + means["step"]
+    return latency, samples * 1000.0 / latency
+
+
+def memory_of_a_rank(device: torch.device) -> int:
+    """Bytes that one rank may take: all of an accelerator; on a CPU its share of what is free."""
+    if not is_host_memory(device):
+        return total_memory(device).total
+    return memory_use(device).host + free_host_nbytes() // (local_size() or 1)

@@ -1,0 +1,87 @@
+"""In which order trials are made, and when to stop. Pure: results in, the next trial out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hadal.autotuning.space import Trial
+
+GAIN = 0.05
+"""By which share a larger micro-batch must be better for the climb to go on."""
+_SEED = 0
+
+Scores = Mapping[Trial, float | None]
+"""What each trial so far has come to; more is better, and None is a failure."""
+
+
+def score(metric: str, value: float) -> float:
+    """A metric's value, such that more is better: latency is turned round."""
+    return -value if metric == "latency" else value
+
+
+def has_gained(now: float, before: float) -> bool:
+    """Whether a score is enough better than another for the climb to go on."""
+    return now - before > GAIN * abs(before)
+
+
+def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
+    """Whether to leave a stage, after results in the order in which they came.
+
+    Args:
+        scores: more is better, None is a failure.
+        patience: as many in a row without a better one end it (`tuner_early_stopping`).
+        most: and so does this number of them (`tuner_num_trials`).
+    """
+    best, since = float("-inf"), 0
+    for value in scores:
+        if value is not None and value > best:
+            best, since = value, 0
+        else:
+            since += 1
+    return len(scores) >= most or since >= patience
+
+
+def next_trial(kind: str, space: Sequence[Trial], done: Scores) -> Trial | None:
+    """The next trial of a space in the order that `tuner_type` names; None where all are done."""
+    left = [trial for trial in space if trial not in done]
+    if not left:
+        return None
+    if kind == "random":
+        order = random.Random(_SEED).sample(range(len(space)), len(space))
+        return next(space[at] for at in order if space[at] in left)
+    if kind == "model_based":
+        return _promising(left, {t: s for t, s in done.items() if s is not None})
+    return left[0]
+
+
+def _promising(left: Sequence[Trial], scores: Mapping[Trial, float]) -> Trial:
+    """What a linear model of the scores finds best; the ends while there are too few."""
+    if len(scores) < 2:
+        return left[-1] if scores else left[0]
+    features = np.array(_features([*scores, *left]))
+    spread = features.std(axis=0)
+    features = (features - features.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
+    features = np.hstack([features, np.ones((len(features), 1))])
+    known, wanted = features[: len(scores)], features[len(scores) :]
+    # A ridge keeps what the results do not tell at nothing.
+    matrix = known.T @ known + 0.1 * np.eye(known.shape[1])
+    weights = np.linalg.solve(matrix, known.T @ np.array(list(scores.values())))
+    return left[int(np.argmax(wanted @ weights))]
+
+
+def _features(trials: Sequence[Trial]) -> list[list[float]]:
+    """Numbers that stand for trials: logarithms, as sizes act by their ratios."""
+    keys = sorted({key for trial in trials for key, _ in trial.others})
+    return [
+        [float(np.log2(trial.micro_batch)), *(_feature(trial.value_of(key)) for key in keys)]
+        for trial in trials
+    ]
+
+
+def _feature(value: object) -> float:
+    if isinstance(value, int | float):
+        return float(np.log2(1 + value))
+    return float(value is not None and value != {"device": "none"})

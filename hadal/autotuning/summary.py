@@ -1,0 +1,100 @@
+"""What a search has found: which trial is best, a table, and why others have no result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from hadal.autotuning.runs import Outcome
+from hadal.autotuning.search import score
+from hadal.autotuning.space import Trial
+
+SUMMARY, BEST_CONFIG, BEST_COMMAND = "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt"
+TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
+UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operations/s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One experiment of a search."""
+
+    trial: Trial
+    outcome: Outcome
+    value: float | None
+    """Of the metric; None where the experiment failed."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """All that a search has found so far."""
+
+    metric: str
+    results: list[Result]
+    left_out: dict[str, str]
+    """What was not run at all, and why."""
+
+    def best(self, stage: int | None = None) -> Result | None:
+        """The best of a stage, or of all."""
+        known = [r for r in self.of(stage) if r.value is not None]
+        return max(known, key=lambda r: score(self.metric, r.value or 0.0), default=None)
+
+    def of(self, stage: int | None) -> list[Result]:
+        """The results of a stage, or all."""
+        return [r for r in self.results if stage in (None, r.trial.stage)]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The table: a row for each stage that was tried, and one for all."""
+        stages: list[int | None] = [*dict.fromkeys(r.trial.stage for r in self.results), None]
+        return [self._row(stage) for stage in stages]
+
+    def _row(self, stage: int | None) -> tuple[str, str, str, str]:
+        best = self.best(stage)
+        name = "global" if stage is None else f"z{stage}"
+        count = str(len(self.of(stage)))
+        if best is None:
+            return name, count, "failed" if self.of(stage) else "-", "-"
+        return name, count, f"{best.value:.6g}", best.outcome.name
+
+    def failures(self) -> list[str]:
+        """Why something has no result: a line for each."""
+        failed = [r.outcome for r in self.results if r.value is None]
+        lines = [f"{outcome.name} failed: {outcome.told}" for outcome in failed]
+        return lines + [f"{name} was not run: {why}" for name, why in self.left_out.items()]
+
+    def text(self, seconds: float, *, is_whole: bool) -> str:
+        """The content of summary.txt."""
+        said = "completed" if is_whole else "stopped"
+        end = (
+            f"Tuning {said} in {timedelta(seconds=seconds)}."
+            f" Total number of experiments: {len(self.results)}."
+        )
+        metric = f"{self.metric} in {UNITS[self.metric]},"
+        metric += " less is better" if self.metric == "latency" else " more is better"
+        lines = [*_aligned(self.rows()), "", metric, *self.failures(), end]
+        return "\n".join(lines) + "\n"
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows under their titles, as a table of Markdown; numbers stand on the right."""
+    cells = [TITLES, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
+    is_number = (False, True, True, False)
+
+    def line(row: Sequence[str]) -> str:
+        columns = zip(row, widths, is_number, strict=True)
+        told = (text.rjust(width) if right else text.ljust(width) for text, width, right in columns)
+        return f"| {' | '.join(told)} |"
+
+    rules = (
+        "-" * (width - 1) + ":" if right else ":" + "-" * (width - 1)
+        for width, right in zip(widths, is_number, strict=True)
+    )
+    return [line(TITLES), f"| {' | '.join(rules)} |", *map(line, cells[1:])]
+
+
+def value_in(found: dict[str, Any] | None, metric: str) -> float | None:
+    """A metric of what an experiment wrote down."""
+    value = found.get(metric) if found is not None else None
+    return float(value) if isinstance(value, int | float) else None

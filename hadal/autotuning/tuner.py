@@ -1,0 +1,318 @@
+"""The search: a look at the model, then stage by stage, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hadal.autotuning import memory
+from hadal.autotuning.files import write_json
+from hadal.autotuning.memory import Need
+from hadal.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, Stopped, forget
+from hadal.autotuning.search import has_gained, is_over, next_trial, score
+from hadal.autotuning.space import Others, Trial, Wish, combinations, config_of
+from hadal.autotuning.summary import (
+    BEST_COMMAND,
+    BEST_CONFIG,
+    SUMMARY,
+    UNITS,
+    Findings,
+    Result,
+    value_in,
+)
+from hadal.errors import TuningError
+
+PROFILE = "profile_model_info"
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is known of the model, and of a rank's memory."""
+
+    num_params: int
+    trainable: int
+    activation_nbytes: int = 0
+    """Of one forward with the first micro-batch."""
+    memory_nbytes: int | None = None
+
+
+StatesNbytes = Callable[[Mapping[str, Any], Look], int]
+"""Bytes of model states that one rank holds under a configuration."""
+
+
+class Tuner:
+    """One search. Its findings stand at any time, also when it is stopped."""
+
+    def __init__(
+        self,
+        wish: Wish,
+        runner: Runner,
+        states_nbytes: StatesNbytes,
+        say: Callable[[str], None],
+    ) -> None:
+        self.findings = Findings(wish.section.metric, [], {})
+        self._wish = wish
+        self.runner = runner
+        self._states_nbytes = states_nbytes
+        self._say = say
+        self._began = time.monotonic()
+        self._look = Look(0, 0)
+        self._scores: dict[Trial, float | None] = {}
+
+    def run(self) -> Result:
+        """Search, and write down what was found; return the best.
+
+        Raises:
+            TuningError: nothing runs.
+            Stopped: a signal came; what is measured by then is written down.
+        """
+        if self._wish.section.overwrite:
+            files = (SUMMARY, BEST_CONFIG, BEST_COMMAND)
+            forget(self.runner.results, self.runner.experiments, *files)
+        try:
+            self._search()
+        except Stopped:
+            self._write(is_whole=False)
+            raise
+        self._write(is_whole=True)
+        best = self.findings.best()
+        if best is None:
+            told = "\n".join(f"  {line}" for line in self.findings.failures())
+            raise TuningError(f"no configuration was found that runs:\n{told}")
+        return best
+
+    def _search(self) -> None:
+        wish = self._wish
+        self._look = self._look_at_model()
+        before: Result | None = None
+        start = wish.start
+        for stage in self._stages():
+            start = self._search_stage(stage, start)
+            now = self.findings.best(stage)
+            if now is None:
+                continue
+            if before is not None and not wish.are_chosen and not self._is_better(now, before):
+                return
+            before = now
+
+    def _stages(self) -> tuple[int, ...]:
+        """Those to try: one rank alone has nothing to shard."""
+        wish = self._wish
+        if wish.are_chosen or self.runner.world_size > 1:
+            return wish.stages
+        self._say("1 rank: nothing is sharded, so that only stage 0 is tried; name others to try")
+        return wish.stages[:1]
+
+    def _is_better(self, one: Result, other: Result) -> bool:
+        metric = self.findings.metric
+        return score(metric, one.value or 0.0) > score(metric, other.value or 0.0)
+
+    # ---- a look at the model -------------------------------------------------------------------
+
+    def _look_at_model(self) -> Look:
+        """Measure one forward, unless the user tells the model's size.
+
+        The stage is the one that shards most: it is the likeliest to run.
+        """
+        wish, info = self._wish, self._wish.section.model_info
+        if info is not None and info.num_params is not None:
+            told = info.num_params // wish.section.mp_size
+            return Look(told, told)
+        trial = Trial(max(self._stages()), self._first_micro_batch())
+        section: dict[str, Any] = {"profile": True}
+        if info is not None:
+            section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
+        self._say(f"{PROFILE}: one forward of {trial.micro_batch} samples")
+        section = {"enabled": True, "model_info": section}
+        outcome = self.runner.run(PROFILE, config_of(wish, trial), section, MODEL_INFO)
+        if outcome.found is None:
+            self.findings.left_out[PROFILE] = outcome.told
+            raise TuningError(f"the model cannot be looked at: {outcome.told}")
+        found = outcome.found
+        look = Look(
+            found["num_params"],
+            found["trainable_num_params"],
+            found["activation_mem_per_gpu"],
+            found["memory_per_gpu"],
+        )
+        self._say(
+            f"{PROFILE}: {look.num_params:,} parameters of a rank,"
+            f" {look.activation_nbytes / _GB:.3g} GB of activations,"
+            f" {(look.memory_nbytes or 0) / _GB:.3g} GB of memory, {outcome.seconds:.1f} s"
+        )
+        return look
+
+    def _first_micro_batch(self) -> int:
+        wish = self._wish
+        return min(wish.micro_batches or (self._within(wish.start),))
+
+    def _within(self, micro_batch: int) -> int:
+        return max(self._wish.smallest, min(micro_batch, self._wish.largest))
+
+    # ---- a stage -------------------------------------------------------------------------------
+
+    def _search_stage(self, stage: int, start: int) -> int:
+        """Search a stage; return the micro-batch at which the next one starts."""
+        wish, section = self._wish, self._wish.section
+        others = combinations(wish, stage)
+        if wish.micro_batches:
+            sizes = [m for m in wish.micro_batches if self._is_admitted(stage, m)]
+        else:
+            self._climb(stage, self._within(start), others[0])
+            sizes = self._fastest(stage)
+        space = [Trial(stage, size, settings) for settings in others for size in sizes]
+        while True:
+            scores = [self._scores[r.trial] for r in self.findings.of(stage)]
+            done = is_over(scores, section.tuner_early_stopping, section.tuner_num_trials)
+            trial = None if done else next_trial(section.tuner_type, space, self._scores)
+            if trial is None:
+                break
+            self._try(trial)
+        best = self.findings.best(stage)
+        return start if best is None else best.trial.micro_batch
+
+    def _is_admitted(self, stage: int, micro_batch: int) -> bool:
+        """Whether a micro-batch that the user lists is tried; if not, why is kept."""
+        wish = self._wish
+        why = ""
+        if not wish.smallest <= micro_batch <= wish.largest:
+            why = f"micro-batches from {wish.smallest} to {wish.largest} are asked for"
+        else:
+            why = self._lack(Trial(stage, micro_batch))
+        if why:
+            name = Trial(stage, micro_batch).name(wish.accumulation or 1)
+            self.findings.left_out[name] = why
+            self._say(f"{name} is left out: {why}")
+        return not why
+
+    def _fastest(self, stage: int) -> list[int]:
+        """The micro-batches with which a stage's other settings are tried."""
+        metric = self.findings.metric
+        known = [r for r in self.findings.of(stage) if r.value is not None]
+        known.sort(key=lambda r: score(metric, r.value or 0.0), reverse=True)
+        return [
+            r.trial.micro_batch for r in known[: self._wish.section.num_tuning_micro_batch_sizes]
+        ]
+
+    # ---- the micro-batch -----------------------------------------------------------------------
+
+    def _climb(self, stage: int, start: int, others: Others) -> None:
+        """Double the micro-batch while the metric gains and memory lasts.
+
+        Where the first one does not fit, it is halved instead.
+        """
+        size, before, peaks = start, None, list[tuple[int, int]]()
+        least_failed = self._wish.largest + 1
+        for _ in range(self._wish.section.tuner_num_trials):
+            result = self._try_if_it_fits(Trial(stage, size, others), memory.seen(peaks))
+            if result is None or result.value is None:
+                is_short = result is None or memory.is_exhausted(result.outcome.reason)
+                if not is_short:
+                    return
+                least_failed = size
+                size = (max(r[0] for r in peaks) + size) // 2 if peaks else size // 2
+                if size < self._wish.smallest or any(size == tried for tried, _ in peaks):
+                    return
+                continue
+            now = score(self.findings.metric, result.value)
+            if before is not None and not has_gained(now, before):
+                return
+            before = now
+            peaks.append((size, int((result.outcome.found or {}).get("peak_memory_per_gpu", 0))))
+            size = self._next_size(size, least_failed, memory.seen(peaks))
+            if any(size == tried for tried, _ in peaks):
+                return
+
+    def _next_size(self, size: int, least_failed: int, need: Need | None) -> int:
+        most = min(2 * size, least_failed - 1)
+        if need is not None and self._look.memory_nbytes is not None:
+            fits = memory.largest(need, self._look.memory_nbytes)
+            most = most if fits is None else min(most, fits)
+        return max(size, most)
+
+    # ---- one experiment ------------------------------------------------------------------------
+
+    def _try_if_it_fits(self, trial: Trial, need: Need | None) -> Result | None:
+        why = self._lack(trial, need)
+        if not why:
+            return self._try(trial)
+        name = trial.name(self._wish.accumulation or 1)
+        self.findings.left_out[name] = why
+        self._say(f"{name} is left out: {why}")
+        return None
+
+    def _lack(self, trial: Trial, need: Need | None = None) -> str:
+        """What memory a trial lacks, in words; empty where it fits, or where nobody knows."""
+        look = self._look
+        if look.memory_nbytes is None:
+            return ""
+        if need is None:
+            states = self._states_nbytes(config_of(self._wish, trial), look)
+            need = memory.predicted(states, look.activation_nbytes, self._first_micro_batch())
+        fits = memory.largest(need, look.memory_nbytes)
+        if fits is None or fits >= trial.micro_batch:
+            return ""
+        wanted = need.at(trial.micro_batch) / _GB
+        return f"it would take {wanted:.3g} GB of the {look.memory_nbytes / _GB:.3g} GB of a rank"
+
+    def _try(self, trial: Trial) -> Result:
+        wish, section = self._wish, self._wish.section
+        name = trial.name(wish.accumulation or 1)
+        self._say(f"experiment {len(self.findings.results) + 1}: {name}")
+        told = {
+            "enabled": True,
+            "metric": section.metric,
+            "start_profile_step": section.start_profile_step,
+            "end_profile_step": section.end_profile_step,
+        }
+        outcome = self.runner.run(name, config_of(wish, trial), told, METRICS)
+        value = value_in(outcome.found, section.metric)
+        result = Result(trial, outcome, value)
+        self.findings.results.append(result)
+        self._scores[trial] = None if value is None else score(section.metric, value)
+        if self._look.memory_nbytes is None and outcome.found is not None:
+            known = outcome.found.get("memory_per_gpu")
+            self._look = Look(self._look.num_params, self._look.trainable, 0, known)
+        self._say(self._told(outcome, value))
+        return result
+
+    def _told(self, outcome: Outcome, value: float | None) -> str:
+        metric = self.findings.metric
+        took = f"{outcome.seconds:.1f} s" if outcome.is_new else "measured earlier"
+        if value is None:
+            return f"{outcome.name} failed ({took}): {outcome.told}"
+        best = self.findings.best()
+        assert best is not None  # this one at least
+        so_far = f"{time.monotonic() - self._began:.0f} s so far"
+        return (
+            f"{outcome.name}: {metric} {value:.6g} {UNITS[metric]} ({took});"
+            f" best: {best.outcome.name} with {best.value:.6g}, {so_far}"
+        )
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def _write(self, *, is_whole: bool) -> None:
+        runner = self.runner
+        runner.results.mkdir(parents=True, exist_ok=True)
+        text = self.findings.text(time.monotonic() - self._began, is_whole=is_whole)
+        (runner.results / SUMMARY).write_text(text, encoding="utf-8")
+        best = self.findings.best()
+        if best is None:
+            return
+        config = config_of(self._wish, best.trial)
+        file = runner.results / BEST_CONFIG
+        write_json(file, config)
+        words = runner.words_with(json.loads(json.dumps(config)), file)
+        command = runner.command(words)
+        (runner.results / BEST_COMMAND).write_text(command + "\n", encoding="utf-8")
+
+    def best_words(self) -> tuple[str, ...]:
+        """The program's words with the best configuration."""
+        best = self.findings.best()
+        assert best is not None  # the search says so itself
+        config = config_of(self._wish, best.trial)
+        return self.runner.words_with(config, self.runner.results / BEST_CONFIG)

@@ -1,0 +1,151 @@
+"""`hadal run --autotuning`: the search for the fastest configuration, as people see it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hadal.cli.run import Said, choices_of, pid_file, run
+from hadal.errors import HadalError, LaunchError, TuningError
+
+if TYPE_CHECKING:
+    from hadal.autotuning.space import Wish
+    from hadal.autotuning.tuner import Look, Tuner
+    from hadal.launcher.choices import Choices
+    from hadal.launcher.job import Job
+
+_FAULTY, _NOTHING = 2, 1
+
+
+def tune(parsed: argparse.Namespace) -> int:
+    """Search; with `--autotuning run` then train. Return the exit code.
+
+    1: nothing runs. 2: the search cannot begin. 128 and a signal's number: it was stopped.
+    """
+    from hadal.autotuning.runs import Stopped, stoppable
+    from hadal.launcher.processes import exit_code
+
+    said = Said(parsed)
+    try:
+        tuner = _tuner(parsed, said)
+    except (HadalError, OSError) as error:
+        said.report(f"{type(error).__name__}: {error}")
+        return _FAULTY
+    code = 0
+    try:
+        with stoppable(), pid_file(os.getpid() if parsed.save_pid else None):
+            tuner.run()
+    except Stopped as stopped:
+        said.report(f"{stopped.sent.name}: the search is stopped")
+        code = exit_code(-stopped.sent)
+    except TuningError as error:
+        said.report(str(error))
+        code = _NOTHING
+    _show(tuner)
+    if code or parsed.autotuning == "tune":
+        return code
+    parsed.autotuning, parsed.program = "", list(tuner.best_words())
+    return run(parsed)
+
+
+def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
+    """What searches, once the flags and the configuration are found to be sound."""
+    from hadal.autotuning.runs import Runner, absolute
+    from hadal.autotuning.space import read_wish
+    from hadal.autotuning.tuner import Tuner
+    from hadal.launcher.choices import planned
+
+    choices, folder = choices_of(parsed), Path.cwd()
+    _refuse(choices)
+    plan = planned(choices, os.environ, folder)
+    for note in plan.notes:
+        said.note(note)
+    wish = read_wish(choices.words, plan.job.world_size)
+    # What there is to tell of the configuration is told now; each experiment tells its own.
+    logging.getLogger("hadal.config").setLevel(logging.ERROR)
+    runner = Runner(
+        choices,
+        _without_search(parsed.own),
+        dict(os.environ),
+        folder,
+        absolute(folder, wish.section.results_dir),
+        absolute(folder, wish.section.exps_dir),
+        wish.section.arg_mappings or {},
+        plan.job.world_size,
+        len(plan.job.pool),
+    )
+    return Tuner(wish, runner, _states_of(wish, plan.job), said.note)
+
+
+def _refuse(choices: Choices) -> None:
+    if choices.elastic_training:
+        raise LaunchError(
+            "--elastic_training changes the number of ranks, for which --autotuning searches; give"
+            " one of them"
+        )
+    if choices.no_ssh:
+        raise LaunchError(
+            "--autotuning starts all hosts for each experiment; leave out --no_ssh and --node_rank"
+        )
+
+
+def _without_search(own: Sequence[str]) -> tuple[str, ...]:
+    """The flags of the command without those of the search."""
+    kept = list(own)
+    for at, word in enumerate(own):
+        if word == "--autotuning":
+            del kept[at : at + 2]
+            break
+        if word.startswith("--autotuning="):
+            del kept[at]
+            break
+    return tuple(kept)
+
+
+def _states_of(wish: Wish, job: Job) -> Any:
+    """How to count what a rank holds of the model's states; on CPUs the host's part too."""
+    from hadal.launcher.choices import devices_here
+
+    nodes = len(job.pool)
+    devices = max(1, job.world_size // nodes // wish.section.mp_size)
+    on_host = not devices_here()
+
+    def states_nbytes(config: Mapping[str, Any], look: Look) -> int:
+        from hadal.cli.estimate import held_of
+        from hadal.config import load_config
+        from hadal.zero.estimate import Model
+
+        checked = load_config(config, world_size=job.world_size)
+        model = Model(look.trainable, look.num_params - look.trainable)
+        held = held_of(checked, model, devices, nodes)
+        return held.device + on_host * held.host
+
+    return states_nbytes
+
+
+def _show(tuner: Tuner) -> None:
+    """The table, why something has no result, and where the best one is."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from hadal.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
+
+    findings, folder = tuner.findings, tuner.runner.results
+    console = Console(soft_wrap=True, highlight=False)
+    if findings.results:
+        table = Table(*TITLES, box=SIMPLE_HEAD, pad_edge=False)
+        for row in findings.rows():
+            table.add_row(*row, style="bold" if row[0] == "global" else None)
+        console.print(table)
+        for line in findings.failures():
+            console.print(line, markup=False)
+    sys.stdout.flush()
+    if findings.best() is not None:
+        print(f"best configuration: {folder / BEST_CONFIG}, its command: {folder / BEST_COMMAND}")
+    print(f"all of it: {folder / SUMMARY}", flush=True)

@@ -1,0 +1,187 @@
+"""What a configuration asks to be searched, and what a trial comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hadal.autotuning.space import Trial, Wish, combinations, config_of, read_wish
+from hadal.autotuning.words import config_flag, found_at, mapped, value_of, with_value
+from hadal.config import load_config
+from hadal.errors import ConfigError, LaunchError
+
+ON = {"enabled": True}
+Reader = Callable[..., Wish]
+
+
+@pytest.fixture
+def wish(tmp_path: Path) -> Reader:
+    """Reads a configuration as the command names it, with more words of the program."""
+
+    def read(config: dict[str, Any], *words: str, ranks: int = 2) -> Wish:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"autotuning": ON, **config}))
+        return read_wish(("train.py", "--deepspeed", str(path), *words), ranks)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("zero", "stages", "are_chosen"),
+    [
+        (None, (0, 1, 2, 3), False),
+        ({"stage": "all"}, (0, 1, 2, 3), False),
+        ({"stage": "auto"}, (0, 1, 2, 3), False),
+        ("all", (0, 1, 2, 3), False),
+        ({"overlap_comm": True}, (0, 1, 2, 3), False),
+        ({"stage": [2, 3]}, (2, 3), True),
+        ({"stage": 1}, (1,), True),
+        (True, (1,), True),
+    ],
+)
+@pytest.mark.claims("autotuning")
+def test_stages(wish: Reader, zero: object, stages: tuple[int, ...], are_chosen: bool) -> None:
+    found = wish({} if zero is None else {"zero_optimization": zero})
+    assert (found.stages, found.are_chosen) == (stages, are_chosen)
+
+
+@pytest.mark.parametrize(
+    ("told", "words", "listed", "start"),
+    [
+        (4, (), (), 4),
+        ([1, 4, 16], (), (1, 4, 16), 2),
+        ("auto", ("--micro", "6"), (), 6),
+        ("auto", ("--micro=6",), (), 6),
+        ("auto", (), (), 2),
+        (3, ("--micro", "6"), (), 3),
+    ],
+)
+@pytest.mark.claims(
+    "autotuning.arg_mappings",
+    "autotuning.arg_mappings.<ds key>",
+    "autotuning.min_train_micro_batch_size_per_gpu",
+)
+def test_micro_batches(
+    wish: Reader, told: object, words: tuple[str, ...], listed: tuple[int, ...], start: int
+) -> None:
+    section = {
+        **ON,
+        "min_train_micro_batch_size_per_gpu": 2,
+        "arg_mappings": {"train_micro_batch_size_per_gpu ": "--micro"},
+    }
+    found = wish({"train_micro_batch_size_per_gpu": told, "autotuning": section}, *words)
+    assert (found.micro_batches, found.start) == (listed, start)
+
+
+@pytest.mark.claims(
+    "autotuning.max_train_batch_size",
+    "autotuning.min_train_batch_size",
+    "autotuning.max_train_micro_batch_size_per_gpu",
+    "autotuning.mp_size",
+)
+def test_bounds_of_the_batch(wish: Reader) -> None:
+    base = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4}
+
+    def of(**section: int) -> tuple[int, int]:
+        found = wish({**base, "autotuning": {**ON, **section}}, ranks=8)
+        return found.smallest, found.largest
+
+    assert of() == (1, 1024)
+    assert of(max_train_micro_batch_size_per_gpu=9) == (1, 9)
+    assert of(max_train_batch_size=100) == (1, 4)
+    assert of(max_train_batch_size=100, mp_size=4) == (1, 16)
+    assert of(min_train_batch_size=49) == (3, 1024)
+    with pytest.raises(ConfigError, match="at least 5 and at most 4 are asked for"):
+        of(min_train_batch_size=100, max_train_batch_size=100)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"autotuning": {}}, "autotuning.enabled"),
+        ({"autotuning": {**ON, "mp_size": 3}}, "does not divide the 2 ranks"),
+        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"overlap_com": True}}, "did you mean"),
+        ({"train_micro_batch_size_per_gpu": []}, "expected a list of integers > 0"),
+        ({"train_micro_batch_size_per_gpu": "few"}, "expected an integer"),
+    ],
+)
+def test_what_cannot_be_searched(wish: Reader, config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        wish(config)
+
+
+@pytest.mark.claims("autotuning.fast", "autotuning.model_info.hidden_size")
+def test_other_settings(wish: Reader) -> None:
+    assert combinations(wish({}), 1) == [()]
+    lists = {"reduce_bucket_size": [1e6, 2e6], "offload_optimizer": [None, {"device": "cpu"}]}
+    four = combinations(wish({"zero_optimization": lists}), 1)
+    assert [Trial(1, 2, others).name(3) for others in four] == [
+        "z1_tmbspg2_gas3_rbs1e6_oonull",
+        "z1_tmbspg2_gas3_rbs1e6_oocpu",
+        "z1_tmbspg2_gas3_rbs2e6_oonull",
+        "z1_tmbspg2_gas3_rbs2e6_oocpu",
+    ]
+    slow = {**ON, "fast": False, "model_info": {"hidden_size": 100}}
+    # Nine pairs of buckets; the one that is the default comes first, as the user's own.
+    nine = combinations(wish({"autotuning": slow}), 2)
+    assert (len(nine), nine[0]) == (9, ())
+    given = wish({"autotuning": slow, "zero_optimization": {"reduce_bucket_size": 7}})
+    assert len(combinations(given, 1)) == 3
+    wide = combinations(wish({"autotuning": slow}), 3)
+    assert wide[1][:1] == (("reduce_bucket_size", "10000"),)
+    assert {"stage3_param_persistence_threshold": "1000"}.items() <= dict(wide[1]).items()
+
+
+def test_the_configuration_of_a_trial(wish: Reader) -> None:
+    own = {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": [0, 2], "overlap_comm": [True, False]},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
+    }
+    found = config_of(wish(own), Trial(2, 5, (("overlap_comm", "false"),)))
+    assert found == {
+        "train_batch_size": 30,
+        "train_micro_batch_size_per_gpu": 5,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
+    }
+    assert load_config(found, world_size=2).train_batch_size == 30
+    # Where only the program knows its accumulation, it fills in what follows from it.
+    auto = {key: "auto" for key in ("train_batch_size", "gradient_accumulation_steps")}
+    assert "train_batch_size" not in config_of(wish(auto), Trial(0, 5))
+
+
+# ---- words -------------------------------------------------------------------------------------
+
+
+def test_values_in_words() -> None:
+    words = ("t.py", "--a", "1", "--b=2", "--deepspeed", "--c", "x y")
+    assert [value_of(words, f"--{flag}") for flag in ("a", "b", "c", "d")] == [
+        "1",
+        "2",
+        "x y",
+        None,
+    ]
+    assert value_of(words, "--deepspeed") is None
+    assert with_value(words, "--a", "7")[:3] == ("t.py", "--a", "7")
+    assert with_value(words, "--b", "7")[3] == "--b=7"
+    assert with_value(words, "--d", "7") == (*words, "--d", "7")
+    with pytest.raises(LaunchError, match=r"t\.py is given none"):
+        config_flag(words)
+    assert config_flag((*words, "--deepspeed_config=c")) == "--deepspeed_config"
+
+
+def test_mappings_follow_the_configuration() -> None:
+    config = {"gas": 2, "lr": "auto", "zero": {"stage": 3}, "optimizer": {"params": {"eps": 1e-8}}}
+    flags = {"gas": "--g", "lr": "--lr", "zero.stage": "--z", "eps": "--eps", "none": "--none"}
+    assert mapped(("t.py", "--g", "1", "--lr", "9"), flags, config) == (
+        *("t.py", "--g", "2", "--lr", "9", "--z", "3", "--eps", "1e-08"),
+    )
+    assert found_at(config, "zero.none") is None
