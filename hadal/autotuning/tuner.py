@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from hadal.autotuning import memory
 from hadal.autotuning.files import write_json
 from hadal.autotuning.memory import Need
-from hadal.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, Stopped, forget
+from hadal.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
 from hadal.autotuning.search import has_gained, is_over, next_trial, score
 from hadal.autotuning.space import Others, Trial, Wish, combinations, config_of
 from hadal.autotuning.summary import (
@@ -68,17 +67,17 @@ class Tuner:
 
         Raises:
             TuningError: nothing runs.
-            Stopped: a signal came; what is measured by then is written down.
+            Stopped: a signal came. Whatever is raised, what was measured is written down.
         """
         if self._wish.section.overwrite:
             files = (SUMMARY, BEST_CONFIG, BEST_COMMAND)
             forget(self.runner.results, self.runner.experiments, *files)
+        is_whole = False
         try:
             self._search()
-        except Stopped:
-            self._write(is_whole=False)
-            raise
-        self._write(is_whole=True)
+            is_whole = True
+        finally:
+            self._write(is_whole=is_whole)
         best = self.findings.best()
         if best is None:
             told = "\n".join(f"  {line}" for line in self.findings.failures())
@@ -301,13 +300,14 @@ class Tuner:
         text = self.findings.text(time.monotonic() - self._began, is_whole=is_whole)
         (runner.results / SUMMARY).write_text(text, encoding="utf-8")
         best = self.findings.best()
-        if best is None:
+        if best is None:  # what an earlier search has left would pass for the best of this one
+            for name in (BEST_CONFIG, BEST_COMMAND):
+                (runner.results / name).unlink(missing_ok=True)
             return
         config = config_of(self._wish, best.trial)
         file = runner.results / BEST_CONFIG
         write_json(file, config)
-        words = runner.words_with(json.loads(json.dumps(config)), file)
-        command = runner.command(words)
+        command = runner.command(runner.words_with(config, file))
         (runner.results / BEST_COMMAND).write_text(command + "\n", encoding="utf-8")
 
     def best_words(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.run import Said, choices_of, pid_file, run
-from hadal.errors import HadalError, LaunchError, TuningError
+from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
     from hadal.autotuning.space import Wish
@@ -43,7 +43,7 @@ def tune(parsed: argparse.Namespace) -> int:
     except Stopped as stopped:
         said.report(f"{stopped.sent.name}: the search is stopped")
         code = exit_code(-stopped.sent)
-    except TuningError as error:
+    except (HadalError, OSError) as error:  # TuningError, mostly
         said.report(str(error))
         code = _NOTHING
     _show(tuner)
