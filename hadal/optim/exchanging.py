@@ -132,6 +132,13 @@ class Lane:
             if first < stop:
                 owed.of_mean[max(0, start - first) : stop - first].zero_()
 
+    def rescale(self, part: Part, factor: float) -> None:
+        """What is owed of a part is `factor` times as much."""
+        owed, stop = self.sending().owed, part.start + part.values.numel()
+        first = self.bucket.ranks.rank * owed.of_mean.numel()
+        part.cut(owed.mine).mul_(factor)
+        owed.of_mean[max(0, part.start - first) : max(0, stop - first)].mul_(factor)
+
     def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Part, slice, Tensor]]:
         """The elements of each part in `values`, which begin at `start` of the bucket."""
         for part in self.parts:

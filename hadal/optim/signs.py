@@ -167,9 +167,24 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
                 divisor = divisor_of(block.second, group)
                 block.values.addcdiv_(block.first, divisor, value=-rate)
 
+    def _share(self, part: Part) -> float:
+        """The learning rates of a part's group since the last exchange, in the largest such sum."""
+        largest = max(self._rates.values())
+        return self._rates[part.held.group] / largest if largest else 1.0
+
     def _synchronize(self) -> None:
-        """Start from the anchors with what all ranks have moved since."""
+        """Start from the anchors with what all ranks have moved since.
+
+        Groups travel as if they had one learning rate: a group would else get the signs of another
+        one in its block at the length of that one's updates, even where its own rate is 0.
+        """
+        shares = [(lane, part, self._share(part)) for lane, part in self._all_parts()]
+        uneven = [(lane, part, share) for lane, part, share in shares if share != 1.0]
+        for lane, part, share in uneven:
+            lane.rescale(part, 1 / share if share else 0.0)
         self._exchange(self._take_update)
+        for lane, part, share in uneven:
+            lane.rescale(part, share)
         for lane, part in self._all_parts():
             if not self._rates[part.held.group]:
                 # Nothing was moved that could tell the momentum.
@@ -182,7 +197,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
     def _take_update(self, part: Part, cut: slice, mean: Tensor) -> None:
         group, state = self._group(part), self._state(part)
         first, second = (part.flat(state[key])[cut] for key in ("exp_avg", "exp_avg_sq"))
-        moved, rate = mean.to(first.dtype), self._rates[part.held.group]
+        moved, rate = mean.to(first.dtype).mul_(self._share(part)), self._rates[part.held.group]
         if rate:
             torch.div(moved, rate, out=first)
         values = part.values[cut]

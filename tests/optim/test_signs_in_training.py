@@ -390,6 +390,36 @@ def test_a_learning_rate_of_zero_is_no_division_by_zero(ranks: RankPools):
     ranks(2).run(at_a_rate_of_zero)
 
 
+def at_rates_of_their_own(slow: float) -> None:
+    """A group's updates are as long as its own rate says, whoever shares its blocks."""
+    model = Leaves(((8, 4), (5,)))
+    fast, slowly = model.leaves
+    groups = [{"params": [fast]}, {"params": [slowly], "lr": slow}]
+    optimizer = ZeroOneAdam(groups, lr=0.1, eps=1e-2, **LOCAL)
+    engine = engine_of(0, model, {"optimizer": optimizer}, optimizer=None)
+    assert len({id(one.bucket) for one in engine._parts.runtime.gradients}) == 1
+    for update in range(14):
+        if update == LOCAL["var_freeze_step"]:
+            began = weights_of(engine)
+        generator = torch.Generator().manual_seed(10 * update + comm.get_rank())
+        engine.backward(
+            engine([torch.randn(leaf.shape, generator=generator) for leaf in model.leaves])
+        )
+        engine.step()
+    engine.eval()
+    moved = {name: (one - began[name]).abs().max() for name, one in weights_of(engine).items()}
+    assert float(moved["leaves.0"]) > 0.1
+    assert (slow > 0) == (float(moved["leaves.1"]) > 0)
+    assert float(moved["leaves.1"]) <= 200 * slow
+    momentum = safe_get_full_optimizer_state(slowly, "exp_avg")
+    assert 0 < float(momentum.abs().max()) < 3
+
+
+@pytest.mark.parametrize("slow", [0.0, 1e-6])
+def test_groups_of_other_rates_do_not_move_each_other(ranks: RankPools, slow: float):
+    ranks(2).run(at_rates_of_their_own, slow)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
