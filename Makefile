@@ -8,6 +8,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 RUN    := $(BIN)/python -m torch.distributed.run
 
+# Another release of torch, for `make test-torch`: it stands in an environment of its own.
+TORCH  ?= 2.11.0
+OTHER  := $(VENV)-torch-$(TORCH)
+
 # One process for each GPU, or two processes where there are none.
 NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)" 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
@@ -15,7 +19,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
+.PHONY: help install demo demo-clean test test-full test-torch lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -52,6 +56,15 @@ test: $(VENV)/.test  ## run the whole suite (the matrix of contracts by its pair
 
 test-full: $(VENV)/.test  ## run the whole suite with every cell of the matrix, and the slow tests
 	$(BIN)/python -m pytest --full $(PYTEST_ARGS)
+
+$(OTHER)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet -c $(OTHER)/constraints.txt -e '.[test]' 'torch==$(TORCH)'
+	@touch $@
+
+test-torch: $(OTHER)/.test  ## run the tests with another release of torch, on CPUs (TORCH=2.11.0; gigabytes)
+	CUDA_VISIBLE_DEVICES= $(OTHER)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.test  ## look at style and layout
 	$(BIN)/ruff check .
@@ -93,5 +106,5 @@ bench-gpu-offload: $(VENV)/.test  ## measure offloading on one GPU, and the larg
 	$(BIN)/python benchmarks/offload_gpu.py --json bench-gpu-offload.json $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
-	rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
