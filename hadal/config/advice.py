@@ -11,6 +11,16 @@ from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
 from hadal.config.top_level import Config
 
+_OF_THE_DISK = (
+    "nvme_path",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+)
+
 
 def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
     """Tell what keys that were written do not do, given the keys beside them."""
@@ -29,6 +39,7 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note(other, "has no effect where no ranks share a sequence")
     _tell_offload(config, report)
+    _tell_disk_keys(config, report)
 
 
 def _tell_offload(config: Config, report: Report) -> None:
@@ -48,6 +59,25 @@ def _tell_offload(config: Config, report: Report) -> None:
             "has no effect without super_offload: updates on the host use the process's threads"
             " (OMP_NUM_THREADS)",
         )
+
+
+def _tell_disk_keys(config: Config, report: Report) -> None:
+    """Tell what was set for a disk where state rests in host memory."""
+    zero = config.zero_optimization
+    sections = (
+        ("offload_param", zero.offload_param),
+        ("offload_optimizer", zero.offload_optimizer),
+    )
+    for name, section in sections:
+        if section is None or section.device != "cpu":
+            continue
+        plain = type(section)()
+        for key in _OF_THE_DISK:
+            if getattr(section, key, None) != getattr(plain, key, None):
+                report.note(
+                    f"zero_optimization.{name}.{key}",
+                    'has no effect where the device is "cpu": it speaks of a disk ("nvme")',
+                )
 
 
 def _written(prepared: Mapping[str, Any], name: str) -> set[str]:

@@ -231,7 +231,9 @@ def _assemble(
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train
         parts, steps = topology.model_parallel, disk_steps_of(config)
-        stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)
+        with told_to_all(ranks, "making the optimizer's state", OffloadError):
+            # Also where that is in the first backward: state may come to rest on a disk.
+            stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)
         if isinstance(stepper, ExchangingStepper):
             runtime.exchange = stepper
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)

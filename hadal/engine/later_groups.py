@@ -17,7 +17,7 @@ from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import told_to_all
 from hadal.engine.adopt import Adopter
 from hadal.engine.checks import check_birth, check_parameters
-from hadal.errors import MismatchError, ModelError, OptimizerError, UsageError
+from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
 from hadal.optim.step import Stepper
 from hadal.zero import access
 from hadal.zero.grouping import is_foreign
@@ -67,6 +67,7 @@ class LaterGroups:
                 values here.
             UsageError: gradients have been collected since the last update.
             MismatchError: another rank is elsewhere, or adds something else.
+            OffloadError: a disk failed on some rank; load a checkpoint into a new engine.
         """
         runtime, groups = self._runtime, self._optimizer.param_groups
         number = len(groups)
@@ -87,7 +88,9 @@ class LaterGroups:
         self._take_in(dict.fromkeys(members, number))
         gradients = train_later(runtime, members, number)
         self._hooks.watch_gradients(gradients)
-        self._stepper.add(gradients, members)
+        with told_to_all(runtime.ranks, "add_param_group", OffloadError):
+            # State may come to rest on a disk.
+            self._stepper.add(gradients, members)
 
     def _take_in(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Give what has come into the model buckets of its own, and old parameters new names."""

@@ -112,8 +112,9 @@ class Homes:
             ModelError: its shard is larger than a buffer for the disk.
         """
         weights = self._weights_tier(plan, shards)
-        optimizer = self._optimizer_tier(plan)
-        if weights is optimizer is Tier.DEVICE:
+        later = self._optimizer_tier(plan)
+        optimizer = later if plan.trainable else Tier.DEVICE
+        if weights is later is Tier.DEVICE:
             return Home()
         zero = self._config.zero_optimization
         on_disk = zero.offload_optimizer
@@ -126,9 +127,10 @@ class Homes:
             ),
             weights_disk=self._weights_store() if weights is Tier.DISK else None,
             optimizer_disk=self._store(on_disk.nvme_path if on_disk else None)
-            if optimizer is Tier.DISK
+            if later is Tier.DISK
             else None,
             weights_pool=self._pool if weights is Tier.DISK else None,
+            later=later,
         )
 
     def _weights_tier(self, plan: BucketPlan, shards: int) -> Tier:
@@ -151,8 +153,11 @@ class Homes:
 
     def _optimizer_tier(self, plan: BucketPlan) -> Tier:
         tier, section = self._residence.optimizer, self._config.zero_optimization.offload_optimizer
-        if tier is Tier.DEVICE or section is None or not plan.trainable:
+        if tier is Tier.DEVICE or section is None:
             return Tier.DEVICE
+        if not plan.trainable:
+            # A later param group may train it: a share is told of what is trained from the start.
+            return tier if section.ratio == 1 else Tier.DEVICE
         numel = plan.numel
         self._seen += numel
         if section.ratio < 1 and self._on_host + numel > section.ratio * self._seen:

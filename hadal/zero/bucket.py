@@ -120,7 +120,7 @@ class Bucket:
             self.sharing,
             self.device,
             self._filling.refresh,
-            self.home,
+            self.home.when_trained() if plan.trainable else self.home,
             self.transport,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class Home:
     optimizer_disk: DiskStore | None = None
     weights_pool: BufferPool | None = None
     """What weights are read from the disk into."""
+    later: Tier = Tier.DEVICE
+    """Where masters and the optimizer's memory rest of what is frozen now and trained later."""
+
+    def when_trained(self) -> Home:
+        """The home of parameters that are trained from now on."""
+        return replace(self, residence=replace(self.residence, optimizer=self.later))
 
     @property
     def reads_ahead(self) -> int:

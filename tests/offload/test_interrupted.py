@@ -134,6 +134,46 @@ def test_all_ranks_hear_of_a_disk_that_has_no_room(
     assert "stopped on rank 1, and so on every rank: OffloadError: no room for the " in told[0]
 
 
+def begin_later_without_room(path: str, way: str) -> str:
+    """State that comes to rest after `initialize`: in the first backward, or with a later group."""
+    config, model = config_of(2, "bf16", "nvme", None, path), model_of()
+    if way == "the first backward":
+        del config["optimizer"]
+    else:
+        model[1].requires_grad_(False)
+    engine, optimizer, *_ = hadal.initialize(model=model, config=config)
+    plain = DiskRun.write_next
+
+    def write_next(run: DiskRun, values: Tensor) -> None:
+        if comm.get_rank() == 1:
+            raise OffloadError("no room for the masters")
+        plain(run, values)
+
+    DiskRun.write_next = write_next  # type: ignore[method-assign]
+    # What a bucket lays down is written by another way.
+    write, DiskRun.write = DiskRun.write, lambda run, values: plain(run, values) or run.commit()  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(OffloadError) as found:
+            if way == "the first backward":
+                engine.backward(engine(torch.randn(2, WIDTH).bfloat16()).float().sum())
+            else:
+                model[1].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+    finally:
+        DiskRun.write_next, DiskRun.write = plain, write  # type: ignore[method-assign]
+    engine.destroy()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("way", ["the first backward", "a later group"])
+def test_all_ranks_hear_of_state_that_finds_no_rest(
+    way: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    others, own = ranks(2).run(begin_later_without_room, str(tmp_path), way)
+    assert own == "no room for the masters"
+    assert "stopped on rank 1, and so on every rank: OffloadError: no room" in others
+
+
 @contextmanager
 def unreadable(after: int) -> Iterator[None]:
     """The disk gives no more than so many reads."""

@@ -312,6 +312,24 @@ def test_what_is_not_built_says_so_and_what_steers_it_says_that_it_does_nothing(
         load_config({"train_batch_size": 4, "zero_optimization": zero})
 
 
+def test_what_speaks_of_a_disk_says_that_it_does_nothing_in_memory() -> None:
+    def notes(**sections: Any) -> list[str]:
+        return list(load_config({"train_batch_size": 4, "zero_optimization": sections}).notes)
+
+    disk = {"nvme_path": "/nvme", "buffer_count": 7}
+    weights = {**disk, "buffer_size": 10**6, "max_in_cpu": 10}
+    optimizer = {**disk, "pipeline_read": False, "pipeline_write": False, "fast_init": True}
+    for device, count in (("cpu", 9), ("nvme", 0), ("none", 0)):
+        told = notes(
+            stage=3,
+            offload_param={**weights, "device": device},
+            offload_optimizer={**optimizer, "device": device},
+        )
+        mine = " ".join(one for one in told if 'where the device is "cpu"' in one)
+        assert mine.count("zero_optimization.offload_") == count
+    assert not notes(stage=2, offload_optimizer={"device": "cpu", "buffer_count": 4})
+
+
 # ---- what the disk does --------------------------------------------------------------------------
 
 

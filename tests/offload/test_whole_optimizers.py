@@ -195,6 +195,36 @@ def test_state_that_cannot_be_loaded_changes_nothing(ranks: RankPools, tmp_path:
     ranks(2).run(load_in_vain, str(tmp_path))
 
 
+def add_later(kind: str, stage: int, path: str) -> None:
+    """What is frozen at first rests where the rest does, once it is trained."""
+    found = []
+    for optimizer in (None, "nvme"):
+        model = model_of()
+        model[1].requires_grad_(False)
+        config = config_of(stage, "bf16", optimizer, None, path)
+        config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
+        engine, torch_optimizer, *_ = hadal.initialize(model=model, config=config)
+        train(engine, 2)
+        model[1].requires_grad_(True)
+        group: dict[str, Any] = {"params": list(model[1].parameters())}
+        if kind == "Muon":
+            group = {"params": [p for p in group["params"] if p.dim() > 1], "use_muon": True}
+        torch_optimizer.add_param_group(group)
+        train(engine, 2, 2)
+        buckets = [one.bucket for one in engine._parts.runtime.gradients]
+        assert {b.home.disk_of_state is None for b in buckets} == {optimizer is None}
+        found.append(remembered(engine))
+        engine.destroy()
+    assert_alike(*found)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 2)])
+def test_later_groups_rest_on_the_disk_too(
+    kind: str, stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(add_later, kind, stage, str(tmp_path))
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
