@@ -48,6 +48,8 @@ class DeepSpeedEngine(Accessors):
         _engines.add(self)
         remember_groups(parts.topology)
         parts.runtime.leaves_others_gradients = True
+        # Programs ask modules for names in their state, on one rank alone (peft, when it saves).
+        parts.runtime.gathering.gives_empty_state = True
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
         elif self.zero_optimization():

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.compat.values import ZeroParamStatus, ZeroParamType
 from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.copies import gather_to_copy
 from hadal.zero.external import external_parameters
 from hadal.zero.init import born_among
 from hadal.zero.runtime import ZeroRuntime
@@ -48,6 +49,9 @@ def watch_parameters() -> None:
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, property(_reader(name, read)))
     nn.Parameter.param_idx_in_group = property(_index_in_group)  # type: ignore[attr-defined]
+    # peft copies modules that it lets train whole, on every rank. It gathers them only where it
+    # sees parameters without elements, and here they keep their shapes.
+    gather_to_copy(GatheredParameters)
     # Programs that run a part of a model several times in one backward set it to False before the
     # last. Nothing hangs on it: how often gradients come is learned, and late ones are added.
     nn.Parameter.ds_grad_is_ready = True  # type: ignore[attr-defined]

@@ -7,6 +7,8 @@ that a bucket holds is given its own answer.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import nn
@@ -16,12 +18,23 @@ from hadal.zero.attached import is_attached
 from hadal.zero.bucket import Bucket
 
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
+Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+_gather: list[Gather] = []
 
 
 class Buckets(Protocol):
     """The bucket of each parameter that somebody holds."""
 
     def __getitem__(self, parameter: nn.Parameter, /) -> Bucket: ...
+
+
+def gather_to_copy(gather: Gather | None) -> None:
+    """Let `copy.deepcopy` gather values that are spread, in the place of refusing; None: refuse.
+
+    All ranks must copy then. Programs that are known to do so are those whose libraries copy
+    modules at stage 3 on every rank.
+    """
+    _gather[:] = [] if gather is None else [gather]
 
 
 def guard(parameter: nn.Parameter, bucket_of: Buckets) -> None:
@@ -73,6 +86,9 @@ class _Guarded:
         values = parameter.data
         # A placeholder is one element, spread over the shape.
         if values.numel() > 1 and not any(values.stride()):
+            if _gather and verb == "copied":
+                with _gather[0](parameter):
+                    return nn.Parameter(parameter.data.clone(), parameter.requires_grad)
             bucket = self._bucket_of[parameter]
             pairs = zip(bucket.layout.slots, bucket.parameters, strict=True)
             name = next(slot.name for slot, known in pairs if known is parameter)

@@ -88,6 +88,8 @@ class Gathering:
         self._owes_end = False
         self._keeps = False
         self._moves = False
+        self.gives_empty_state = False
+        """Whether `state_dict` gives empty tensors for values that are spread; else it refuses."""
 
     def extend(self, units: Iterable[Unit]) -> list[Unit]:
         """Take up the units of the model that are not known yet, or that have come to use more.
@@ -248,17 +250,20 @@ class Gathering:
 
     # ---- units -----------------------------------------------------------------------------------
 
+    def freed(self, unit: Unit) -> list[Bucket]:
+        """The buckets of a unit whose values are spread over the ranks now."""
+        return [bucket for bucket in self._uses.of(unit) if bucket.state is not Weights.FULL]
+
     def check_readable(self, unit: Unit) -> None:
         """Raise `ShardedAccessError` where a unit's values are asked for while they are freed."""
-        for bucket in self._uses.of(unit):
-            if bucket.state is not Weights.FULL:
-                raise ShardedAccessError(
-                    f"rank {self._ranks.rank}: the state of {unit.name} was asked for or loaded"
-                    f" while its values are spread over the ranks (first"
-                    f" {bucket.layout.slots[0].name})."
-                    " Take engine.state_dict() on every rank, or go inside `with"
-                    " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
-                )
+        for bucket in self.freed(unit)[:1]:
+            raise ShardedAccessError(
+                f"rank {self._ranks.rank}: the state of {unit.name} was asked for or loaded"
+                f" while its values are spread over the ranks (first"
+                f" {bucket.layout.slots[0].name})."
+                " Take engine.state_dict() on every rank, or go inside `with"
+                " hadal.zero.GatheredParameters(module.parameters(), modifier_rank=0):`."
+            )
 
     def before_use(self, unit: Unit) -> None:
         """A unit is about to run forward (for the first time, or again inside backward)."""

@@ -190,13 +190,24 @@ class Hooks:
                 _on_gradient_of(output, lambda: before_backward_of(unit))
             gathering.after_use(unit)
 
+        def before_state(*_: Any) -> None:
+            if not gathering.gives_empty_state:
+                gathering.check_readable(unit)
+
+        def after_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            freed = {id(p) for bucket in gathering.freed(unit) for p in bucket.parameters}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if id(parameter) in freed and f"{prefix}{name}" in state:
+                    state[f"{prefix}{name}"] = parameter.new_empty(0)
+
         module = unit.module
         check = _Own(lambda *_: gathering.check_readable(unit))
         self._handles += [
             module.register_forward_pre_hook(_Own(before), prepend=True, with_kwargs=True),
             # Last in line: the user's own hooks may still read the weights.
             module.register_forward_hook(_Own(after), with_kwargs=True, always_call=True),
-            module.register_state_dict_pre_hook(check),
+            module.register_state_dict_pre_hook(_Own(before_state)),
+            module.register_state_dict_post_hook(_Own(after_state)),
             module.register_load_state_dict_pre_hook(check),
         ]
 

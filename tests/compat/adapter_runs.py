@@ -18,13 +18,18 @@ def _fresh(folder: Path) -> Any:
 
 
 def lora(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Train adapters alone, save them and load them again."""
+    """Train adapters and a copy of the head alone, save them and load them again."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     t.forget()
     t.save_base(folder, "llama")
     args = t.arguments(folder / "run", config)
-    options = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    options = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["lm_head"],
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(_fresh(folder), options)
     data, held_out = t.Sequences(64, 1), t.Sequences(8, 2)
     trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)

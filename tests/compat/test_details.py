@@ -116,6 +116,23 @@ def test_a_parameter_is_gathered_and_released_by_hand(ranks: RankPools) -> None:
         assert (found["ranks"], found["group"]) == ((rank, 2), 2)
 
 
+def _names_of_state() -> dict[str, Any]:
+    engine = initialize(model=model_of(), config=config_of(3))[0]
+    alone = engine.module.state_dict() if engine.global_rank == 0 else {}
+    return {
+        "alone": {name: tuple(value.shape) for name, value in alone.items()},
+        "whole": {name: tuple(value.shape) for name, value in engine.state_dict().items()},
+    }
+
+
+def test_one_rank_may_ask_for_the_names_of_spread_weights(ranks: RankPools) -> None:
+    first, second = ranks(2).run(_names_of_state)
+    expected = {name: tuple(value.shape) for name, value in model_of().state_dict().items()}
+    assert first["whole"] == second["whole"] == expected
+    # No value stands there that would be loaded without a word.
+    assert first["alone"] == dict.fromkeys(expected, (0,))
+
+
 class _Slices:
     def get_slice_parallel_rank(self) -> int:
         return 3

@@ -16,6 +16,7 @@ from torch import nn
 import hadal
 from hadal.errors import ShardedAccessError, UsageError
 from hadal.zero import GatheredParameters
+from hadal.zero.copies import gather_to_copy
 
 OVERHEAD = 2048  # bytes of names and types around one pickled tensor
 
@@ -136,10 +137,28 @@ def test_a_copy_keeps_ties_and_flags(ranks: RankPools) -> None:
     ranks(2).run(copy_ties)
 
 
+def copy_together() -> None:
+    with hadal.zero.Init():
+        model = model_of()
+    gather_to_copy(GatheredParameters)
+    try:
+        copied = copy.deepcopy(model)
+        with pytest.raises(ShardedAccessError, match="was pickled"):
+            pickle.dumps(model)
+    finally:
+        gather_to_copy(None)
+    assert_equal(dict(copied.state_dict()), dict(model_of().state_dict()))
+
+
+def test_ranks_that_copy_together_may_gather(ranks: RankPools) -> None:
+    ranks(2).run(copy_together)
+
+
 def copy_before_initialize() -> None:
     with hadal.zero.Init():
         model = model_of()
         copied = copy.deepcopy(model)  # inside, values are found
+    gather_to_copy(None)  # as where nobody has imported deepspeed
     with pytest.raises(ShardedAccessError, match="was copied while its values are spread"):
         copy.deepcopy(model)
     with GatheredParameters(model.parameters()):
