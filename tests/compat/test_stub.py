@@ -11,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from test_install import _FOUND, _LOOK, ROOT, forked, python, told
@@ -158,10 +159,14 @@ def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> N
             "all_reduce\t16\t4\t",
         ),
     }
-    for name, (words, code, said) in expected.items():
+    programs = []
+    for name, (words, *_) in expected.items():
         module, function = commands[name].split(":")
         call = f"sys.argv = ['/bin/{name}', {words}]; sys.exit({module}.{function}())"
-        done = forked("-c", f"import sys, {module}; {call}", path=(site,))
+        programs.append(["-c", f"import sys, {module}; {call}"])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))}
+    ended = forks.run_ranks(programs, envs=[env] * len(programs), timeout=300, grace=300)
+    for done, (_, code, said) in zip(ended, expected.values(), strict=True):
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stderr
     assert {commands[name] for name in ("ds", "deepspeed.pt")} == {commands["deepspeed"]}
     assert commands["dsr"] == commands["ds_report"]
