@@ -15,6 +15,7 @@ import pytest
 
 from hadal.launcher.frames import Hello, decoded
 from hadal.launcher.job import Job, Kind, Program, packed, share_of
+from hadal.launcher.network import free_port
 from launcher.jobs import (
     LIMIT_S,
     alive,
@@ -42,7 +43,8 @@ AWKWARD = ["--lr=1e-3", "a b", "$HOME", "'", "--", "--num_gpus", "7", "", "\\"]
 def test_ranks_get_their_place_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(TELL)
     (tmp_path / ".hadal_env").write_text("FROM_FILE=a b\n")
-    flags = ["--include", "localhost:0,2", "--master_port", "29874", "--bind_cores_to_rank"]
+    port = str(free_port())
+    flags = ["--include", "localhost:0,2", "--master_port", port, "--bind_cores_to_rank"]
     flags += ["--enable_each_rank_log", "logs", "-q"]
     done = run(*flags, "tell.py", *AWKWARD, KEYS, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -67,7 +69,7 @@ def test_ranks_get_their_place_and_arguments(tmp_path: Path) -> None:
             "CROSS_RANK": "0",
             "CROSS_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29874",
+            "MASTER_PORT": port,
             "CUDA_VISIBLE_DEVICES": "0,2",
             "OMP_NUM_THREADS": str(share),
             "FROM_FILE": "a b",
