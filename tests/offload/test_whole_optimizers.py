@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import late
 import pytest
 import torch
 from engine.toys import ByNorm
@@ -230,7 +231,7 @@ def test_later_groups_rest_on_the_disk_too(
 
 @contextmanager
 def failing_write(number: int, error: BaseException) -> Iterator[None]:
-    """On rank 1 this write of an update does not come to its end."""
+    """On the last rank this write of an update does not come to its end."""
     plain, calls = DiskRun.start_write, [0]
 
     def write(run: DiskRun, start: int, values: Tensor) -> Any:
@@ -241,7 +242,7 @@ def failing_write(number: int, error: BaseException) -> Iterator[None]:
             raise error
         return request
 
-    if comm.get_rank() == 1:
+    if comm.get_rank() == comm.get_world_size() - 1:
         DiskRun.start_write = write  # type: ignore[method-assign]
     try:
         yield
@@ -277,3 +278,48 @@ def test_an_update_that_one_disk_breaks_changes_nothing(
     kind: str, stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(fail_in_the_middle, kind, stage, dtype, str(tmp_path))
+
+
+def interrupt(kind: str, stage: int, dtype: str, path: str) -> None:
+    """What the user interrupts has changed nothing either, and leaves no gradients behind."""
+    with small_blocks():
+        engine = engine_of(kind, stage, dtype, "nvme", None, path)
+        train(engine, 1)
+        for number in (1, 4):
+            before = remembered(engine)
+            with failing_write(number, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+                train(engine, 1, 1)
+            assert_alike(remembered(engine), before)
+        train(engine, 2, 1)
+        found = remembered(engine)
+        engine.destroy()
+        _, wanted = trained(kind, 3, stage, dtype, None, None, path)
+        assert_alike(found, wanted)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 2), ("Muon", 3), ("Adafactor", 2)])
+def test_an_interrupted_update_changes_nothing(
+    kind: str, stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(1).run(interrupt, kind, stage, "bf16", str(tmp_path))
+
+
+# ---- where the device has memory of its own ------------------------------------------------------
+
+
+def compare_late(kind: str, stage: int, path: str) -> None:
+    """Copies are made as late as they may be: each missing wait would show."""
+    with small_blocks(), late.device():
+        _, wanted = trained(kind, 2, stage, "bf16", "cpu", None, path)
+        _, found = trained(kind, 2, stage, "bf16", "nvme", None, path)
+        assert_alike(found, wanted)
+        if stage == 3:
+            _, found = trained(kind, 2, stage, "bf16", "nvme", "nvme", path)
+            assert_alike(found, wanted)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 3)])
+def test_host_and_disk_are_equal_beside_a_device(
+    kind: str, stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(compare_late, kind, stage, str(tmp_path))
