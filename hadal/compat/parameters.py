@@ -7,6 +7,7 @@ are trained at stages 1 and 2 have `param_idx_in_group` alone.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hadal.compat.surface import ROOT
 from hadal.compat.values import ZeroParamStatus, ZeroParamType
 from hadal.zero.access import GatheredParameters, keeper_of
 from hadal.zero.bucket import Bucket, Weights
@@ -51,7 +53,8 @@ def watch_parameters() -> None:
     nn.Parameter.param_idx_in_group = property(_index_in_group)  # type: ignore[attr-defined]
     # peft copies modules that it lets train whole, on every rank. It gathers them only where it
     # sees parameters without elements, and here they keep their shapes.
-    gather_to_copy(GatheredParameters)
+    if ROOT in sys.modules:
+        gather_to_copy(GatheredParameters)
     # Programs that run a part of a model several times in one backward set it to False before the
     # last. Nothing hangs on it: how often gradients come is learned, and late ones are added.
     nn.Parameter.ds_grad_is_ready = True  # type: ignore[attr-defined]
