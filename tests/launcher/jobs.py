@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -63,13 +64,21 @@ def alive(mark: object) -> list[str]:
 
 
 def descendants(ancestor: int) -> list[tuple[int, list[str]]]:
-    """The processes below one, with their words."""
+    """The processes below one, with their words; those that end meanwhile may be missing."""
     found = []
-    for task in Path(f"/proc/{ancestor}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
+    for child in children(ancestor):
+        with suppress(FileNotFoundError, ProcessLookupError):
             words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
             found += [(child, words), *descendants(child)]
     return found
+
+
+def children(parent: int) -> list[int]:
+    """The processes that one has started; none where it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        tasks = list(Path(f"/proc/{parent}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return []
 
 
 def wait_for(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ SAMPLES, BATCH = 96, 24
 TRAIN = """
 import json, os, time
 import hadal, torch
-from pace import paces
 from torch import nn
 
 hadal.init_distributed()
@@ -114,8 +114,9 @@ def kill_host(job: subprocess.Popen[str], host: str) -> None:
     for pid, words in descendants(job.pid):
         if words[0] == "sh" or "hadal.launcher.node" not in words:
             continue
-        if Path(f"/proc/{pid}/environ").read_bytes().count(f"HOST_IS={host}".encode()):
-            os.kill(pid, signal.SIGKILL)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if Path(f"/proc/{pid}/environ").read_bytes().count(f"HOST_IS={host}".encode()):
+                os.kill(pid, signal.SIGKILL)
 
 
 def uninterrupted(steps: int) -> list[float]:

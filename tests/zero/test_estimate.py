@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ def buffers_of_a_rank(config: dict[str, Any], path: str) -> tuple[int, int]:
     buffers.BufferPool._made = made  # type: ignore[method-assign]
     try:
         with small_blocks():
-            plan = estimate._plan(load_config(config, world_size=2), Namespace(**NODE))
+            plan = estimate._plan(load_config(config, world_size=2), **NODE)
             engine, *_ = hadal.initialize(model=model_of(), config=config)
             train(engine, 3)
             engine.destroy()
