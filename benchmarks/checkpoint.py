@@ -20,7 +20,7 @@ from peers.install import DEFAULT_ENVIRONMENT, is_installed
 from peers.launch import GroupFailure, Interpreter, deepspeed_interpreter, run_ranks
 from peers.settings import Workload
 
-_LIBRARIES = ("hadal", "hadal async", "deepspeed", "torch")
+_LIBRARIES = ("hadal", "hadal async", "hadal unverified", "deepspeed", "torch")
 # Of DeepSpeed's seconds, at most so much.
 _GOALS = {
     "save": ("hadal", "save", 0.6),
@@ -40,6 +40,7 @@ class Measured:
     new: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     nbytes: int = 0
     extra_mib: float = 0.0
@@ -53,6 +54,7 @@ class Measured:
             return [max(each) for each in zip(*(rank[key] for rank in ranks), strict=True)]
 
         self.new.append(max(rank["new"][0] for rank in new))
+        self.raw.append(max(rank["raw"][0] for rank in new))
         # The first of a start makes folders, threads and memory that the others find.
         self.first.append(slowest("save")[0])
         self.save += slowest("save")[1:]
@@ -120,13 +122,15 @@ def _measure(
 def _print_table(stage: int, found: dict[str, Measured]) -> None:
     print(f"\nstage {stage}")
     print(
-        "| | save s | first s | until on disk s | new job s | load s | again s | GB | extra MiB |"
+        "| | save s | first s | until on disk s | new job s | disk alone s | load s | again s |"
+        " GB | extra MiB |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for library, one in found.items():
         print(
             f"| {library} | {median(one.save):.3f} | {median(one.first):.3f} |"
-            f" {median(one.whole):.3f} | {median(one.new):.3f} | {median(one.load):.3f} |"
+            f" {median(one.whole):.3f} | {median(one.new):.3f} | {median(one.raw):.3f} |"
+            f" {median(one.load):.3f} |"
             f" {median(one.again):.3f} |"
             f" {one.nbytes / 1e9:.3f} |"
             f" {one.extra_mib:.0f} |"
