@@ -182,7 +182,7 @@ def _measure_new(saver: Saver, folder: Path) -> dict[str, Any]:
 def _read_past_the_cache(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     # A huge page where there are any: a disk takes it in a few requests.
-    memory = mmap.mmap(-1, 2 * _BLOCK)
+    memory = mmap.mmap(-1, 2 * _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _BLOCK

@@ -13,9 +13,11 @@ import errno
 import os
 import sys
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -23,8 +25,9 @@ from torch import Tensor
 from hadal.offload.direct import pages, set_direct, usual_pages
 from hadal.offload.extents import ALIGNMENT
 
-_BLOCK_NBYTES = 1 << 22
+_BLOCK_NBYTES = 1 << 21
 _DIRECT_NBYTES = 1 << 18
+_AHEAD = 2
 
 
 class Output:
@@ -37,7 +40,7 @@ class Output:
     def __init__(self, descriptor: int, *, doubled: bool) -> None:
         self._descriptor = descriptor
         self._doubled = doubled
-        self._memory = _two_blocks()
+        self._memory = _blocks(2)
         self._blocks: list[memoryview] = []
         self._filled = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -110,7 +113,7 @@ class Output:
 
 
 class Kept:
-    """The beginning of a file, held in memory from its first reading for the next one.
+    """A part of a file, held in memory from its first reading for the next one.
 
     `room` tells the bytes that may still be taken, in whole blocks; `apart` the (start, stop) of
     extents of the file that are held in tensors of their own, for whoever wants to go on with them.
@@ -118,15 +121,14 @@ class Kept:
 
     def __init__(self, room: int, apart: Iterable[tuple[int, int]] = ()) -> None:
         self.room = room
-        self.nbytes = 0
-        """How much of the file is here."""
+        self.start = self.stop = 0
+        """The bytes of the file that are here: [start, stop)."""
         self._apart = sorted(extent for extent in apart if extent[0] < extent[1])
         self._starts: list[int] = []
         self._pieces: list[Tensor] = []
 
     def between(self, start: int, stop: int) -> Iterator[memoryview]:
-        """What is here of bytes [start, stop)."""
-        stop = min(stop, self.nbytes)
+        """Bytes [start, stop), which are all here."""
         number = bisect_right(self._starts, start) - 1
         while start < stop:
             piece, offset = self._pieces[number], start - self._starts[number]
@@ -137,28 +139,33 @@ class Kept:
 
     def whole(self, start: int, stop: int) -> Tensor | None:
         """One of the extents held apart: its bytes, 1-D uint8; None where it is not all here."""
-        number = bisect_right(self._starts, start) - 1
-        if stop > self.nbytes or (start, stop) not in self._apart:
+        if not self.start <= start <= stop <= self.stop or (start, stop) not in self._apart:
             return None
-        return self._pieces[number]
+        return self._pieces[bisect_right(self._starts, start) - 1]
 
     def take(self, block: memoryview, place: int) -> None:
-        """Keep a copy of the block at `place` of the file, if there is room for it."""
-        if place != self.nbytes or self.room < _BLOCK_NBYTES:
+        """Keep a copy of the block at `place` of the file, if there is room for it.
+
+        The first may begin anywhere, as what came before may be in the cache; what follows it is
+        taken without a gap.
+        """
+        if (self._starts and place != self.stop) or self.room < _BLOCK_NBYTES:
             return
+        if not self._starts:
+            self.start = self.stop = place
         self.room -= _BLOCK_NBYTES
         given = torch.frombuffer(block, dtype=torch.uint8)
         while len(given):
-            if not self._pieces or self.nbytes == self._starts[-1] + len(self._pieces[-1]):
+            if not self._pieces or self.stop == self._starts[-1] + len(self._pieces[-1]):
                 self._add_piece()
-            target = self._pieces[-1][self.nbytes - self._starts[-1] :][: len(given)]
+            target = self._pieces[-1][self.stop - self._starts[-1] :][: len(given)]
             target.copy_(given[: len(target)])
             given = given[len(target) :]
-            self.nbytes += len(target)
+            self.stop += len(target)
 
     def _add_piece(self) -> None:
         """Memory for what follows: an extent that is held apart, or a block up to the next one."""
-        start = self.nbytes
+        start = self.stop
         following = bisect_left(self._apart, (start, start))
         begin, stop = (*self._apart, (sys.maxsize, sys.maxsize))[following]
         if begin == start:
@@ -177,35 +184,72 @@ def blocks_of(
 ) -> Iterator[memoryview]:
     """Bytes [start, stop) of a file in order; each block lasts until the next is asked for.
 
-    One is read by a thread while another is looked at. What is kept is not read again, and what
+    Some are read by a thread while another is looked at. What is kept is not read again, and what
     does not come from the cache is kept, as far as there is room.
 
     Raises:
         OSError: it cannot be read, or is shorter.
     """
-    if kept is not None:
-        yield from kept.between(start, stop)
-        start = max(start, min(stop, kept.nbytes))
+    low, high = (kept.start, kept.stop) if kept is not None else (stop, stop)
+    low, high = min(max(low, start), stop), max(min(high, stop), start)
+    if kept is None or low >= high:
+        yield from _blocks_read(descriptor, start, stop, kept)
+        return
+    yield from _blocks_read(descriptor, start, low, None)
+    yield from kept.between(low, high)
+    yield from _blocks_read(descriptor, high, stop, kept)
+
+
+def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = None) -> None:
+    """Fill `out` with the bytes of a file from `start` on; what is kept is not read again.
+
+    What lies in the cache is copied from there into its place.
+
+    Raises:
+        OSError: it cannot be read, or is shorter.
+    """
+    stop, done = start + len(out), 0
+    if kept is None or min(kept.stop, stop) <= max(kept.start, start):
+        file = _Input(descriptor)
+        while done < len(out):
+            count = file.take_cached(out[done : done + _BLOCK_NBYTES], start + done)
+            if not count:
+                break
+            done += count
+    for block in blocks_of(descriptor, start + done, stop, kept):
+        out[done : done + len(block)] = block
+        done += len(block)
+
+
+def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> Iterator[memoryview]:
     if start < stop < start + _DIRECT_NBYTES:
         yield memoryview(_read_exactly(descriptor, start, stop))
-        start = stop
+        return
     if start == stop:
         return
-    with _two_blocks() as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
-        file, place = _Input(descriptor), start - start % ALIGNMENT
-        pending = pool.submit(file.fill, _up_to(blocks[0], stop - place), place)
-        while start < stop:
-            following = place + _BLOCK_NBYTES
-            if place + pending.result() < min(stop, following):
+    # A disk that finds the next request waiting does not pause between two of them.
+    with _blocks(1 + _AHEAD) as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
+        file, free = _Input(descriptor), deque(blocks)
+        places = iter(range(start - start % ALIGNMENT, stop, _BLOCK_NBYTES))
+        asked: deque[tuple[int, memoryview, Future[tuple[int, bool]]]] = deque()
+
+        def ask(count: int) -> None:
+            for place in islice(places, count):
+                block = free.popleft()
+                pending = pool.submit(file.fill, _up_to(block, stop - place), place)
+                asked.append((place, block, pending))
+
+        ask(_AHEAD)
+        while asked:
+            ask(1)
+            place, block, pending = asked.popleft()
+            count, was_cached = pending.result()
+            if place + count < min(stop, place + _BLOCK_NBYTES):
                 raise OSError(errno.EIO, "the file ends too early")
-            if following < stop:
-                more = _up_to(blocks[1], stop - following)
-                pending = pool.submit(file.fill, more, following)
-            yield blocks[0][start - place : stop - place]
-            if kept is not None and not file.is_cached:
-                kept.take(blocks[0], place)
-            blocks.reverse()
-            start = place = following
+            yield block[max(start - place, 0) : stop - place]
+            if kept is not None and not was_cached:
+                kept.take(block[:count], place)
+            free.append(block)
 
 
 def _read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
@@ -234,34 +278,39 @@ class _Input:
         """Whether all that was read was in the cache: it will be there again."""
         self._is_direct = False
 
-    def fill(self, block: memoryview, place: int) -> int:
+    def fill(self, block: memoryview, place: int) -> tuple[int, bool]:
         """Read from `place` on, where a page begins, until the block is full, or the file ends.
 
-        Returns how many bytes there are.
+        Returns how many bytes there are, and whether all of them were in the cache.
         """
         filled = 0
-        if self.is_cached:
+        while self.is_cached and filled < len(block):
             # A page first: what misses the cache begins to be read into it.
-            for limit in (ALIGNMENT, len(block)):
-                filled += self._take_cached(block[filled:limit], place + filled)
-            self.is_cached = filled == len(block)
+            limit = len(block) if filled else ALIGNMENT
+            count = self.take_cached(block[filled:limit], place + filled)
+            if count == 0:
+                return filled, True
+            self.is_cached = count is not None
+            filled += count or 0
         while filled < len(block):
             self._go_direct(filled % ALIGNMENT == 0)
             count = self._read(block[filled:], place + filled)
             if not count:
                 break
             filled += count
-        return filled
+        return filled, self.is_cached
 
-    def _take_cached(self, block: memoryview, place: int) -> int:
-        """As much of a block as the cache has."""
+    def take_cached(self, block: memoryview, place: int) -> int | None:
+        """As much of a block as the cache has; None: nothing. 0: the file ends."""
+        if not self.is_cached:
+            return None
         try:
             return os.preadv(self._descriptor, [block], place, os.RWF_NOWAIT)
         except OSError as error:
             # Not there; or a file system that cannot tell.
             if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            return 0
+            return None
 
     def _read(self, block: memoryview, place: int) -> int:
         try:
@@ -283,9 +332,9 @@ _free: list[memoryview] = []
 
 
 @contextmanager
-def _two_blocks() -> Iterator[list[memoryview]]:
-    """Two blocks of memory on huge pages, for as long as the context lasts."""
-    blocks = [_block(), _block()]
+def _blocks(count: int) -> Iterator[list[memoryview]]:
+    """Blocks of memory on huge pages, for as long as the context lasts."""
+    blocks = [_block() for _ in range(count)]
     try:
         yield blocks
     finally:

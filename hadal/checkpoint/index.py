@@ -8,14 +8,15 @@ import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hadal.checkpoint.files import Seal, check_inside, read_small, write_file
+from hadal.checkpoint.files import CHECKSUM, CHECKSUMS, Seal, check_inside, read_small, write_file
 from hadal.checkpoint.folders import INDEX
 from hadal.errors import CheckpointError
 
-FORMAT = 5
-_READ = (4, FORMAT)
+FORMAT = 6
+_READ = (4, 5, FORMAT)
+_HEAD = {"format": FORMAT, "checksum": CHECKSUM}
 _LIMIT = 1 << 30
-# The checksum is that of the file without this line: what a flipped bit leaves does not match.
+# The index's own is that of the file without this line: what a flipped bit leaves does not match.
 _SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
 
 
@@ -24,7 +25,7 @@ def write_index(folder: Path, content: dict[str, Any]) -> None:
     # One line for each key: what is within is long, and read by programs.
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
-        for key, value in {"format": FORMAT, **content}.items()
+        for key, value in {**_HEAD, **content}.items()
     ]
     body = ("{\n " + ",\n ".join(lines) + "\n}").encode()
     line = b'{\n "crc32": "%08x",' % zlib.crc32(body)
@@ -80,7 +81,7 @@ def _refuse(path: Path, raw: bytes) -> NoReturn:
     if version not in _READ:
         raise CheckpointError(
             f"{path} is of format {version!r}, this version of Hadal reads"
-            f" {' and '.join(map(str, _READ))}; load it with the version that wrote it"
+            f" {', '.join(map(str, _READ))}; load it with the version that wrote it"
         )
     raise CheckpointError(
         f"{path} is damaged: its checksum is not that of its contents; take another checkpoint"
@@ -101,7 +102,16 @@ def seals_of(content: dict[str, Any], names: list[str], path: Path) -> dict[str,
         raise CheckpointError(
             f"{path} is of the files {sorted(files)[:8]}, expected {sorted(names)[:8]}"
         )
-    seals = {name: Seal(*files[name]) for name in names}
-    if any(type(number) is not int or number < 0 for seal in seals.values() for number in seal):
+    # Before format 6 there was one kind of checksum.
+    kind = content.get("checksum", "crc32")
+    if kind not in CHECKSUMS:
+        raise CheckpointError(
+            f"{path} is of checksums {kind!r}, expected one of {', '.join(sorted(CHECKSUMS))}"
+        )
+    if any(type(number) is not int or number < 0 for name in names for number in files[name]):
         raise CheckpointError(f"{path} is damaged: sizes and checksums are whole numbers")
-    return seals
+    return {name: _seal(*files[name], kind=kind) for name in names}
+
+
+def _seal(nbytes: int, checksum: int, head_nbytes: int, head_checksum: int, *, kind: str) -> Seal:
+    return Seal(nbytes, checksum, head_nbytes, head_checksum, kind)

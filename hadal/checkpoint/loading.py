@@ -9,6 +9,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -122,9 +123,10 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
             is_local = live.rules.is_node_local
             if live.rules.verifies and isinstance(source, DeepSpeedSource):
                 source.verify(*((0, 1) if is_local else (world.rank, world.size)))
-            if live.rules.verifies and isinstance(source, StoredSource) and not is_local:
-                source.verify(world.rank, world.size, room=_room(world))
-        return load_from(source, live, wanted, what)
+        verify = None
+        if live.rules.verifies and isinstance(source, StoredSource) and not is_local:
+            verify = partial(source.verify, world.rank, world.size, room=_room(world))
+        return load_from(source, live, wanted, what, verify)
 
 
 def _room(world: Ranks) -> int:
@@ -132,13 +134,19 @@ def _room(world: Ranks) -> int:
     return free_host_nbytes() // (_SPARED * (get_local_world_size() or world.size))
 
 
-def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
-    """As `load`, from any source whose files have been looked at."""
+def load_from(
+    source: Source,
+    live: Live,
+    wanted: Wanted,
+    what: str,
+    verify: Callable[[], None] | None = None,
+) -> Loaded:
+    """As `load`, from any source whose files have been looked at, or are by `verify`."""
     undo: list[Callable[[], None]] = []
     plan: _Plan | None = None
     try:
         with together(live.world, what):
-            plan = _plan(source, live, wanted)
+            plan = _plan_while(verify, partial(_plan, source, live, wanted))
             if (
                 live.rules.verifies
                 and live.rules.is_node_local
@@ -160,6 +168,21 @@ def load_from(source: Source, live: Live, wanted: Wanted, what: str) -> Loaded:
 
 
 # ---- looking ahead -------------------------------------------------------------------------------
+
+
+def _plan_while(verify: Callable[[], None] | None, plan: Callable[[], _Plan]) -> _Plan:
+    """Plan while a thread verifies: the disk is what that waits for.
+
+    Files that are damaged are told as that, whatever else could not be planned because of it.
+    """
+    if verify is None:
+        return plan()
+    with ThreadPoolExecutor(1, "hadal-verifier") as pool:
+        verified = pool.submit(verify)
+        try:
+            return plan()
+        finally:
+            verified.result()
 
 
 def _plan(source: Source, live: Live, wanted: Wanted) -> _Plan:

@@ -52,10 +52,10 @@ class Memory:
                 continue
             target = present.get(key)
             fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
-            if fits and target is not None and target.device == self.values.device:
-                target.zero_()
-            else:
+            if not fits or target is None or target.device != self.values.device:
                 target = torch.zeros(entry.shape, dtype=entry.dtype, device=self.values.device)
+            elif self.stretch is None:
+                target.zero_()
             state[key] = target
             for reading in self._readings_of(key, target.view(-1)):
                 reading.run(source)
@@ -193,8 +193,8 @@ def _plan_flat(
             memory.tensors[key] = Entry(tuple(held.values.shape), dtype)
     stop = held.start + held.values.numel()
     if all(known.get(slot.name) == slot.name for slot in members):
-        each = [source.stretches(state_kind(k), slots, held.start, stop) for k in memory.tensors]
-        if all(one is not None for one in each):
+        kinds_here = map(state_kind, memory.tensors)
+        if all(source.has_stretch(kind, slots, held.start, stop) for kind in kinds_here):
             memory.stretch = (slots, held.start)
             return
     for fragment in layout.fragments(held.start, stop):

@@ -184,7 +184,8 @@ class Job:
         for name in here:
             check_file(draft / name, seals[name], whole=False)
         parts = [part_as_json(part) for part in self._parts()]
-        write_index(draft, {**self.index, "files": seals, "here": here, "parts": parts})
+        files = {name: seal.numbers for name, seal in seals.items()}
+        write_index(draft, {**self.index, "files": files, "here": here, "parts": parts})
 
     def _parts(self) -> list[Any]:
         """Each part of the model, as this folder's index tells of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,14 +29,16 @@ from hadal.checkpoint.contents import (
     part_of_json,
     state_key,
 )
-from hadal.checkpoint.direct import Kept, blocks_of
+from hadal.checkpoint.direct import Kept, blocks_of, read_into
 from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, understanding
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
 from hadal.checkpoint.plain import decoded, decoded_state
 from hadal.checkpoint.planning import cuts_of
 from hadal.checkpoint.shards import DTYPES, read_tensors
+from hadal.device.memory import is_host_memory
 from hadal.errors import CheckpointError
+from hadal.offload.buffers import memory_of
 from hadal.zero.layout import Slot
 
 OWN = "hadal"
@@ -119,19 +121,26 @@ class Source(Protocol):
             CheckpointError: it cannot be read; the file is named.
         """
 
-    def stretches(
-        self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> Iterable[tuple[int, Tensor]] | None:
-        """What is stored of elements [start, stop) of a bucket that is laid out like `slots`.
+    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Whether elements [start, stop) of a bucket that is laid out like `slots` lie in a row.
 
-        Each tensor with the place of its first element, counted from `start`; it lasts until the
-        next one. None where no bucket was laid out so: its parameters are read one by one.
+        Where no bucket was laid out so its parameters are read one by one.
+
+        Raises:
+            CheckpointError: they should, and cannot be read; the file is named.
+        """
+
+    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Read them into `out`, 1-D; zeros where no parameter lies.
+
+        Raises:
+            CheckpointError: they cannot be read; the file is named.
         """
 
     def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
         """The same elements, on the host, in memory that is the caller's from now on.
 
-        None where they would have to be copied: `stretches` has them.
+        None where they would have to be copied: `read_stretch` does so.
         """
 
     def own(self, rank: int) -> Own | None:
@@ -310,50 +319,64 @@ class StoredSource:
             tensor: Tensor = self._open(path).get_tensor(place.tensor)
             return tensor
 
-    def stretches(
-        self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> Iterable[tuple[int, Tensor]] | None:
-        """What is stored of a bucket that is laid out like `slots`, in blocks."""
+    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Whether a bucket that is laid out like `slots` was saved, and its files are there."""
         number = self._bucket_like.get(_layout_of(slots))
-        run = self._runs.get((kind, -1 if number is None else number))
         needed = (slot for slot in slots if max(slot.offset, start) < min(slot.stop, stop))
-        if run is None or any((slot.name, kind) not in self.entries for slot in needed):
-            return None
-        found = []
-        for several in _overlapping(run, [one.start for one in run], start, stop):
-            for one in several.between(start, stop):
-                name = rank_file(self.part.ranks[one.rank])
-                self._expect_tensor(name, one.tensor, one.stored, (one.numel,))
-                found.append((name, one, max(one.start, start), min(one.stop, stop)))
-        return self._blocks(found, start)
+        if (kind, number) not in self._runs or any(
+            (slot.name, kind) not in self.entries for slot in needed
+        ):
+            return False
+        for one in self._saved_by_ranks(kind, slots, start, stop):
+            self._expect_tensor(self._file_of(one), one.tensor, one.stored, (one.numel,))
+        return True
+
+    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Read elements of a saved bucket into `out`, straight where it can take them."""
+        done, stop = start, start + out.numel()
+        for one in self._saved_by_ranks(kind, slots, start, stop):
+            first, last = max(one.start, start), min(one.stop, stop)
+            out[done - start : first - start].zero_()
+            self._read_part(one, first, out[first - start : last - start])
+            done = last
+        out[done - start :].zero_()
+
+    def _read_part(self, one: Stretch, first: int, out: Tensor) -> None:
+        """Elements of what one rank has of a bucket, from `first` on."""
+        name = self._file_of(one)
+        with self._reading(name), open_regular(self.path / name) as file:
+            low = self._begin_of(name, one.tensor) + (first - one.start) * one.stored.itemsize
+            if is_host_memory(out.device) and out.dtype == one.dtype == one.stored:
+                read_into(
+                    memory_of(out.view(torch.uint8)), file.fileno(), low, self._kept.get(name)
+                )
+                return
+            high, offset = low + out.numel() * one.stored.itemsize, 0
+            for block in blocks_of(file.fileno(), low, high, self._kept.get(name)):
+                values = torch.frombuffer(block, dtype=one.stored)
+                out[offset : offset + values.numel()].copy_(values.to(one.dtype))
+                offset += values.numel()
+
+    def _saved_by_ranks(
+        self, kind: str, slots: Sequence[Slot], start: int, stop: int
+    ) -> list[Stretch]:
+        """What single ranks have of elements [start, stop) of the bucket laid out like `slots`."""
+        number = self._bucket_like.get(_layout_of(slots))
+        run = self._runs.get((kind, -1 if number is None else number), ())
+        found = _overlapping(run, [one.start for one in run], start, stop)
+        return [one for several in found for one in several.between(start, stop)]
+
+    def _file_of(self, one: Stretch) -> str:
+        return rank_file(self.part.ranks[one.rank])
 
     def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
         """What `verify` has kept, where it is the whole of what one rank has stored."""
-        number = self._bucket_like.get(_layout_of(slots))
-        run = self._runs.get((kind, -1 if number is None else number), ())
-        for several in _overlapping(run, [one.start for one in run], start, stop):
-            for one in several.between(start, stop):
-                name = rank_file(self.part.ranks[one.rank])
-                if (one.start, one.stop) == (start, stop) and name in self._kept:
-                    found = self._kept[name].whole(*self._extent_of(name, one))
-                    return None if found is None else found.view(one.dtype)
+        for one in self._saved_by_ranks(kind, slots, start, stop):
+            name = self._file_of(one)
+            if (one.start, one.stop) == (start, stop) and name in self._kept:
+                found = self._kept[name].whole(*self._extent_of(name, one))
+                return None if found is None else found.view(one.dtype)
         return None
-
-    def _blocks(
-        self, found: Sequence[tuple[str, Stretch, int, int]], start: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Elements of stretches, each by its (file, stretch, first, last); one block at a time."""
-        for name, one, first, last in found:
-            with self._reading(name), open_regular(self.path / name) as file:
-                begin = self._begin_of(name, one.tensor)
-                low, high = (
-                    begin + (edge - one.start) * one.stored.itemsize for edge in (first, last)
-                )
-                offset = first - start
-                for block in blocks_of(file.fileno(), low, high, self._kept.get(name)):
-                    values = torch.frombuffer(block, dtype=one.stored)
-                    yield offset, values.to(one.dtype)
-                    offset += values.numel()
 
     def _extent_of(self, name: str, one: Stretch) -> tuple[int, int]:
         """The bytes of a file that hold what one rank has of a stretch."""
@@ -364,7 +387,7 @@ class StoredSource:
         """The bytes of a file that hold what the optimizer remembers of buckets."""
         for several in self.part.stretches:
             for one in several.between(several.start, several.stop):
-                is_here = rank_file(self.part.ranks[one.rank]) == name
+                is_here = self._file_of(one) == name
                 if is_here and state_key(one.kind) is not None and self._has(name, one.tensor):
                     yield self._extent_of(name, one)
 

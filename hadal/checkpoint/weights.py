@@ -53,9 +53,7 @@ class CopyStretch:
 
     def run(self, source: Source) -> None:
         """Read them."""
-        stop = self.start + self.target.numel()
-        for offset, values in source.stretches(self.kind, self.slots, self.start, stop) or ():
-            self.target[offset : offset + values.numel()].copy_(values)
+        source.read_stretch(self.kind, self.slots, self.start, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ def _plan_run(
     if same and len(alike) == 1:
         kind = alike.pop()
         dtypes = {source.entries[name, kind].dtype for name in names}
-        if dtypes == {target.dtype} and source.stretches(kind, slots, start, stop) is not None:
+        if dtypes == {target.dtype} and source.has_stretch(kind, slots, start, stop):
             yield CopyStretch(target, kind, slots, start)
             return
     for fragment in bucket.layout.fragments(start, stop):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.checkpoint import direct
-from hadal.checkpoint.direct import Kept, Output, blocks_of
+from hadal.checkpoint.direct import Kept, Output, blocks_of, read_into
 
 BLOCK = 8192
 
@@ -61,10 +61,16 @@ def test_what_goes_in_comes_out(data: st.DataObject, doubled: bool, knows_direct
             assert together(file, start, stop) == whole[start:stop]
             assert together(file, 0, len(whole), kept) == whole
             path.write_bytes(bytes(len(whole)))
-            held = min(len(whole), kept.nbytes)
-            assert (
-                together(file, start, stop, kept) == (whole[:held] + bytes(len(whole)))[start:stop]
-            )
+            low, high = kept.start, kept.stop
+            now = (bytes(low) + whole[low:high] + bytes(len(whole)))[start:stop]
+            assert together(file, start, stop, kept) == now
+            out = bytearray(stop - start)
+            read_into(memoryview(out), file.fileno(), start, kept)
+            assert out == now
+            read_into(memoryview(out), file.fileno(), start)
+            assert out == bytes(stop - start)
+            with pytest.raises(OSError, match="ends too early"):
+                read_into(memoryview(bytearray(len(whole) + 1)), file.fileno(), 0, kept)
             with pytest.raises(OSError, match="ends too early"):
                 list(blocks_of(file.fileno(), start, len(whole) + BLOCK))
     assert direct.set_direct is real
@@ -79,11 +85,36 @@ def test_what_is_not_in_the_cache_is_read_once(
     monkeypatch.delattr(os, "RWF_NOWAIT")
     with open(path, "rb", buffering=0) as file:
         assert together(file, 0, len(whole), kept) == whole
-        assert (kept.nbytes, kept.room) == (2 * BLOCK, 1)
+        assert (kept.start, kept.stop, kept.room) == (0, 2 * BLOCK, 1)
         os.truncate(path, 0)
         assert together(file, 1, 2 * BLOCK, kept) == whole[1 : 2 * BLOCK]
         with pytest.raises(OSError, match="ends too early"):
             together(file, 1, 2 * BLOCK + 1, kept)
+
+
+def test_what_follows_what_the_cache_has_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept = tmp_path / "x", Kept(8 * BLOCK, [(BLOCK + 7, BLOCK + 100)])
+    whole = os.urandom(4 * BLOCK + 5)
+    path.write_bytes(whole)
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], place: int, flags: int = 0) -> int:
+        if flags == os.RWF_NOWAIT and place >= BLOCK:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real(descriptor, buffers, place, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with open(path, "rb", buffering=0) as file:
+        assert together(file, 0, len(whole), kept) == whole
+        assert (kept.start, kept.stop) == (BLOCK, len(whole))
+        path.write_bytes(bytes(len(whole)))
+        assert together(file, 5, len(whole) - 1, kept) == bytes(BLOCK - 5) + whole[BLOCK:-1]
+        assert together(file, 5, BLOCK, kept) == bytes(BLOCK - 5)
+    found = kept.whole(BLOCK + 7, BLOCK + 100)
+    assert found is not None
+    assert found.numpy().tobytes() == whole[BLOCK + 7 : BLOCK + 100]
 
 
 @settings(max_examples=60)
@@ -100,7 +131,7 @@ def test_extents_are_held_apart(data: st.DataObject, blocks: int) -> None:
         with open(path, "rb", buffering=0) as file:
             assert together(file, 0, len(whole), kept) == whole
             path.write_bytes(bytes(len(whole)))
-            held = min(len(whole), kept.nbytes)
+            held = kept.stop
             start = data.draw(st.integers(0, len(whole)))
             expected = (whole[:held] + bytes(len(whole)))[start : len(whole)]
             assert together(file, start, len(whole), kept) == expected

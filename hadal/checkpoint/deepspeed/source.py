@@ -314,11 +314,13 @@ class DeepSpeedSource:
         entry = self.entries[name, kind]
         return self.read(name, kind, 0, entry.numel).view(entry.shape)
 
-    def stretches(
-        self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> list[tuple[int, Tensor]] | None:
-        """None: nothing lies here as in a bucket."""
-        return None
+    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Nothing lies here as in a bucket."""
+        return False
+
+    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """There are none."""
+        raise CheckpointError(f"{self.path} holds no buckets")
 
     def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
         """None: all is copied."""
