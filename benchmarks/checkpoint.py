@@ -46,15 +46,18 @@ class Measured:
     extra_mib: float = 0.0
 
     def add(
-        self, ranks: Sequence[dict[str, list[float]]], new: Sequence[dict[str, list[float]]]
+        self,
+        ranks: Sequence[dict[str, list[float]]],
+        jobs: Sequence[Sequence[dict[str, list[float]]]],
     ) -> None:
-        """Take up one start, and that of a new job which loads what the first has saved."""
+        """Take up one start, and those of new jobs which load what the first has saved."""
 
         def slowest(key: str) -> list[float]:
             return [max(each) for each in zip(*(rank[key] for rank in ranks), strict=True)]
 
-        self.new.append(max(rank["new"][0] for rank in new))
-        self.raw.append(max(rank["raw"][0] for rank in new))
+        for new in jobs:
+            self.new.append(max(rank["new"][0] for rank in new))
+            self.raw.append(max(rank["raw"][0] for rank in new))
         # The first of a start makes folders, threads and memory that the others find.
         self.first.append(slowest("save")[0])
         self.save += slowest("save")[1:]
@@ -77,6 +80,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--processes", type=int, default=2)
     add("--saves", type=int, default=4, help="saves and loads per start; the first is told apart")
     add("--repeat", type=int, default=2, help="rounds over all contestants")
+    add("--jobs", type=int, default=3, help="new jobs that load what a start has saved")
+    add("--only", metavar="A,B", help=f"some of the contestants: {', '.join(_LIBRARIES)}")
     add("--folder", type=Path, help="where checkpoints are written (a temporary folder)")
     add("--timeout", type=float, default=600.0, help="seconds one start may take")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
@@ -111,11 +116,13 @@ def _measure(
                 start = partial(run_ranks, "peers.saving", python, workload)
                 try:
                     ranks, _ = start({**job, "new": False}, options.timeout)
-                    new, _ = start({**job, "new": True}, options.timeout)
+                    jobs = [
+                        start({**job, "new": True}, options.timeout)[0] for _ in range(options.jobs)
+                    ]
                 except GroupFailure as failure:
                     print(f"  stage {stage}, {library}: {failure}", flush=True)
                     continue
-            found[library].add(ranks, new)
+            found[library].add(ranks, jobs)
     return {library: measured for library, measured in found.items() if measured.save}
 
 
@@ -152,10 +159,11 @@ def _judge(stage: int, found: dict[str, Measured]) -> list[bool]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    libraries = list(_LIBRARIES)
+    wanted = (options.only or ",".join(_LIBRARIES)).split(",")
+    libraries = [library for library in _LIBRARIES if library in wanted]
     if not is_installed(options.deepspeed):
         print(f"DeepSpeed is not installed in {options.deepspeed}; going on without it.")
-        libraries.remove("deepspeed")
+        libraries = [library for library in libraries if library != "deepspeed"]
     verdicts, kept = [], {}
     for stage in map(int, options.stages):
         found = _measure(options, stage, libraries)
