@@ -88,13 +88,14 @@ _UNBUILT = (
     " buffered_allreduce_fallback checkpoint_serialization_enabled"
     " clip_fp32_gradients coalesce_grad_reduction collect_python_gc compile_autosp compile_autotp"
     " compile_zero_optimization_stage dynamic_loss_scale_args get_autosp_backend get_autotp_backend"
-    " get_data_types get_deepcompile_backend get_deepspeed_compile_backend"
+    " get_compile_time get_data_types get_deepcompile_backend get_deepspeed_compile_backend"
     " get_optimizer_configuration get_type get_wall_clock_timers is_deepcompile_active"
     " is_first_weights_partition_group load_module_state_dict load_moe_state_dict"
     " optimizer_legacy_fusion print_forward_breakdown random_ltd_initialize register_compile_pass"
+    " set_custom_curriculum_learning_schedule set_data_post_process_func"
     " set_train_micro_batch_size sparse_all_gather sparse_allreduce sparse_allreduce_bucket"
     " sparse_allreduce_no_retain swap_tensor_config uses_parallelization_pass_only"
-    " zero_nvme_offload_optimizer zero_partial_offload zero_use_cpu_optimizer"
+    " zero_nvme_offload_optimizer zero_partial_offload"
 )
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -106,9 +107,13 @@ class Accessors(Engine):
     """
 
     @property
-    def communication_data_type(self) -> torch.dtype | None:
-        """The dtype of gradients on the wire, where the configuration names one."""
-        return _DTYPES.get(self._parts.config.communication_data_type or "")
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype of gradients on the wire."""
+        named = self._parts.config.communication_data_type
+        if named:
+            return _DTYPES[named]
+        trained = (each for each in self._parts.runtime.buckets if each.trainable)
+        return next((each.precision.reduce for each in trained), torch.float32)
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast, where the configuration names one."""
@@ -141,6 +146,11 @@ class Accessors(Engine):
         section = self._parts.config.zero_optimization.offload_optimizer
         return section is not None and section.device == "cpu"
 
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the optimizer's state rests off the device, so that the host steps it."""
+        section = self._parts.config.zero_optimization.offload_optimizer
+        return section is not None and section.device != "none"
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """The batch of an update, of a micro-step, and the micro-steps of an update."""
         return (
@@ -170,10 +180,6 @@ class Accessors(Engine):
         """The loss scale of the first update."""
         return self._parts.scale_rule.initial
 
-    def was_step_applied(self) -> bool:
-        """Whether the last update changed the weights: not where it overflowed."""
-        return not self.overflow
-
     def empty_partition_cache(self) -> None:
         """Free what is gathered, between training and generating, say."""
         self._parts.runtime.reshard_all()
@@ -194,6 +200,8 @@ def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
         value: Any = engine._parts.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        if value is None and name.endswith("_enabled"):
+            return False  # what stands in a section that is not there is off
         return plain(value)
 
     tell.__name__ = name

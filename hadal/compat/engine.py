@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -16,22 +18,24 @@ from hadal.compat.accessors import Accessors
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
-from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload
+from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOptimizer
 from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
-from hadal.compat.placeholders import placeholder, unbuilt
-from hadal.compat.surface import VERSION, Kind
+from hadal.compat.placeholders import unbuilt
+from hadal.compat.surface import VERSION
+from hadal.compat.timers import SilentMonitor, SynchronizedWallClockTimer, ThroughputTimer
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.parts import Parts
 
-# Methods that programs call and that have nothing behind them yet.
-_UNBUILT = frozenset(
-    {
-        "get_compile_time",
-        "set_custom_curriculum_learning_schedule",
-        "set_data_post_process_func",
-    }
-)
+# What programs call the phases of an update, and what the log does.
+_TIMED = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "bwd_inner": "backward_inner",
+    "bwd_allreduce": "backward_allreduce",
+    "step": "step",
+}
+_PREFIX = "module."  # before the names of an engine's state, as before those of its parameters
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
@@ -45,6 +49,18 @@ class DeepSpeedEngine(Accessors):
         self._told_config: Any = None
         self._outer: DeepSpeedOptimizer | None = None
         self._offload: ParameterOffload | None = None
+        self._was_applied = False
+        self.monitor = SilentMonitor()
+        """What scalars are written to: nothing, as there are no monitors yet."""
+        self.timers = SynchronizedWallClockTimer()
+        """Clocks by name. With `wall_clock_breakdown`, the phases of updates among them."""
+        self.tput_timer = ThroughputTimer()
+        """How fast updates come."""
+        self.mpu: Any = None
+        """The `mpu` that `initialize` was given, as the next three."""
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.collate_fn: Any = None
         _engines.add(self)
         remember_groups(parts.topology)
         parts.runtime.leaves_others_gradients = True
@@ -54,15 +70,6 @@ class DeepSpeedEngine(Accessors):
             mark_stage_3(parts.runtime)
         elif self.zero_optimization():
             mark_stage_1_or_2(parts.runtime)
-
-    def __getattr__(self, name: str) -> Any:
-        """Fall through to the module, then to what is known and not built."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name not in _UNBUILT:
-                raise
-        return placeholder(f"deepspeed.DeepSpeedEngine.{name}", Kind.FUNCTION)
 
     # ---- what it is made of ----------------------------------------------------------------------
 
@@ -91,7 +98,10 @@ class DeepSpeedEngine(Accessors):
         if self._outer is None or self._outer.optimizer is not inner:
             moves = self._parts.scale_rule.dynamic
             stage = self.zero_optimization_stage()
-            self._outer = DeepSpeedOptimizer(inner, self, stage=stage, moves_scale=moves)
+            # Where nothing is cut and nothing rounded, programs hang torch's schedules on it.
+            is_plain = not (stage or self.fp16_enabled() or self.bfloat16_enabled())
+            kind = PlainOptimizer if is_plain else DeepSpeedOptimizer
+            self._outer = kind(inner, self, stage=stage, moves_scale=moves)
         return self._outer
 
     @property
@@ -132,7 +142,74 @@ class DeepSpeedEngine(Accessors):
         """
         if lr_kwargs:
             raise unbuilt("engine.step(lr_kwargs=...)")
+        before, skipped = self.global_steps, self.skipped_steps
+        self._was_applied = False
         super().step()
+        if self.global_steps == before:
+            return
+        self._was_applied = self.skipped_steps == skipped
+        if isinstance(self._outer, PlainOptimizer):
+            self._outer._opt_called = True  # a schedule that hangs on it asks
+        self.tput_timer.end_update(self.train_batch_size())
+        for name, phase in _TIMED.items():
+            if phase in self._parts.clocks.last:
+                self.timers(name).add(self._parts.clocks.last[phase])
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights: not within an accumulation, nor skipped."""
+        return self._was_applied
+
+    # ---- state and weights -----------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """As `hadal.Engine.state_dict`, whole at every stage, with "module." before each name.
+
+        That is what `nn.Module` calls them, and what programs cut off.
+        """
+        if args:
+            given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+            return self.state_dict(
+                **{"destination": destination, "prefix": prefix, "keep_vars": keep_vars} | given
+            )
+        state = self._whole_state(prefix=prefix + _PREFIX, keep_vars=keep_vars)
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As `hadal.Engine.load_state_dict`, with "module." before all names or before none."""
+        own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        if own.isdisjoint(state_dict):
+            state_dict = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: str | int = sys.maxsize,
+    ) -> bool:
+        """As `hadal.Engine.save_16bit_model`, in one file that `torch.load` reads."""
+        return super().save_16bit_model(
+            save_dir, save_filename, exclude_frozen_parameters, max_shard_size
+        )
+
+    def save_fp16_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin"
+    ) -> bool:
+        """The same as `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     # ---- what the configuration says -------------------------------------------------------------
 
@@ -165,8 +242,9 @@ class DeepSpeedEngine(Accessors):
         return self._parts.gradient_clipping
 
     def steps_per_print(self) -> Any:
-        """How many updates lie between two lines of progress."""
-        return self._parts.config.steps_per_print
+        """How many updates lie between two lines of progress; infinity where there are none."""
+        every = self._parts.config.steps_per_print
+        return float("inf") if every is None else every
 
     def optimizer_name(self) -> str | None:
         """The type that the configuration names, in small letters."""
@@ -189,6 +267,26 @@ class DeepSpeedEngine(Accessors):
     def global_rank(self) -> int:
         """This process's number among all."""
         return get_rank()
+
+    @property
+    def dist_backend(self) -> str:
+        """What moves tensors between processes."""
+        return str(dist.get_backend())
+
+    @property
+    def pipeline_parallelism(self) -> bool:
+        """Whether the layers are spread over ranks: no."""
+        return False
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether there are experts: no."""
+        return False
+
+    @property
+    def num_experts(self) -> list[int]:
+        """How many experts each layer has: there are none."""
+        return []
 
     @property
     def world_size(self) -> int:
@@ -277,6 +375,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     )
     assert isinstance(engine, DeepSpeedEngine)  # as was asked for
     engine._told_config = choose_config(args, config, config_params)
+    engine.mpu, engine.collate_fn = mpu, collate_fn
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)
     return engine, engine.optimizer, loader, schedule
 

@@ -199,3 +199,29 @@ class DeepSpeedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected since the last update."""
         self._engine.zero_grad(set_to_none)
+
+
+class PlainOptimizer(DeepSpeedOptimizer, Optimizer):  # type: ignore[misc, override]
+    """One that is torch's to `isinstance`: programs hang their own schedules on it.
+
+    All that torch's has is the inner optimizer's.
+    """
+
+    # Torch's schedules set it, to tell that they were stepped before the first update.
+    _opt_called = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the inner optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Into the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        """The inner optimizer's."""
+        return repr(self.optimizer)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from statistics import fmean
 
 from hadal.compat.log import log_dist
 from hadal.device import current_device
 from hadal.engine.clocks import Stopwatch
+
+_WARM_UP = 2  # updates that are not counted into a rate
 
 
 class Timer:
@@ -33,6 +36,11 @@ class Timer:
             self._records.append(1000.0 * self._watch.seconds)
         self._watch.seconds += before
         self.started_ = False
+
+    def add(self, milliseconds: float) -> None:
+        """Count what another clock has measured."""
+        self._watch.seconds += milliseconds / 1000.0
+        self._records.append(milliseconds)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -98,6 +106,41 @@ class SynchronizedWallClockTimer:
         known = [name for name in names if name in self.timers]
         told = (f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
         log_dist(f"time (ms) | {' | '.join(told)}", ranks)
+
+
+class ThroughputTimer:
+    """Samples per second over the updates of an engine, from the second one's end on."""
+
+    def __init__(self) -> None:
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._samples = 0
+        self._last = 0.0
+
+    def end_update(self, samples: int) -> None:
+        """An update with so many samples of all ranks is over."""
+        now = time.perf_counter()
+        self.global_step_count += 1
+        if self.global_step_count > _WARM_UP:
+            self._samples += samples
+            self.total_elapsed_time += now - self._last
+        self._last = now
+
+    def avg_samples_per_sec(self) -> float:
+        """The rate so far; -1 while the first updates warm up."""
+        return self._samples / self.total_elapsed_time if self._samples else -1.0
+
+    def update_epoch_count(self) -> None:
+        """Nothing: an epoch's end changes no rate."""
+
+
+class SilentMonitor:
+    """Where scalars would go if monitors were built: a configuration that has one is refused."""
+
+    enabled = False
+
+    def write_events(self, event_list: Sequence[object], flush: bool = True) -> None:
+        """Write nothing."""
 
 
 class NoopTimer:

@@ -76,6 +76,18 @@ class EngineBase(nn.Module):
         self._parts.runtime.expect_here()
         self._parts.hooks.end_left_over()
 
+    @torch.no_grad()
+    def _whole_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What `state_dict` gives, under the module's own names."""
+        self._expect_alive()
+        runtime = self._parts.runtime
+        with runtime.whole(runtime.buckets):
+            state = self.module.state_dict(*args, **kwargs)
+            return {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+
     def _live(self) -> Live:
         scalars = {"counters": asdict(self._counters), "scale": list(self._scale)}
         return self._parts.live(self._training, self._loader, scalars)

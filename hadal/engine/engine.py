@@ -382,14 +382,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's whole state, in memory of its own, on every rank. All ranks must call it."""
-        self._expect_alive()
-        runtime = self._parts.runtime
-        with runtime.whole(runtime.buckets):
-            state = self.module.state_dict(*args, **kwargs)
-            return {
-                name: value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in state.items()
-            }
+        return self._whole_state(*args, **kwargs)
 
     @torch.no_grad()
     def load_state_dict(

@@ -86,7 +86,7 @@ class GivesWeights(EngineBase):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """As `state_dict`: whole, on every rank; without frozen parameters if wanted."""
-        state = self.state_dict(prefix=prefix, keep_vars=keep_vars)
+        state = self._whole_state(prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name in self._live().frozen_names():
                 state.pop(prefix + name, None)

@@ -121,7 +121,7 @@ def _names_of_state() -> dict[str, Any]:
     alone = engine.module.state_dict() if engine.global_rank == 0 else {}
     return {
         "alone": {name: tuple(value.shape) for name, value in alone.items()},
-        "whole": {name: tuple(value.shape) for name, value in engine.state_dict().items()},
+        "whole": {name: tuple(value.shape) for name, value in engine.module_state_dict().items()},
     }
 
 

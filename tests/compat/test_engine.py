@@ -124,8 +124,11 @@ def test_accessors_tell_the_configuration() -> None:
     assert engine.aio_config()["queue_depth"] > 0
     assert engine.get_batch_info() == (6, 3, 2)
     assert engine.get_data_parallel_rank() == engine.get_tensor_parallel_rank() == 0
-    assert engine.was_step_applied()
-    assert (engine.torch_autocast_enabled(), engine.torch_autocast_dtype()) == (None, None)
+    assert (engine.torch_autocast_enabled(), engine.torch_autocast_dtype()) == (False, None)
+    assert engine.curriculum_learning_enabled() is False
+    assert engine.steps_per_print() == float("inf")
+    assert not engine.zero_use_cpu_optimizer()
+    assert (engine.has_moe_layers, engine.num_experts, engine.dist_backend) == (False, [], "gloo")
     assert not engine.zero_cpu_offload()
     assert not engine.dynamic_loss_scale()
     assert engine.initial_dynamic_scale() == 1.0
@@ -135,6 +138,121 @@ def test_accessors_tell_the_configuration() -> None:
     assert not engine.is_iterable_style_dataset([1])
     with pytest.raises(NotImplementedError, match=r"DeepSpeedEngine\.allreduce_gradients is not"):
         engine.allreduce_gradients()
+
+
+def test_an_applied_step_is_told_from_one_within_an_accumulation_and_a_skipped_one() -> None:
+    engine = engine_of(2, gradient_accumulation_steps=2)
+    assert not engine.was_step_applied()
+    seen = []
+    for number in range(4):
+        train(engine, range(number, number + 1))
+        seen.append(engine.was_step_applied())
+    assert seen == [False, True, False, True]
+    skipping: Any = engine_of(1)
+    train(skipping, range(1))
+    assert skipping.was_step_applied()
+    skipping.optimizer.skip_step = True
+    train(skipping, range(1))
+    assert (skipping.skipped_steps, skipping.was_step_applied()) == (1, False)
+
+
+def test_clocks_and_rates_are_the_programs_to_read() -> None:
+    engine: Any = engine_of(1, wall_clock_breakdown=True)
+    quiet = engine_of(1)
+    assert engine.tput_timer.avg_samples_per_sec() == -1.0
+    for each in (engine, quiet):
+        train(each, range(4))
+    assert engine.tput_timer.global_step_count == 4
+    counted = 2 * engine.train_batch_size()
+    rate = engine.tput_timer.avg_samples_per_sec()
+    assert rate * engine.tput_timer.total_elapsed_time == pytest.approx(counted)
+    phases = {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"}
+    assert engine.timers.get_timers().keys() == phases
+    assert engine.timers("fwd").mean() > 0
+    assert engine.timers("bwd").elapsed() >= engine.timers("bwd_inner").elapsed() > 0
+    assert engine.timers("bwd").elapsed() == 0
+    assert quiet.timers.get_timers() == {}
+    quiet.timers("mine").start()
+    assert quiet.timers("mine").elapsed() > 0
+    assert not engine.monitor.enabled
+    engine.monitor.write_events([("loss", 1.0, 4)])
+    with pytest.raises(NotBuiltYetError, match=r"tensorboard"):
+        engine_of(1, tensorboard={"enabled": True})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_names_of_the_engine_s_state_begin_as_those_of_its_parameters(stage: int) -> None:
+    engine = engine_of(stage)
+    own = list(model_of().state_dict())
+    state = engine.state_dict()
+    assert list(state) == [f"module.{name}" for name in own]
+    assert [name for name, _ in engine.named_parameters()] == list(state)
+    assert list(engine.module_state_dict()) == own
+    into: dict[str, Any] = {"kept": 1}
+    assert engine.state_dict(into, "a.") is into
+    assert list(into) == ["kept", *(f"a.module.{name}" for name in own)]
+    train(engine, range(1))
+    changed = {name.removeprefix("module."): each + 1 for name, each in state.items()}
+    assert not engine.load_state_dict(changed).missing_keys
+    assert_equal(engine.state_dict(), {f"module.{name}": each for name, each in changed.items()})
+    assert not engine.load_state_dict(state).unexpected_keys
+    assert_equal(engine.state_dict(), state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        engine.load_state_dict({"module.other": torch.ones(1)})
+
+
+def test_a_module_within_the_model_may_be_called_module() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    engine = initialize(model=Wrapper(), config=config_of(1))[0]
+    state = engine.state_dict()
+    assert list(state) == ["module.module.weight", "module.module.bias"]
+    engine.load_state_dict({name: each + 1 for name, each in state.items()})
+    engine.load_state_dict({name: each + 1 for name, each in engine.module_state_dict().items()})
+    assert_equal(engine.state_dict(), {name: each + 1 + 1 for name, each in state.items()})
+
+
+def test_a_16_bit_model_is_one_file_that_torch_reads(tmp_path: Path) -> None:
+    engine = engine_of(1, bf16={"enabled": True})
+    assert inspect.signature(engine.save_16bit_model).parameters["save_filename"].default == (
+        "pytorch_model.bin"
+    )
+    assert engine.save_16bit_model(tmp_path / "one")
+    assert engine.save_fp16_model(tmp_path / "two")
+    for folder in ("one", "two"):
+        assert [path.name for path in (tmp_path / folder).iterdir()] == ["pytorch_model.bin"]
+        weights = torch.load(tmp_path / folder / "pytorch_model.bin")
+        model_of().load_state_dict(weights)
+        assert {each.dtype for each in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_s_schedules_hang_on_the_optimizer_where_nothing_is_cut() -> None:
+    engine, optimizer, _, _ = initialize(model=model_of(), config=config_of(0, gradient_clipping=0))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(optimizer, DeepSpeedOptimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    plain = model_of()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
+    beside = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
+    for number in range(3):
+        train(engine, range(number, number + 1))
+        schedule.step()
+        inputs, targets = batch_of(number)
+        loss_of(plain(inputs), targets).backward()
+        reference.step()
+        reference.zero_grad()
+        beside.step()
+    assert engine.get_lr() == schedule.get_last_lr() == beside.get_last_lr()
+    torch.testing.assert_close(engine.module_state_dict(), dict(plain.state_dict()))
+    again = {key: optimizer.state_dict()[key] for key in ("state", "param_groups")}
+    optimizer.load_state_dict(again)
+    assert repr(optimizer) == repr(optimizer.optimizer)
+    for changes in ({"stage": 1}, {"stage": 0, "bf16": {"enabled": True}}):
+        assert not isinstance(engine_of(**changes).optimizer, torch.optim.Optimizer)  # type: ignore[arg-type]
 
 
 def test_accessors_stand_in_nobody_s_way_and_lead_somewhere() -> None:
@@ -156,6 +274,9 @@ def test_accessors_stand_in_nobody_s_way_and_lead_somewhere() -> None:
 
 def test_what_is_not_built_says_so_and_what_is_unknown_is_missing() -> None:
     engine = engine_of(3)
+    for name in accessors._UNBUILT.split():
+        with pytest.raises(NotImplementedError, match=rf"DeepSpeedEngine\.{name} is not built yet"):
+            getattr(DeepSpeedEngine, name)(engine)
     with pytest.raises(NotImplementedError, match="set_data_post_process_func is not built"):
         engine.set_data_post_process_func(print)
     with pytest.raises(AttributeError):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hadal.compat import surface
+from hadal.compat.accessors import _UNBUILT
 from hadal.compat.alias import alias
-from hadal.compat.engine import _UNBUILT as UNBUILT_MEMBERS
 from hadal.compat.homes import HOMES
 from hadal.compat.placeholders import placeholder
 from hadal.compat.surface import Kind
@@ -130,7 +130,7 @@ def _leads_somewhere(name: str, kind: str) -> bool:
     if name in HOMES or (kind != "x" and leaf in surface.modules()[owner].constants):
         return True
     if owner == "deepspeed.DeepSpeedEngine":
-        return leaf not in UNBUILT_MEMBERS
+        return leaf not in _UNBUILT.split()
     return kind == "x" and owner in HOMES  # a member is where its class is
 
 
