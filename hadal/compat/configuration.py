@@ -11,7 +11,6 @@ from hadal.config.reading import Source, read
 # What a name of DeepSpeed's is called in the JSON, where it is not the same.
 _PATHS = {
     "zero_optimization_stage": "zero_optimization.stage",
-    "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
@@ -81,6 +80,12 @@ class DeepSpeedConfig:
                 raise AttributeError(f"the configuration has no key {name!r}")
             value = value[part]
         return value
+
+    @property
+    def optimizer_name(self) -> str | None:
+        """The type of optimizer that it names, in small letters, as an engine tells it."""
+        section = self._checked.optimizer
+        return None if section is None else section.type.lower()
 
     @property
     def zero_enabled(self) -> bool:

@@ -23,6 +23,7 @@ from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, wat
 from hadal.compat.placeholders import unbuilt
 from hadal.compat.surface import VERSION
 from hadal.compat.timers import SilentMonitor, SynchronizedWallClockTimer, ThroughputTimer
+from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.parts import Parts
@@ -75,7 +76,7 @@ class DeepSpeedEngine(Accessors):
 
     @property
     def config(self) -> Any:
-        """The configuration as it was given, the very object."""
+        """The configuration as it was given, the very object; what a file holds, as a dict."""
         return self._told_config
 
     @property
@@ -374,7 +375,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         engine_type=DeepSpeedEngine,
     )
     assert isinstance(engine, DeepSpeedEngine)  # as was asked for
-    engine._told_config = choose_config(args, config, config_params)
+    given = choose_config(args, config, config_params)
+    engine._told_config = given if isinstance(given, Mapping) else read(given)[1]
     engine.mpu, engine.collate_fn = mpu, collate_fn
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     logger.info("DeepSpeed info: version=%s, which is Hadal %s here", VERSION, __version__)

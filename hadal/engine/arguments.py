@@ -20,6 +20,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed", action="store_true", help="say that this run is distributed (for the script)"
     )
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON config")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -75,6 +78,24 @@ def test_getters_tell_what_the_configuration_says() -> None:
     assert engine.scheduler_name() is None
     assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
     assert engine.data_parallel_group.size() == 1
+
+
+def test_the_configuration_of_a_file_is_a_dict_to_programs(tmp_path: Path) -> None:
+    config, path = config_of(1), tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    text = base64.urlsafe_b64encode(path.read_bytes()).decode()
+    given: list[dict[str, Any]] = [
+        {"config": str(path)},
+        {"config_params": path},
+        {"config": text},
+        {"args": SimpleNamespace(deepspeed_config=str(path))},
+    ]
+    for one in given:
+        engine = initialize(model=model_of(), **one)[0]
+        assert engine.config == config
+        assert engine._config.zero_config.stage == 1
+        assert engine._config.optimizer_name == "adamw"
+        engine.destroy()
 
 
 @pytest.mark.parametrize(("said", "expected"), [({}, 1.0), ({"early_rounding": False}, 1 + 2**-10)])

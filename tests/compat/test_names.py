@@ -407,7 +407,7 @@ def test_a_configuration_can_be_read_before_there_is_an_engine() -> None:
     assert config.sparse_attention["block"] == 32
     assert (config.zero_enabled, config.zero_optimization_stage) == (True, 2)
     assert config.zero_config.stage == 2
-    assert (config.optimizer_name, config.optimizer_params["lr"]) == ("Adam", 0.5)
+    assert (config.optimizer_name, config.optimizer_params["lr"]) == ("adam", 0.5)
     assert config.fp16_enabled is False
     assert config._param_dict == told
     assert DeepSpeedConfig({"train_batch_size": 1}).sparse_attention is None

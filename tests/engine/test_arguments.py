@@ -25,6 +25,8 @@ def test_scripts_get_deepspeeds_arguments():
     assert (args.deepspeed, args.deepspeed_config, args.epochs) == (True, "ds.json", 3)
     args = parser.parse_args([])
     assert (args.deepspeed, args.deepspeed_config) == (False, None)
+    assert (args.deepscale, args.deepscale_config) == (False, None)
+    assert parser.parse_args(["--deepscale"]).deepscale
     assert choose_config(parser.parse_args(line), None, None) == "ds.json"
 
 
