@@ -40,6 +40,14 @@ _PREFIX = "module."  # before the names of an engine's state, as before those of
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
+class Norm(float):
+    """A number that may be asked as a tensor is: DeepSpeed gives tensors at some stages."""
+
+    def item(self) -> float:
+        """The number."""
+        return float(self)
+
+
 class DeepSpeedEngine(Accessors):
     """A model under training, under the name and with the methods of DeepSpeed's engine."""
 
@@ -159,6 +167,11 @@ class DeepSpeedEngine(Accessors):
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: not within an accumulation, nor skipped."""
         return self._was_applied
+
+    def get_global_grad_norm(self) -> Norm | None:
+        """As `hadal.Engine.get_global_grad_norm`; the number also has `item()`."""
+        norm = super().get_global_grad_norm()
+        return None if norm is None else Norm(norm)
 
     # ---- state and weights -----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from engine.toys import assert_equal, batch_of, config_of, loss_of, model_of, train
+from engine.toys import engine_of as engine_of_hadal
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -175,6 +176,19 @@ def test_an_applied_step_is_told_from_one_within_an_accumulation_and_a_skipped_o
     skipping.optimizer.skip_step = True
     train(skipping, range(1))
     assert (skipping.skipped_steps, skipping.was_step_applied()) == (1, False)
+
+
+def test_the_gradient_norm_is_a_number_that_may_be_asked_as_a_tensor() -> None:
+    engine, alone = engine_of(2), engine_of_hadal(2)
+    assert engine.get_global_grad_norm() is None
+    for each in (engine, alone):
+        train(each, range(1))
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    assert isinstance(norm, float)
+    assert norm == norm.item() == alone.get_global_grad_norm()
+    assert type(norm.item()) is float
+    assert json.loads(json.dumps({"grad_norm": norm})) == {"grad_norm": norm.item()}
 
 
 def test_clocks_and_rates_are_the_programs_to_read() -> None:

@@ -125,6 +125,25 @@ def _waiting() -> dict[str, str]:
     return told
 
 
+def _named(name: str) -> Any:
+    """What a dotted name leads to: the longest module in it, and attributes from there."""
+    modules = surface.modules()
+    parts = name.split(".")
+    cut = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules)
+    found: Any = alias(".".join(parts[:cut]))
+    for part in parts[cut:]:
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", _waiting())
+def test_a_name_that_waits_says_so_by_its_own_name(name: str) -> None:
+    leaf = name.rpartition(".")[2]
+    for arguments in ({}, {"model": 1, "config": {}}):
+        with pytest.raises(NotImplementedError, match=rf"\b{leaf} is not built yet"):
+            _named(name)(**arguments)
+
+
 def _leads_somewhere(name: str, kind: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     if name in HOMES or (kind != "x" and leaf in surface.modules()[owner].constants):
