@@ -58,7 +58,7 @@ class _Reply:
 class _Process:
     """One rank: its process, the pipe to it, its lifeline and the file it writes stacks to."""
 
-    def __init__(self, rank: int, world_size: int, meeting_point: str) -> None:
+    def __init__(self, rank: int, world_size: int, meeting_point: str, device: str) -> None:
         self.rank = rank
         self.pipe, far_pipe = Pipe(duplex=True)
         far_lifeline, self.lifeline = os.pipe()
@@ -72,7 +72,7 @@ class _Process:
             LOCAL_WORLD_SIZE=str(world_size),
             PYTHONUNBUFFERED="1",
         )
-        arguments = [rank, world_size, meeting_point, far_pipe.fileno(), far_lifeline]
+        arguments = [rank, world_size, meeting_point, device, far_pipe.fileno(), far_lifeline]
         self.process = forks.server(rank).start(
             [__file__, *map(str, arguments)],
             env=environment,
@@ -117,10 +117,14 @@ class _Process:
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, started at the first task."""
+    """`world_size` processes in one gloo group, started at the first task.
 
-    def __init__(self, world_size: int) -> None:
+    On the device `npu` (the test device), with a group for it beside gloo.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self.grace = GRACE
         self._processes: list[_Process] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -170,7 +174,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="hadal_ranks_")
         meeting_point = str(Path(self._folder.name, "store"))
         self._processes = [
-            _Process(rank, self.world_size, meeting_point) for rank in range(self.world_size)
+            _Process(rank, self.world_size, meeting_point, self.device)
+            for rank in range(self.world_size)
         ]
         self._gather("start", START_TIMEOUT)
 
@@ -235,12 +240,13 @@ class RankPool:
 class RankPools:
     """One pool per world size, started when first asked for: `pools(2).run(function)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, world_size: int) -> RankPool:
         if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
+            self._pools[world_size] = RankPool(world_size, self._device)
         return self._pools[world_size]
 
     def close(self) -> None:
@@ -305,7 +311,7 @@ def _received(process: _Process) -> _Reply:
         return _Reply(error=error, traceback=f"the reply cannot be read: {error!r}")
 
 
-def _serve(rank: int, world_size: int, meeting_point: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, meeting_point: str, device: str, pipe: Connection) -> None:
     """Be one rank: join the group, then do the tasks that come through the pipe."""
     import gc
 
@@ -314,8 +320,15 @@ def _serve(rank: int, world_size: int, meeting_point: str, pipe: Connection) -> 
 
     torch.set_num_threads(1)
     store = dist.FileStore(meeting_point, world_size)
+    backend = "gloo"
+    if device == "npu":
+        import npu
+
+        npu.join()
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+        backend = "cpu:gloo,npu:hccl"
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+        backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )
     dist.barrier()
     pipe.send_bytes(pickle.dumps(_Reply()))
@@ -381,14 +394,14 @@ def _main() -> None:
     import faulthandler
     import threading
 
-    rank, world_size, meeting_point, pipe, lifeline = sys.argv[1:]
+    rank, world_size, meeting_point, device, pipe, lifeline = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_watch, args=(int(lifeline),), daemon=True).start()
     # Tasks are pickled as `ranks.…`, never as `__main__.…`.
     sys.path.insert(0, str(Path(__file__).parent))
     serve = importlib.import_module("ranks")._serve
-    serve(int(rank), int(world_size), meeting_point, Connection(int(pipe)))
+    serve(int(rank), int(world_size), meeting_point, device, Connection(int(pipe)))
     sys.stdout.flush()
     os._exit(0)
 

@@ -24,6 +24,7 @@ from hadal.device import (
     set_random_state,
     synchronize,
     total_memory,
+    widest_float,
 )
 from hadal.errors import UsageError
 
@@ -107,9 +108,8 @@ class Accelerator:
         return True
 
     def is_fp64_supported(self) -> bool:
-        """Whether it computes in fp64; some of Intel's do not, and say so."""
-        told = getattr(self._module(), "get_device_properties", None)
-        return True if told is None else bool(getattr(told(), "has_fp64", True))
+        """Whether it computes in fp64; some of Intel's do not."""
+        return widest_float(current_device()) == torch.float64
 
     def is_triton_supported(self) -> bool:
         """Whether triton's kernels run on it: it is no CPU, and triton is installed."""

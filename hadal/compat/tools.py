@@ -19,7 +19,7 @@ from hadal.comm.collectives import max_, sum_
 from hadal.comm.mpu import model_group_of
 from hadal.compat.accelerator import get_accelerator
 from hadal.compat.log import log_dist
-from hadal.device import current_device, memory_use
+from hadal.device import current_device, memory_use, widest_float
 from hadal.errors import UsageError
 from hadal.optim.norm import is_model_part
 from hadal.zero.access import is_kept_by_engine
@@ -141,7 +141,7 @@ def clip_grad_norm_(
 def _norm_over_parts(parameters: Sequence[Any], norm_type: float, ranks: Ranks) -> Tensor:
     counted = [p.grad for p in parameters if ranks.rank == 0 or is_model_part(p)]
     norm = nn.utils.get_total_norm([g for g in counted if g is not None], norm_type)
-    total = norm.to(current_device(), torch.float64)
+    total = norm.to(current_device(), widest_float(current_device()))
     if math.isinf(norm_type):
         max_(total, ranks, "the norm of gradients over the model's parts")
         return total.float()

@@ -7,6 +7,7 @@ from hadal.device.accelerator import (
     current_device,
     rank_device,
     synchronize,
+    widest_float,
 )
 from hadal.device.autograd import (
     at_end_of_backward,
@@ -41,6 +42,7 @@ from hadal.device.memory import (
     reset_peak_memory,
     total_memory,
 )
+from hadal.device.places import look_at
 from hadal.device.stamps import Stamp
 from hadal.device.streams import Event, SideStream
 
@@ -69,6 +71,7 @@ __all__ = [
     "is_in_backward",
     "is_in_node",
     "keep_freed_memory",
+    "look_at",
     "memory_in_use",
     "memory_use",
     "page_locked",
@@ -81,5 +84,6 @@ __all__ = [
     "synchronize",
     "total_memory",
     "unwatched",
+    "widest_float",
     "will_collect",
 ]

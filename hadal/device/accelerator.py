@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.distributed
 
@@ -62,6 +64,19 @@ def collective_backend() -> str:
     own = torch.distributed.get_default_backend_for_device(kind)
     # Host tensors travel too (agreements between ranks), and only gloo carries them.
     return f"cpu:gloo,{kind}:{own}"
+
+
+@cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """In which dtype many numbers are added up there: float64, or float32 where it has no other.
+
+    Some of Intel's GPUs have not, nor have Apple's; Ascend's have it for few operations.
+    """
+    try:
+        torch.ones(2, dtype=torch.float64, device=device).sqrt().sum().item()
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
 
 
 def synchronize(device: torch.device) -> None:

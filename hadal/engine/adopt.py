@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.comm.collectives import broadcast_
 from hadal.config import Config
 from hadal.config.zero_optimization import ZeroOptimization
+from hadal.device import look_at
 from hadal.engine.policies import leaves_of, limits_of, partition_of, refresh_of, transport_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
 from hadal.engine.tiers import Homes
@@ -113,7 +114,7 @@ class Adopter:
         """
         for name, parameter in self.newcomers().items():
             if is_foreign(parameter):
-                parameter.data = parameter.data.to(self._device)
+                look_at(parameter, parameter.data.to(self._device))
                 broadcast_(parameter.data, 0, self._ranks, f"the broadcast of {name}")
             self._parameters[parameter] = True
         rule = buffer_rule_of(self._config, self._model)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
 from hadal.comm.faults import is_same_everywhere
+from hadal.device import widest_float
 from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Sending
 from hadal.offload.runs import DiskRun, ReadOnly
@@ -152,7 +153,7 @@ def _update(values: _Values, group: Group, count: float) -> Tensor:
 
 def _square_sum(values: Tensor) -> Tensor:
     flat = values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
-    return torch.dot(flat, flat).double()
+    return torch.dot(flat, flat).to(widest_float(values.device))
 
 
 def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -307,7 +308,7 @@ class LambStepper(RestingStepper):
     def _no_sums(self) -> Tensor:
         """Room for the (parameters, 2) sums of squares."""
         device = self._gradients[0].bucket.steps_on
-        return torch.zeros(len(self._groups), 2, dtype=torch.float64, device=device)
+        return torch.zeros(len(self._groups), 2, dtype=widest_float(device), device=device)
 
     def _ratios(self, sums: Tensor) -> Tensor:
         """(parameters,) ratios, from each rank's (parameters, 2) sums of squares."""

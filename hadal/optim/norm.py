@@ -51,9 +51,9 @@ def global_norm(
     norms = [norm for one in gradients for norm in found[one]]
     total = torch.zeros((), dtype=torch.float64)
     for device in dict.fromkeys(norm.device for norm in norms):
-        # The host waits once, for all of a device's.
-        here = torch.cat([norm for norm in norms if norm.device == device])
-        total += here.double().square().sum().cpu()
+        # The host waits once, for all of a device's, which may not know float64.
+        here = torch.cat([norm for norm in norms if norm.device == device]).cpu()
+        total += here.double().square().sum()
     sharing.sum_(total, "the sum of the gradient norm")
     if model_parallel is not None:
         sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hadal.comm.collectives import broadcast_
 from hadal.comm.pending import Pending
+from hadal.device import look_at
 from hadal.offload.crossing import Sending
 from hadal.offload.runs import DiskRun, RunCut
 from hadal.zero.coded_resting import CodedResting
@@ -143,7 +144,7 @@ class Bucket:
             place.copy_(parameter.detach().reshape(-1))
             parameter.grad = None
             # One parameter's old memory after the other: never a second copy of all of them.
-            parameter.data = place.view(slot.shape)
+            look_at(parameter, place.view(slot.shape))
         broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
         self.full: Tensor = given.to(self.precision.compute)
         with self.home.as_one(self.ranks, f"laying {self.name} down"):

@@ -1,0 +1,142 @@
+"""What ranks do in these tests, on whichever device they have."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hadal
+import npu
+from hadal.device import current_device
+
+TOKENS, WIDTH, LENGTH = 23, 16, 6
+# Buckets of a few hundred elements, and nothing kept longer than its use.
+TINY = {
+    "reduce_bucket_size": 600,
+    "allgather_bucket_size": 600,
+    "stage3_prefetch_bucket_size": 600,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 20,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.narrow(F.gelu(self.wide(self.norm(values))))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed: str = "") -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.tokens = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values = self.tokens(tokens)
+        for block in self.blocks:
+            if self.checkpointed == "torch":
+                values = torch.utils.checkpoint.checkpoint(block, values, use_reentrant=False)
+            else:
+                values = block(values)
+        return self.head(values)
+
+
+def config(
+    stage: int, precision: str = "fp32", zero: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, **TINY, **(zero or {})},
+    }
+    if precision != "fp32":
+        made[precision] = {"enabled": True}
+        # Sums of micro-steps in 16 bits are rounded once more where a backend makes the means.
+        made["communication_data_type"] = "fp32"
+        made["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision == "fp16":
+        made["fp16"]["initial_scale_power"] = 8
+    return {**made, **more}
+
+
+def built(config: dict[str, Any], *, born_sharded: bool = False, model: str = "") -> Any:
+    torch.manual_seed(5)
+    with hadal.zero.Init(config_dict_or_path=config) if born_sharded else contextlib.nullcontext():
+        made = Model(model)
+    engine, *_ = hadal.initialize(model=made, model_parameters=made.parameters(), config=config)
+    return engine
+
+
+def batches(rank: int, updates: int, first: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + first)
+    return [torch.randint(TOKENS, (2, LENGTH + 1), generator=generator) for _ in range(2 * updates)]
+
+
+def advanced(engine: Any, updates: int, first: int = 0) -> dict[str, Any]:
+    """Train; the losses and norms, as numbers."""
+    rank = torch.distributed.get_rank()
+    told: dict[str, Any] = {"losses": [], "norms": []}
+    for tokens in batches(rank, updates, first):
+        tokens = tokens.to(engine.device)
+        outputs = engine(tokens[:, :-1])
+        loss = F.cross_entropy(outputs.float().flatten(0, 1), tokens[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        told["losses"].append(loss.item())
+        if engine.global_steps and engine.micro_steps % 2 == 0:
+            told["norms"].append(float(engine.get_global_grad_norm() or 0.0))
+    return told
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    parameters = dict(engine.module.named_parameters())
+    with hadal.zero.GatheredParameters(list(parameters.values())):
+        return {name: one.detach().cpu().clone() for name, one in parameters.items()}
+
+
+def trained(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str, Any]:
+    """What a training comes to."""
+    engine = built(config, **model)
+    told = advanced(engine, updates)
+    assert engine.device == current_device()
+    told["device"] = engine.device.type
+    told["weights"] = weights(engine)
+    engine.destroy()
+    return told
+
+
+def trained_late(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str, Any]:
+    """The same where all that the device does is late."""
+    before = npu.late_tasks()
+    with npu.asynchronous():
+        told = trained(config, updates, **model)
+    return {**told, "late": npu.late_tasks() - before}
+
+
+def wherever(config: dict[str, Any], **model: Any) -> dict[str, Any]:
+    """`trained_late` on the test device, `trained` elsewhere."""
+    way = trained_late if current_device().type == "npu" else trained
+    return way(config, **model)
+
+
+def trained_born_sharded(config: dict[str, Any]) -> dict[str, Any]:
+    return wherever(config, born_sharded=True)
+
+
+def trained_recomputing(config: dict[str, Any]) -> dict[str, Any]:
+    return wherever(config, model="torch")

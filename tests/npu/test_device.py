@@ -1,0 +1,115 @@
+"""The test device is one: it refuses what accelerators refuse, and finds who does not wait."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import Tensor
+
+import npu
+
+
+def _refusals() -> list[str]:
+    here, there = torch.ones(3, device="npu"), torch.ones(3)
+    number = torch.tensor(2.0)
+    assert (here + number).tolist() == [3.0] * 3  # a number of the host may stand beside
+    there.copy_(here)
+    attempts: dict[str, Callable[[], object]] = {
+        "sum": lambda: here + there,
+        "sum on the host": lambda: there.add_(here),
+        "sum on the host of a number": lambda: number.add_(here.sum()),
+        "other device": lambda: here + torch.ones(3, device="npu:1"),
+        "numpy": lambda: here.numpy(),
+        "fp64": lambda: here.double(),
+        "generator": lambda: here.normal_(generator=torch.Generator()),
+        "data": lambda: setattr(there, "data", here),
+    }
+    refused = []
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (RuntimeError, TypeError):
+            refused.append(name)
+    return [name for name in attempts if name not in refused]
+
+
+def test_what_accelerators_refuse(npus: RankPools) -> None:
+    assert npus(1).run(_refusals) == [[]]
+
+
+def _copied_late() -> None:
+    side = torch.Stream("npu")
+    host = torch.zeros(64, pin_memory=True)
+    pageable = torch.zeros(64)
+    with npu.asynchronous(longest_delay=100.0):
+        values = torch.full((64,), 3.0, device="npu")
+        with side:  # without waiting for what makes the values
+            early = torch.empty_like(values)
+            early.copy_(values, non_blocking=True)
+        assert early.isnan().all() and (values == 3).all()
+        host.copy_(values, non_blocking=True)
+        event = torch.accelerator.current_stream().record_event()
+        assert not event.query() and (host == 0).all()
+        event.synchronize()
+        assert event.query() and (host == 3).all()
+        # The host does not wait for a work that the device waits for.
+        work = torch.distributed.all_reduce(values, async_op=True)
+        assert not work.is_completed()
+        work.wait()
+        assert not work.is_completed() and (values == 3).all() and work.is_completed()
+        pageable.copy_(values, non_blocking=True)
+        assert (pageable == 3).all()
+
+
+def test_what_is_not_waited_for_is_old(npus: RankPools) -> None:
+    npus(1).run(_copied_late)
+
+
+def _given_back(keeps: bool) -> tuple[Tensor, str]:
+    side = torch.Stream("npu")
+    host = torch.zeros(8, pin_memory=True)
+    fault = ""
+    try:
+        with npu.asynchronous(longest_delay=100.0):
+            values = torch.full((8,), 3.0, device="npu")
+            torch.accelerator.synchronize()
+            with side:
+                host.copy_(values, non_blocking=True)
+                event = side.record_event()
+            if keeps:
+                values.record_stream(side)
+            del values
+            gc.collect()
+            event.synchronize()
+    except AssertionError as error:
+        fault = str(error)
+    return host, fault
+
+
+def test_memory_that_was_given_back_holds_nothing(npus: RankPools) -> None:
+    ((kept, fault),) = npus(1).run(_given_back, True)
+    assert (kept == 3).all() and not fault
+    ((lost, fault),) = npus(1).run(_given_back, False)
+    assert lost.isnan().all() and "given back" in fault
+
+
+def _memory() -> None:
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    values = torch.empty(1000, device="npu")
+    assert values.isnan().all()
+    assert torch.accelerator.memory_allocated() - before == 4000
+    values.untyped_storage().resize_(0)
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() - before >= 4000
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 31, device="npu")
+
+
+def test_memory_is_counted(npus: RankPools) -> None:
+    npus(1).run(_memory)

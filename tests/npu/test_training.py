@@ -1,0 +1,140 @@
+"""The same training on an accelerator gives the bits that it gives on CPUs.
+
+The device's work is late (see device.cpp): what does not wait for it finds old values, or NaNs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+
+from npu import runs
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    f"{precision} at stage {stage}": runs.config(stage, precision)
+    for stage in range(4)
+    for precision in ("fp32", "bf16", "fp16")
+}
+CONFIGS |= {
+    name: runs.config(stage, precision, zero)
+    for name, stage, precision, zero in (
+        ("optimizer on the host", 2, "bf16", {"offload_optimizer": {"device": "cpu"}}),
+        ("optimizer on the host, stage 3", 3, "fp16", {"offload_optimizer": {"device": "cpu"}}),
+        ("optimizer on the disk", 1, "bf16", {"offload_optimizer": {"device": "nvme"}}),
+        (
+            "all on the host",
+            3,
+            "bf16",
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        ),
+        (
+            "all on the host, pageable",
+            3,
+            "bf16",
+            {
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                "offload_param": {"device": "cpu", "pin_memory": False},
+            },
+        ),
+        (
+            "all on the disk",
+            3,
+            "fp16",
+            {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+        ),
+        ("a part on the host", 3, "bf16", {"offload_optimizer": {"device": "cpu", "ratio": 0.4}}),
+        (
+            "coded weights and gradients",
+            3,
+            "bf16",
+            {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+        ),
+        ("sanity checks", 3, "bf16", {"enable_sanity_checks": True}),
+        ("overlapped", 2, "bf16", {"overlap_comm": True, "contiguous_gradients": True}),
+    )
+}
+CONFIGS |= {
+    name: runs.config(0, optimizer={"type": name, "params": params}, gradient_clipping=0.0)
+    for name, params in (
+        ("OneBitAdam", {"lr": 0.01, "freeze_step": 1}),
+        ("ZeroOneAdam", {"lr": 0.01, "var_freeze_step": 1}),
+        ("OneBitLamb", {"lr": 0.01, "freeze_step": 1}),
+    )
+}
+CONFIGS |= {
+    name: runs.config(2, "bf16", optimizer={"type": name, "params": {"lr": 0.01}})
+    for name in ("Lamb", "Lion", "Muon", "Adagrad", "SGD", "Adam")
+}
+CONFIGS["rows of embeddings"] = runs.config(1, sparse_gradients=True)
+CONFIGS["all that is measured"] = runs.config(
+    2,
+    "bf16",
+    comms_logger={"enabled": True},
+    wall_clock_breakdown=True,
+    memory_breakdown=True,
+    steps_per_print=1,
+)
+# Whatever a backend makes of sums in 16 bits, one addition is not rounded twice.
+CONFIGS["16 bits on the wire"] = runs.config(2, "bf16", gradient_accumulation_steps=1)
+del CONFIGS["16 bits on the wire"]["communication_data_type"]
+
+
+def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Losses and weights are the same bits; norms are added up in another order."""
+    for here, there in zip(found, wanted, strict=True):
+        assert here["device"] == "npu" and there["device"] == "cpu"
+        assert here["losses"] == there["losses"]
+        assert here["norms"] == pytest.approx(there["norms"], rel=1e-7)
+        for name, values in there["weights"].items():
+            assert torch.equal(here["weights"][name], values), name
+
+
+def on_disk(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same, with a folder for what rests on the disk."""
+    zero = dict(config["zero_optimization"])
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device") == "nvme":
+            zero[key] = {**zero[key], "nvme_path": str(folder)}
+    return {**config, "zero_optimization": zero}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_as_on_cpus(name: str, npus: RankPools, ranks: RankPools, tmp_path: Path) -> None:
+    config = on_disk(CONFIGS[name], tmp_path)
+    wanted = ranks(2).run(runs.trained, config)
+    found = npus(2).run(runs.trained_late, config)
+    assert all(one["late"] > 100 for one in found)
+    same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_as_on_one_cpu(name: str, npus: RankPools, ranks: RankPools, tmp_path: Path) -> None:
+    config = on_disk(CONFIGS[name], tmp_path)
+    wanted = ranks(1).run(runs.trained, config)
+    same(npus(1).run(runs.trained_late, config), wanted)
+    same(npus(1).run(runs.trained, config), wanted)
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
+def test_born_sharded(offload: dict[str, Any], npus: RankPools, ranks: RankPools) -> None:
+    config = runs.config(3, "bf16", offload)
+    wanted = ranks(2).run(runs.trained_born_sharded, config)
+    same(npus(2).run(runs.trained_born_sharded, config), wanted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_activations(stage: int, npus: RankPools, ranks: RankPools) -> None:
+    config = runs.config(stage, "bf16")
+    wanted = ranks(2).run(runs.trained_recomputing, config)
+    same(npus(2).run(runs.trained_recomputing, config), wanted)
+
+
+def test_autocast(npus: RankPools, ranks: RankPools) -> None:
+    config = runs.config(2, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    wanted = ranks(1).run(runs.trained, config)
+    same(npus(1).run(runs.trained_late, config), wanted)
