@@ -195,7 +195,8 @@ class Accelerator:
         """The queue in use; None on a CPU."""
         if not self._is_there():
             return None
-        return torch.accelerator.current_stream(self.device(device_index))
+        found = getattr(self._module(), "current_stream", torch.accelerator.current_stream)
+        return found(self.device(device_index))
 
     def default_stream(self, device_index: int | None = None) -> Any:
         """The queue that a device begins with; None where it has none, as a CPU."""
@@ -221,10 +222,16 @@ class Accelerator:
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generators of the host and of all devices."""
-        torch.manual_seed(seed)
+        """Seed this process's device; on a CPU, the host's generator."""
+        (self._module() or torch).manual_seed(seed)
 
-    manual_seed_all = manual_seed
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed all devices; on a CPU, the host's generator."""
+        module = self._module()
+        if module is None:
+            torch.manual_seed(seed)
+        else:
+            module.manual_seed_all(seed)
 
     def initial_seed(self) -> int:
         """The seed of the device's generator."""
@@ -259,12 +266,12 @@ class Accelerator:
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that torch's tensors hold on a device; on a CPU, those of this process."""
         used = memory_use(self.device(device_index))
-        return used.device or used.host
+        return used.device if self._is_there() else used.host
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most that `memory_allocated` has been on an accelerator; on a CPU, what it is now."""
         used = memory_use(self.device(device_index))
-        return used.device_peak or used.host
+        return used.device_peak if self._is_there() else used.host
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes that torch's allocator holds of a device; on a CPU, those of this process."""

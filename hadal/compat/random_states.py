@@ -48,7 +48,7 @@ class CudaRNGStatesTracker:
             )
         device = get_accelerator()
         before = device.get_rng_state()
-        torch.manual_seed(seed)
+        device.manual_seed(seed)
         self.states_[name] = device.get_rng_state()
         self.seeds_.add(seed)
         device.set_rng_state(before)

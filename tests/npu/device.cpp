@@ -7,7 +7,7 @@
 // - Each stream is a queue with a thread (`Queue`). In asynchronous mode, copies from and to pinned
 //   memory, updates in place and collectives are queued, and begun as late as they may be: when
 //   somebody waits for them, or when a delay is over. Other operations wait for their own stream
-//   only. So whoever forgets an event finds old values, always.
+//   only, and their results arrive as late. So whoever forgets an event finds old values, always.
 // - Memory is filled with NaNs when it is given out and when it is given back (`Pool`), which is
 //   when the streams that use it, by allocation or record_stream, are through with it. A queued
 //   task that touches memory that is no longer anybody's is a fault, which tests ask for.
@@ -72,7 +72,8 @@ std::vector<std::string> faults() {
 
 class Queue {
  public:
-  uint64_t put(std::function<void()> task, Haste haste) {
+  uint64_t put(
+      std::function<void()> task, Haste haste, std::optional<Point> awaits = std::nullopt) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!is_asynchronous && given_ == done_) { // in the order of a CPU
       given_ += 1;
@@ -90,7 +91,7 @@ class Queue {
       due += std::chrono::duration_cast<Clock::duration>(
           std::chrono::duration<double>(longest_delay * share(random_)));
     }
-    tasks_.push_back({std::move(task), due});
+    tasks_.push_back({std::move(task), due, awaits});
     given_ += 1;
     if (!has_thread_) {
       has_thread_ = true;
@@ -125,13 +126,20 @@ class Queue {
   struct Task {
     std::function<void()> act;
     Clock::time_point due;
+    std::optional<Point> awaits;
   };
 
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       changed_.wait(lock, [&] { return !tasks_.empty(); });
-      changed_.wait_until(lock, tasks_.front().due, [&] { return wanted_ > done_; });
+      auto is_wanted = [&] { return wanted_ > done_; };
+      changed_.wait_until(lock, tasks_.front().due, is_wanted);
+      // To wait for another stream is no reason for it to hurry, unless somebody waits for this one.
+      auto awaits = tasks_.front().awaits;
+      while (awaits && !awaits->is_reached() && !is_wanted()) {
+        changed_.wait_for(lock, std::chrono::milliseconds(1), is_wanted);
+      }
       auto act = std::move(tasks_.front().act);
       tasks_.pop_front();
       lock.unlock();
@@ -194,7 +202,8 @@ Point end_of(c10::Stream stream) {
 
 void follow(c10::Stream stream, Point point) {
   if (!point.is_reached() && point.queue != number_of(stream)) {
-    put(stream, [point] { queues[point.queue].wait(point.number); }, Haste::now);
+    auto wait = [point] { queues[point.queue].wait(point.number); };
+    queues[number_of(stream)].put(wait, Haste::now, point);
   }
 }
 
@@ -749,7 +758,16 @@ struct Call {
   c10::Storage moved(const c10::Storage& storage) {
     auto* from = storage.unsafeGetStorageImpl();
     c10::DataPtr data;
-    if (from->nbytes() && from->data_ptr().get_deleter() != &release) {
+    if (from->nbytes() && is_asynchronous) { // who does not wait for this stream finds NaNs
+      OnDevice on(device);
+      data = device_memory.allocate(from->nbytes());
+      put(
+          current_stream(device),
+          [storage, place = data.get()] {
+            std::memcpy(place, storage.data(), storage.nbytes());
+          },
+          Haste::late);
+    } else if (from->nbytes() && from->data_ptr().get_deleter() != &release) {
       OnDevice on(device); // no memory of the pool's: a constant of torch's, or somebody's own
       data = device_memory.allocate(from->nbytes());
       std::memcpy(data.get(), from->data(), from->nbytes());
@@ -813,6 +831,22 @@ c10::IValue each_tensor(const c10::IValue& value, Act&& act) {
     }
   }
   return value;
+}
+
+// Whether no value is read or written.
+bool is_view(const c10::OperatorHandle& op) {
+  auto& schema = op.schema();
+  for (auto& argument : schema.arguments()) {
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
+      return false;
+    }
+  }
+  for (auto& returned : schema.returns()) {
+    if (returned.alias_info() == nullptr) {
+      return false;
+    }
+  }
+  return !schema.returns().empty();
 }
 
 // Whether nothing but values changes, so that nobody needs the result at once.
@@ -907,7 +941,9 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     return;
   }
-  drain(stream);
+  if (!is_view(op)) {
+    drain(stream);
+  }
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     WorksFor works(call.device);

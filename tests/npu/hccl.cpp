@@ -227,8 +227,8 @@ class Hccl final : public c10d::Backend {
                      total += outs[i].numel();
                    }
                    auto out = at::empty({total}, in.options());
+                   auto parts = out.split_with_sizes(comes); // gloo takes the sizes away
                    gloo_->alltoall_base(out, in, comes, goes, options)->wait();
-                   auto parts = out.split_with_sizes(comes);
                    for (size_t i = 0; i < outs.size(); ++i) {
                      outs[i].copy_(parts[i].view(outs[i].sizes()));
                    }

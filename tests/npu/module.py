@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Event = torch.Event
+_initialized = True  # asked by torch.utils.checkpoint
 native: Any = None  # set by `npu.join`
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import RankPools
 
-from npu import runs
+from . import runs
 
 CONFIGS: dict[str, dict[str, Any]] = {
     f"{precision} at stage {stage}": runs.config(stage, precision)

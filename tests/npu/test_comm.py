@@ -1,0 +1,169 @@
+"""Collectives on the device, through `hadal.comm`: the same results as on CPUs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import Tensor
+
+import npu
+from hadal import comm
+from hadal.device import collective_backend, current_device
+from hadal.errors import CommunicationError
+
+from . import runs
+
+
+def _tensors(count: int, *shape: int) -> list[Tensor]:
+    """Other values on each rank, the same on each device."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    device = current_device()
+    return [torch.randn(*shape, generator=generator).to(device) for _ in range(count)]
+
+
+def _collectives() -> list[list[float]]:
+    rank, size = comm.get_rank(), comm.get_world_size()
+    other = (rank + 1) % size
+    on_npu = current_device().type == "npu"
+    results: list[list[float]] = []
+
+    def tell(*tensors: Tensor) -> None:
+        assert all(one.device == current_device() for one in tensors)
+        results.extend(one.flatten().tolist() for one in tensors)
+
+    with npu.asynchronous() if on_npu else contextlib.nullcontext():
+        (one,) = _tensors(1, 6)
+        comm.all_reduce(one)
+        tell(one)
+        (one,) = _tensors(1, 6)
+        work = comm.all_reduce(one, torch.distributed.ReduceOp.MAX, async_op=True)
+        work.wait()
+        tell(one)
+        pair = _tensors(2, 3)
+        comm.all_reduce_coalesced(pair)
+        tell(*pair)
+        (one,) = _tensors(1, 4)
+        several = [torch.empty_like(one) for _ in range(size)]
+        comm.all_gather(several, one)
+        tell(*several)
+        whole = one.new_empty(4 * size)
+        comm.all_gather_into_tensor(whole, one)
+        tell(whole)
+        pair = _tensors(2, 3)
+        wholes = [part.new_empty(3 * size) for part in pair]
+        comm.all_gather_coalesced(wholes, pair)
+        tell(*wholes)
+        (one,) = _tensors(1, 4 * size)
+        out = one.new_empty(4)
+        comm.reduce_scatter_tensor(out, one)
+        tell(out)
+        if on_npu:  # gloo has none
+            again = torch.empty_like(out)
+            comm.reduce_scatter(again, list(one.chunk(size)))
+            assert torch.equal(out, again)
+            mean = one / size
+            comm.all_reduce(one, torch.distributed.ReduceOp.AVG)
+            comm.all_reduce(mean)
+            torch.testing.assert_close(one, mean)
+            lists = [list(_tensors(1, 2 * size)[0].chunk(size)) for _ in range(2)]
+            comm.all_to_all(lists[0], lists[1])
+            flat = torch.empty(2 * size, device=one.device)
+            comm.all_to_all_single(flat, torch.cat(lists[1]))
+            assert torch.equal(torch.cat(lists[0]), flat)
+        (one,) = _tensors(1, 4 * size)
+        out = torch.empty_like(one)
+        comm.all_to_all_single(out, one)
+        tell(out)
+        gives, gets = ([to + rank + 1 for to in range(size)] for _ in range(2))
+        (one,) = _tensors(1, sum(gives))
+        out = one.new_empty(sum(gets))
+        comm.all_to_all_single(out, one, gets, gives)
+        tell(out)
+        (one,) = _tensors(1, 5)
+        comm.broadcast(one, 0)
+        tell(one)
+        (one,) = _tensors(1, 5)
+        comm.reduce(one, 0)
+        if rank == 0:
+            tell(one)
+        (one,) = _tensors(1, 5)
+        several = [torch.empty_like(one) for _ in range(size)] if rank == 0 else []
+        comm.gather(one, several or None, 0)
+        tell(*several)
+        out = torch.empty_like(one)
+        comm.scatter(out, _tensors(size, 5) if rank == 0 else None, 0)
+        tell(out)
+        if size > 1:
+            if rank == 0:
+                comm.send(one, other)
+                comm.recv(out, other)
+            else:
+                comm.recv(out, other)
+                comm.send(one, other)
+            tell(out)
+            works = comm.batch_isend_irecv(
+                [comm.P2POp(comm.isend, one, other), comm.P2POp(comm.irecv, out, other)]
+            )
+            for work in works:
+                work.wait()
+            tell(out)
+        comm.barrier()
+        objects: list[Any] = [None] * size
+        comm.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": number} for number in range(size)]
+        told: list[Any] = ["hello" if rank == 0 else None]
+        comm.broadcast_object_list(told, 0)
+        assert told == ["hello"]
+        group = comm.new_group(list(range(size)))
+        (one,) = _tensors(1, 3)
+        comm.all_reduce(one, group=group)
+        tell(one)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_collectives_as_on_cpus(size: int, npus: RankPools, ranks: RankPools) -> None:
+    assert npus(size).run(_collectives) == ranks(size).run(_collectives)
+
+
+def _backends() -> tuple[str, str, str]:
+    comm.init_distributed()
+    return (
+        torch.distributed.get_default_backend_for_device("npu"),
+        collective_backend(),
+        str(torch.distributed.get_backend_config()),
+    )
+
+
+def test_each_device_has_its_backend(npus: RankPools) -> None:
+    for told in npus(2).run(_backends):
+        assert told == ("hccl", "cpu:gloo,npu:hccl", "cpu:gloo,npu:hccl")
+
+
+def _mixed() -> str:
+    with pytest.raises((RuntimeError, CommunicationError)) as found:
+        comm.all_gather_into_tensor(torch.empty(2), torch.ones(1, device="npu"))
+    return str(found.value)
+
+
+def test_a_mixture_of_devices_is_an_error(npus: RankPools) -> None:
+    assert npus(1).run(_mixed)
+
+
+def _logged() -> list[str]:
+    engine = runs.built(runs.config(3, "bf16", comms_logger={"enabled": True}))
+    with npu.asynchronous():
+        runs.advanced(engine, 2)
+        rows = comm.log_summary()
+    engine.destroy()
+    assert all(row.seconds > 0 for row in rows)
+    return sorted({row.operation for row in rows})
+
+
+def test_what_travels_is_logged(npus: RankPools) -> None:
+    for told in npus(2).run(_logged):
+        assert {"all_gather", "reduce_scatter"} <= set(told)

@@ -1,0 +1,199 @@
+"""States that leave the device and come back, and checkpoints between devices."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch.nn import functional as F
+
+import hadal
+import npu
+from hadal.device import current_device
+from hadal.offload import crossing
+from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from . import runs
+from .test_training import on_disk, same
+
+
+def _late() -> Any:
+    return npu.asynchronous() if current_device().type == "npu" else contextlib.nullcontext()
+
+
+# ---- away and back -------------------------------------------------------------------------------
+
+
+def _moved(config: dict[str, Any], pinned: bool, waits: bool) -> dict[str, Any]:
+    with _late():
+        engine = runs.built(config)
+        told = runs.advanced(engine, 2)
+        for first in (2, 4):
+            before = _allocated()
+            engine.offload_states(pin_memory=pinned, non_blocking=not waits)
+            torch.ones(400, device=engine.device).mul_(2)  # may get memory that has been left
+            if waits and current_device().type == "npu":
+                assert _allocated() < before / 2
+            engine.reload_states(non_blocking=not waits)
+            more = runs.advanced(engine, 1, first)
+            told = {key: told[key] + more[key] for key in told}
+        told["weights"] = runs.weights(engine)
+        told["device"] = engine.device.type
+        engine.destroy()
+    return told
+
+
+def _allocated() -> int:
+    gc.collect()
+    if current_device().type == "cpu":
+        return 0
+    return int(torch.accelerator.memory_allocated())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("pinned", "waits"), [(True, True), (True, False), (False, True)])
+def test_states_move_out_and_in(
+    stage: int, pinned: bool, waits: bool, npus: RankPools, ranks: RankPools
+) -> None:
+    config = runs.config(stage, "bf16")
+    wanted = ranks(2).run(_moved, config, pinned, waits)
+    same(npus(2).run(_moved, config, pinned, waits), wanted)
+
+
+def _by_short_stages(config: dict[str, Any]) -> dict[str, Any]:
+    plain, crossing._STAGED_NBYTES = crossing._STAGED_NBYTES, 64
+    try:
+        return runs.wherever(config)
+    finally:
+        crossing._STAGED_NBYTES = plain
+
+
+def test_buffers_on_the_way_to_the_device_are_used_again(npus: RankPools, ranks: RankPools) -> None:
+    large = {"reduce_bucket_size": 100_000, "offload_optimizer": {"device": "cpu"}}
+    config = runs.config(2, "bf16", large)
+    wanted = ranks(2).run(_by_short_stages, config)
+    same(npus(2).run(_by_short_stages, config), wanted)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def _draw(engine: Any) -> list[float]:
+    drawn: list[float] = torch.rand(3, device=engine.device).tolist()
+    return drawn
+
+
+def _saved(config: dict[str, Any], folder: str) -> list[float]:
+    """Two updates, a checkpoint, and what the device's generator gives next."""
+    with _late():
+        engine = runs.built(config)
+        runs.advanced(engine, 2)
+        torch.manual_seed(11 + torch.distributed.get_rank())
+        _draw(engine)
+        engine.save_checkpoint(folder)
+        drawn = _draw(engine)
+        runs.advanced(engine, 1, 7)  # while an asynchronous save may still go on
+        engine.wait_for_checkpoint()
+        engine.destroy()
+    return drawn
+
+
+def _loaded(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What comes after it."""
+    with _late():
+        engine = runs.built(config)
+        torch.manual_seed(77)
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+        drawn = _draw(engine)
+        told = runs.advanced(engine, 2, 20)
+        parameter = engine.module.blocks[1].wide.weight
+        moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+        told["weights"] = {
+            **runs.weights(engine),
+            "master": safe_get_full_fp32_param(parameter).cpu(),
+            "moment": moment.cpu(),
+        }
+        told["device"] = engine.device.type
+        told["drawn"] = drawn
+        engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        runs.config(0),
+        runs.config(1, "bf16"),
+        runs.config(2, "fp16", checkpoint={"async_save": True}),
+        runs.config(3, "bf16", checkpoint={"async_save": True}),
+        runs.config(3, "bf16", {"offload_optimizer": {"device": "cpu"}}),
+        runs.config(
+            3, "bf16", {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
+        ),
+    ],
+    ids=["stage 0", "stage 1", "stage 2 async", "stage 3 async", "on the host", "on the disk"],
+)
+def test_checkpoints_pass_between_devices(
+    config: dict[str, Any], npus: RankPools, ranks: RankPools, tmp_path: Path
+) -> None:
+    config = on_disk(config, tmp_path)
+    here, there = str(tmp_path / "npu"), str(tmp_path / "cpu")
+    drawn = npus(2).run(_saved, config, here)
+    ranks(2).run(_saved, config, there)
+    wanted = ranks(2).run(_loaded, config, there)
+    same(npus(2).run(_loaded, config, there), wanted)  # from a CPU
+    found = npus(2).run(_loaded, config, here)
+    same(found, wanted)
+    assert [one["drawn"] for one in found] == drawn
+    from_npu = ranks(2).run(_loaded, config, here)
+    same(found, from_npu)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def _edited(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    with _late():
+        engine = runs.built(config)
+        parameter = engine.module.blocks[0].wide.weight
+        with hadal.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if torch.distributed.get_rank() == 0:
+                parameter.mul_(0.5)
+        told = runs.advanced(engine, 2)
+        engine.eval()
+        with torch.no_grad():
+            tokens = torch.arange(12).view(2, 6).to(engine.device)
+            told["losses"].append(F.softmax(engine(tokens).float(), -1).sum().item())
+        engine.train()
+        engine.save_16bit_model(folder)
+        told["weights"] = runs.weights(engine)
+        told["device"] = engine.device.type
+        engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_are_edited_and_exported(
+    stage: int, npus: RankPools, ranks: RankPools, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    config = runs.config(
+        stage, "bf16", {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    )
+    here, there = tmp_path / "npu", tmp_path / "cpu"
+    wanted = ranks(2).run(_edited, config, str(there))
+    same(npus(2).run(_edited, config, str(here)), wanted)
+    files = sorted(path.name for path in there.iterdir())
+    assert files == sorted(path.name for path in here.iterdir())
+    for name in files:
+        if name.endswith(".safetensors"):
+            found = load_file(here / name)
+            for key, values in load_file(there / name).items():
+                assert torch.equal(found[key], values), key
