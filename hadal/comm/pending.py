@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hadal.comm.watchdog import missing_rank, watched
 from hadal.comm.works import failure
+from hadal.device import same_order
 from hadal.errors import CommunicationError
 
 
@@ -81,12 +82,14 @@ class _Watch:
     def __init__(self, works: Sequence[Work]) -> None:
         self.ended = threading.Event()
         self._works = works
+        self._in_order = same_order()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
-            _wait_for(self._works)
+            with self._in_order():
+                _wait_for(self._works)
         except BaseException as error:
             # Of whatever kind: it is raised where the works are waited for, which would not end.
             self._error = error

@@ -44,7 +44,7 @@ from hadal.device.memory import (
 )
 from hadal.device.places import look_at
 from hadal.device.stamps import Stamp
-from hadal.device.streams import Event, SideStream
+from hadal.device.streams import Event, SideStream, same_order
 
 __all__ = [
     "AdagradRule",
@@ -79,6 +79,7 @@ __all__ = [
     "random_state",
     "rank_device",
     "reset_peak_memory",
+    "same_order",
     "set_random_state",
     "spared_import",
     "synchronize",

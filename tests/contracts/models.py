@@ -64,6 +64,7 @@ def _tokens(generator: torch.Generator) -> Batch:
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     """The mean loss over the micro batch, in fp32 whatever the model computes in."""
+    targets = targets.to(outputs.device)
     if targets.is_floating_point():
         return F.mse_loss(outputs.float(), targets.float())
     return F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
@@ -246,7 +247,8 @@ class _InTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: nn.Module, values: Tensor) -> Tensor:
         ctx.module = module
-        ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        kind = values.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.save_for_backward(values)
         return torch.cat([module(row) for row in values.split(1)])
 
@@ -256,8 +258,7 @@ class _InTiles(torch.autograd.Function):
         found = []
         for row, its_gradient in zip(values.split(1), gradient.split(1), strict=True):
             leaf = row.detach().requires_grad_()
-            enabled, dtype = ctx.autocast
-            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled):
+            with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 output = ctx.module(leaf)
             torch.autograd.backward(output, its_gradient)
             found.append(leaf.grad)

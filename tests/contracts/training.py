@@ -42,7 +42,10 @@ class Trained(Trainee):
         self.moment = moment
 
     def __call__(self, *inputs: Any) -> Tensor:
-        return self.engine(*cast(inputs, self.dtype))
+        here = [
+            each.to(self.engine.device) if isinstance(each, Tensor) else each for each in inputs
+        ]
+        return self.engine(*cast(tuple(here), self.dtype))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         self.outcome.losses.setdefault(self.moment.rank, []).append(loss.item())
@@ -61,7 +64,7 @@ class Trained(Trainee):
     def evaluate(self, inputs: Tensor) -> None:
         self.engine.eval()
         with torch.no_grad():
-            self.outcome.evaluations.append(self(inputs).float())
+            self.outcome.evaluations.append(self(inputs).float().cpu())
         self.engine.train()
 
     def edit(self, name: str, values: Tensor, gathered: bool) -> None:
@@ -85,7 +88,8 @@ def trained_by_hadal(cell: Cell, compilation: str = "") -> Outcome:
     outcome.skipped = engine.skipped_steps
     engine.destroy()
     outcome.weights = {
-        name: parameter.detach().float().clone() for name, parameter in trained.parameters.items()
+        name: parameter.detach().float().cpu().clone()
+        for name, parameter in trained.parameters.items()
     }
     return outcome
 

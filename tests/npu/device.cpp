@@ -1221,13 +1221,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
-    auto device = impl->device().index();
-    drain(current_stream(device));
-    OnDevice on(device);
+    OnDevice on(impl->device().index()); // the host does not wait
     auto data = device_memory.allocate(nbytes);
     auto common = std::min(nbytes, impl->nbytes());
     if (common) {
-      std::memcpy(data.get(), impl->data(), common);
+      auto copy = [out = data.get(), in = impl->data(), common] { std::memcpy(out, in, common); };
+      put(current_stream(the_device), copy, Haste::late);
     }
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(nbytes);
@@ -1264,6 +1263,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // What torch would make of other operations, though the CPU has a kernel.
   for (auto* name : {"native_layer_norm", "native_group_norm", "addr"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&npu::by_cpu>());
+  }
+  auto& all = c10::Dispatcher::singleton();
+  for (auto& name : all.getAllOpNames()) {
+    auto op = all.findOp(name);
+    if (op && name.name.rfind("aten::", 0) == 0 &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(
+            c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
+      auto known = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      m.impl(known.c_str(), torch::CppFunction::makeFromBoxedFunction<&npu::by_cpu>());
+    }
   }
 }
 

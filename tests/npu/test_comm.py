@@ -12,6 +12,7 @@ from torch import Tensor
 
 import npu
 from hadal import comm
+from hadal.comm.collectives import start_all_gather
 from hadal.device import collective_backend, current_device
 from hadal.errors import CommunicationError
 
@@ -167,3 +168,25 @@ def _logged() -> list[str]:
 def test_what_travels_is_logged(npus: RankPools) -> None:
     for told in npus(2).run(_logged):
         assert {"all_gather", "reduce_scatter"} <= set(told)
+
+
+def _watched() -> list[float]:
+    """A thread that waits for a collective does so in the order of whoever asked it to."""
+    ranks = comm.Ranks.world()
+    values = torch.zeros(4 * ranks.size, device="npu")
+    values[4 * ranks.rank : 4 * ranks.rank + 4] = ranks.rank + 1
+    copied = torch.empty_like(values)
+    side = torch.Stream("npu")
+    with npu.asynchronous(longest_delay=1.0), side:
+        side.wait_stream(torch.npu.default_stream())
+        pending = start_all_gather(values, ranks, "a gather")
+        assert pending.arrives_within(60.0)
+        pending.wait()
+        copied.copy_(values)
+        side.synchronize()
+    told: list[float] = copied.tolist()
+    return told
+
+
+def test_a_thread_waits_in_the_same_order(npus: RankPools) -> None:
+    assert npus(2).run(_watched) == [[1.0] * 4 + [2.0] * 4] * 2
