@@ -20,6 +20,7 @@ import torch
 HERE = Path(__file__).parent
 PARTS = ("device", "hccl")
 NAME = "_npu"
+WRITTEN_FOR = "2.13."  # another release of torch may have other headers
 
 
 def lacking() -> str:

@@ -1129,7 +1129,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return exchange_stream(stream);
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
+  void* getStreamNativeHandle(const c10::Stream stream) const {
     return &queues[number_of(stream)];
   }
   c10::DeviceIndex deviceCount() const noexcept override {

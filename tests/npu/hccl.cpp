@@ -74,7 +74,7 @@ class QueuedWork final : public c10d::Work {
     wait(kNoTimeout);
   }
 
-  void blockCurrentStream() override {
+  void blockCurrentStream() {
     wait(kNoTimeout);
   }
 

@@ -74,10 +74,13 @@ def config(
     return {**made, **more}
 
 
-def built(config: dict[str, Any], *, born_sharded: bool = False, model: str = "") -> Any:
+def built(
+    config: dict[str, Any], *, born_sharded: bool = False, model: str = "", freezes: bool = False
+) -> Any:
     torch.manual_seed(5)
     with hadal.zero.Init(config_dict_or_path=config) if born_sharded else contextlib.nullcontext():
         made = Model(model)
+    made.blocks[:2].requires_grad_(not freezes)
     engine, *_ = hadal.initialize(model=made, model_parameters=made.parameters(), config=config)
     return engine
 
@@ -136,6 +139,10 @@ def wherever(config: dict[str, Any], **model: Any) -> dict[str, Any]:
 
 def trained_born_sharded(config: dict[str, Any]) -> dict[str, Any]:
     return wherever(config, born_sharded=True)
+
+
+def trained_with_frozen(config: dict[str, Any]) -> dict[str, Any]:
+    return wherever(config, freezes=True)
 
 
 def trained_recomputing(config: dict[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,16 @@ def test_born_sharded(offload: dict[str, Any], npus: RankPools, ranks: RankPools
     same(npus(2).run(runs.trained_born_sharded, config), wanted)
 
 
+@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
+def test_frozen_weights_rest_as_int8(
+    offload: dict[str, Any], npus: RankPools, ranks: RankPools
+) -> None:
+    zero = {"zero_quantized_nontrainable_weights": True, **offload}
+    config = runs.config(3, "bf16", zero)
+    wanted = ranks(2).run(runs.trained_with_frozen, config)
+    same(npus(2).run(runs.trained_with_frozen, config), wanted)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_recomputed_activations(stage: int, npus: RankPools, ranks: RankPools) -> None:
     config = runs.config(stage, "bf16")
