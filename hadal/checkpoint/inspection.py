@@ -16,7 +16,8 @@ from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import check_file, check_inside
 from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
-from hadal.checkpoint.source import Entry, Source, StoredSource
+from hadal.checkpoint.source import Entry, Source
+from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError, HadalError
 
 

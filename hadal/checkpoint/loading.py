@@ -29,7 +29,8 @@ from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_
 from hadal.checkpoint.live import Live, plain_name
 from hadal.checkpoint.moments import MemoryPlan, plan_memory
 from hadal.checkpoint.opening import open_source
-from hadal.checkpoint.source import Own, Source, StoredSource
+from hadal.checkpoint.source import Own, Source
+from hadal.checkpoint.stored import StoredSource
 from hadal.checkpoint.together import together
 from hadal.checkpoint.weights import Reading, plan_bucket
 from hadal.comm import Ranks, get_local_world_size

@@ -8,7 +8,8 @@ from pathlib import Path
 from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import is_deepspeed
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.source import Source, StoredSource
+from hadal.checkpoint.source import Source
+from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import Files, files_of
-from hadal.checkpoint.source import StoredSource
+from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")

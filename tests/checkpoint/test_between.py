@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hadal
 from checkpoint.test_reshard import Odd, trained
 from hadal import comm
-from hadal.checkpoint.source import StoredSource
+from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

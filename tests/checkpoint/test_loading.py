@@ -17,7 +17,7 @@ from torch import nn
 
 from hadal import comm
 from hadal.checkpoint import direct, loading
-from hadal.checkpoint.source import StoredSource
+from hadal.checkpoint.stored import StoredSource
 from hadal.engine import moving
 from hadal.errors import CheckpointError, MismatchError
 

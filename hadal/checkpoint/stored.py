@@ -1,0 +1,458 @@
+"""Hadal's own folders as a `Source`: the index says which file has what, and where in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hadal.checkpoint.contents import (
+    MASTER,
+    Part,
+    SavedGroup,
+    Single,
+    Stretch,
+    part_of_json,
+    state_key,
+)
+from hadal.checkpoint.direct import Kept, blocks_of, read_into
+from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, understanding
+from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
+from hadal.checkpoint.index import read_index, seals_of, strict_json
+from hadal.checkpoint.plain import decoded, decoded_state
+from hadal.checkpoint.planning import cuts_of
+from hadal.checkpoint.shards import DTYPES, read_tensors
+from hadal.checkpoint.source import OWN, Entry, Own
+from hadal.device.memory import is_host_memory
+from hadal.errors import CheckpointError
+from hadal.offload.buffers import memory_of
+from hadal.zero.layout import Slot
+
+_OPEN_FILES = 16
+
+
+class _Chunk(NamedTuple):
+    """A part of a value in a stored tensor: its `start` lies at `offset` of that."""
+
+    start: int
+    numel: int
+    rank: int
+    tensor: str
+    offset: int
+    stored: torch.dtype
+    """Its dtype there: the master's, where the value is its rounding."""
+
+
+class StoredSource:
+    """A folder that `save_checkpoint` has written; one part of it, where the model was cut.
+
+    Files are known by the index alone, looked at when they are first needed (size and header), and
+    compared whole by `verify`.
+
+    Raises:
+        CheckpointError: the index is missing, damaged, or tells of what cannot be.
+    """
+
+    def __init__(self, folder: Path, part: int = 0) -> None:
+        self.path = folder
+        content = read_index(folder)
+        with self._reading(INDEX):
+            self._read(content, part)
+
+    def _read(self, content: dict[str, Any], part: int) -> None:
+        parts = [part_of_json(row) for row in content["parts"]]
+        ranks = sorted(rank for one in parts for rank in one.ranks)
+        self.world_size, self.parts = content["world_size"], len(parts)
+        if ranks != list(range(len(ranks))) or len(ranks) != self.world_size or not ranks:
+            raise ValueError(f"world_size is {self.world_size!r}, and the ranks are {ranks[:8]}")
+        names = [rank_file(rank) for rank in ranks]
+        has_client = CLIENT in content["files"]
+        self._seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
+        self._here = frozenset(map(str, content["here"]))
+        self.mark = str(content["save"])
+        self.stage = int(content["stage"])
+        self.saved_at = float(content["saved_at"])
+        self.optimizer = content["optimizer"]
+        self.scalars = decoded(content["scalars"])
+        self.schedule = decoded(content["schedule"])
+        self._client = content["client_state"]
+        if not 0 <= part < len(parts):
+            raise CheckpointError(
+                f"{self.path} holds a model in {len(parts)} model-parallel parts, and part {part}"
+                " is asked for; load it with the model-parallel size that saved it"
+            )
+        self.part: Part = parts[part]
+        self.groups: Sequence[SavedGroup] = self.part.groups
+        self.aliases: Mapping[str, str] = self.part.aliases
+        self.state: Mapping[str, Mapping[str, Any]] = {
+            name: {key: decoded_state(value) for key, value in values.items()}
+            for name, values in self.part.state.items()
+        }
+        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._kept: dict[str, Kept] = {}
+        self._looked_at: set[str] = set()
+        self._begins: dict[str, dict[str, int]] = {}
+        self._runs: dict[tuple[str, int], list[Stretch]] = {}
+        self._bucket_like = {
+            _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
+        }
+        self._place: dict[tuple[str, str], tuple[int, int] | Single] = {}
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self.entries: Mapping[tuple[str, str], Entry] = self._entries
+        self._enter_singles()
+        self._enter_stretches()
+
+    # ---- what there is ---------------------------------------------------------------------------
+
+    def _enter(self, name: str, kind: str, entry: Entry, place: tuple[int, int] | Single) -> None:
+        if (name, kind) in self.entries:
+            raise ValueError(f"{kind} of {name} is told twice")
+        self._entries[name, kind] = entry
+        self._place[name, kind] = place
+
+    def _enter_singles(self) -> None:
+        for one in self.part.singles:
+            if one.rank is not None and one.rank >= len(self.part.ranks):
+                raise ValueError(f"{one.tensor} lies on rank {one.rank}")
+            self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
+
+    def _enter_stretches(self) -> None:
+        for one in self.part.stretches:
+            if not 0 < one.holders <= len(self.part.ranks) - one.rank:
+                raise ValueError(f"{one.tensor} lies on rank {one.rank + max(one.holders, 1) - 1}")
+            self._runs.setdefault((one.kind, one.bucket), []).append(one)
+        self._expect_masters()
+        for (kind, number), run in self._runs.items():
+            run.sort(key=lambda one: one.start)
+            if run[-1].stop > self.part.buckets[number].numel:
+                raise ValueError(f"{kind} of bucket {number} is longer than that")
+            if any(one.stop > after.start for one, after in pairwise(run)):
+                raise ValueError(f"{kind} of bucket {number} is told twice")
+            starts = [one.start for one in run]
+            for index, slot in enumerate(self.part.buckets[number].slots):
+                found = _overlapping(run, starts, slot.offset, slot.stop)
+                covered = sum(
+                    min(one.stop, slot.stop) - max(one.start, slot.offset) for one in found
+                )
+                if covered == slot.numel and (covered or kind in ("weight", "master")):
+                    is_rounded = bool(found) and all(one.rounds for one in found)
+                    entry = Entry(slot.shape, run[0].dtype, is_rounded)
+                    self._enter(slot.name, kind, entry, (number, index))
+                elif covered:
+                    raise ValueError(
+                        f"{kind} of {slot.name} has {covered} elements of {slot.numel}"
+                    )
+
+    def _expect_masters(self) -> None:
+        """See that the index tells of the masters that weights are the rounding of."""
+        for one in self.part.stretches:
+            masters = self._runs.get((MASTER, one.bucket), ())
+            if one.rounds and not any(
+                (known.numel, known.dtype) == (one.numel, one.rounds)
+                and known.start - one.start == one.numel * (known.rank - one.rank)
+                and known.start <= one.start
+                and one.stop <= known.stop
+                for known in masters
+            ):
+                raise ValueError(f"{one.tensor}, whose rounding weights are, is not told of")
+
+    def _chunks_of(self, name: str, kind: str) -> list[_Chunk]:
+        place = self._place[name, kind]
+        if isinstance(place, Single):
+            numel = prod(place.shape)
+            chunk = _Chunk(0, numel, place.rank or 0, place.tensor, 0, place.dtype)
+            return [chunk] if numel else []
+        number, index = place
+        run = self._runs[kind, number]
+        starts = [one.start for one in run]
+        return list(_chunks(run, starts, self.part.buckets[number].slots[index]))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
+        """See that the files that hold these elements have them, by their headers."""
+        for chunk, _, _, _ in self._cuts(name, kind, start, stop):
+            self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, chunk.stored)
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements of a value; a view of the mapped file where one stored tensor holds them."""
+        cuts, dtype = self._cuts(name, kind, start, stop), self.entries[name, kind].dtype
+        if len(cuts) == 1:
+            return self._cut(*cuts[0][:2], stop - start).to(dtype)
+        found = torch.empty(stop - start, dtype=dtype)
+        for chunk, offset, target, numel in cuts:
+            found[target : target + numel].copy_(self._cut(chunk, offset, numel))
+        return found
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """A rank's own values where each has its own; else the values. Whole, in their shape."""
+        place = self._place[name, kind]
+        if not isinstance(place, Single):
+            entry = self.entries[name, kind]
+            return self.read(name, kind, 0, entry.numel).view(entry.shape)
+        holder = rank if place.rank is None else place.rank
+        path = rank_file(self.part.ranks[holder])
+        self._expect_tensor(path, place.tensor, place.dtype, place.shape)
+        with self._reading(path):
+            tensor: Tensor = self._open(path).get_tensor(place.tensor)
+            return tensor
+
+    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Whether a bucket that is laid out like `slots` was saved, and its files are there."""
+        number = self._bucket_like.get(_layout_of(slots))
+        needed = (slot for slot in slots if max(slot.offset, start) < min(slot.stop, stop))
+        if (kind, number) not in self._runs or any(
+            (slot.name, kind) not in self.entries for slot in needed
+        ):
+            return False
+        for one in self._saved_by_ranks(kind, slots, start, stop):
+            self._expect_tensor(self._file_of(one), one.tensor, one.stored, (one.numel,))
+        return True
+
+    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Read elements of a saved bucket into `out`, straight where it can take them."""
+        done, stop = start, start + out.numel()
+        for one in self._saved_by_ranks(kind, slots, start, stop):
+            first, last = max(one.start, start), min(one.stop, stop)
+            out[done - start : first - start].zero_()
+            self._read_part(one, first, out[first - start : last - start])
+            done = last
+        out[done - start :].zero_()
+
+    def _read_part(self, one: Stretch, first: int, out: Tensor) -> None:
+        """Elements of what one rank has of a bucket, from `first` on."""
+        name = self._file_of(one)
+        with self._reading(name), open_regular(self.path / name) as file:
+            low = self._begin_of(name, one.tensor) + (first - one.start) * one.stored.itemsize
+            if is_host_memory(out.device) and out.dtype == one.dtype == one.stored:
+                read_into(
+                    memory_of(out.view(torch.uint8)), file.fileno(), low, self._kept.get(name)
+                )
+                return
+            high, offset = low + out.numel() * one.stored.itemsize, 0
+            for block in blocks_of(file.fileno(), low, high, self._kept.get(name)):
+                values = torch.frombuffer(block, dtype=one.stored)
+                out[offset : offset + values.numel()].copy_(values.to(one.dtype))
+                offset += values.numel()
+
+    def _saved_by_ranks(
+        self, kind: str, slots: Sequence[Slot], start: int, stop: int
+    ) -> list[Stretch]:
+        """What single ranks have of elements [start, stop) of the bucket laid out like `slots`."""
+        number = self._bucket_like.get(_layout_of(slots))
+        run = self._runs.get((kind, -1 if number is None else number), ())
+        found = _overlapping(run, [one.start for one in run], start, stop)
+        return [one for several in found for one in several.between(start, stop)]
+
+    def _file_of(self, one: Stretch) -> str:
+        return rank_file(self.part.ranks[one.rank])
+
+    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
+        """What `verify` has kept, where it is the whole of what one rank has stored."""
+        for one in self._saved_by_ranks(kind, slots, start, stop):
+            name = self._file_of(one)
+            if (one.start, one.stop) == (start, stop) and name in self._kept:
+                found = self._kept[name].whole(*self._extent_of(name, one))
+                return None if found is None else found.view(one.dtype)
+        return None
+
+    def _extent_of(self, name: str, one: Stretch) -> tuple[int, int]:
+        """The bytes of a file that hold what one rank has of a stretch."""
+        begin = self._begin_of(name, one.tensor)
+        return begin, begin + one.numel * one.stored.itemsize
+
+    def _remembered(self, name: str) -> Iterator[tuple[int, int]]:
+        """The bytes of a file that hold what the optimizer remembers of buckets."""
+        for several in self.part.stretches:
+            for one in several.between(several.start, several.stop):
+                is_here = self._file_of(one) == name
+                if is_here and state_key(one.kind) is not None and self._has(name, one.tensor):
+                    yield self._extent_of(name, one)
+
+    def _has(self, name: str, tensor: str) -> bool:
+        return tensor in self._begins_in(name)
+
+    def _begin_of(self, name: str, tensor: str) -> int:
+        """Where a tensor's bytes begin in a file."""
+        return self._begins_in(name)[tensor]
+
+    def _begins_in(self, name: str) -> Mapping[str, int]:
+        if name not in self._begins:
+            with open_regular(self.path / name) as file:
+                head = file.read(self._seals[name].head_nbytes)
+            header = strict_json(head[8:], self.path / name)
+            self._begins[name] = {
+                key: len(head) + int(row["data_offsets"][0])
+                for key, row in header.items()
+                if key != "__metadata__"
+            }
+        return self._begins[name]
+
+    def _cuts(
+        self, name: str, kind: str, start: int, stop: int
+    ) -> list[tuple[_Chunk, int, int, int]]:
+        """What to read: a chunk, where in it, where that goes to, and how many elements."""
+        entry, chunks = self.entries[name, kind], self._chunks_of(name, kind)
+        if not 0 <= start <= stop <= entry.numel:
+            raise CheckpointError(
+                f"{self.path}: elements {start} to {stop} of {kind} of {name} are asked for, which"
+                f" has {entry.numel}"
+            )
+        extents = [(chunk.start, chunk.numel) for chunk in chunks]
+        return [
+            (chunks[cut.chunk], chunks[cut.chunk].offset + cut.start, cut.target, cut.numel)
+            for cut in cuts_of(name, extents, start, stop - start)
+        ]
+
+    def _cut(self, chunk: _Chunk, offset: int, numel: int) -> Tensor:
+        path = rank_file(self.part.ranks[chunk.rank])
+        with self._reading(path):
+            stored = self._open(path).get_slice(chunk.tensor)
+            if len(stored.get_shape()) != 1:
+                whole: Tensor = self._open(path).get_tensor(chunk.tensor)
+                return whole.reshape(-1)[offset : offset + numel]
+            cut: Tensor = stored[offset : offset + numel]
+            return cut
+
+    def own(self, rank: int) -> Own | None:
+        """A rank's random generators, place in the data, and modules' extra state."""
+        path = rank_file(self.part.ranks[rank])
+        with self._reading(path):
+            texts = self._open(path).metadata() or {}
+            saved = strict_json(texts[OWN], self.path / path)
+            tensors = _Lazily(self._open(path))
+            values = [saved[key] for key in ("loader", "random", "extra")]
+            # Earlier versions had no such optimizers.
+            values.append(saved.get("exchange"))
+            return Own(*(decoded(value, tensors) for value in values))
+
+    def client_state(self) -> dict[str, Any]:
+        """The caller's own values."""
+        tensors: Mapping[str, Tensor] = {}
+        if CLIENT in self._seals:
+            self._look_at(CLIENT)
+            tensors = read_tensors(self.path / CLIENT)[0]
+        with self._reading(INDEX):
+            return dict(decoded(self._client, tensors))
+
+    # ---- files -----------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Mapping[str, Seal]:
+        """The files of all ranks, and what each of them must be."""
+        return self._seals
+
+    def verify(
+        self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
+    ) -> None:
+        """Compare files with their checksums, byte for byte: every `shares`-th one from `share` on.
+
+        Where the files of other ranks are not seen here (`spread` false), all that are needed
+        have been looked at, and are compared. Up to `room` bytes of what is read are kept until
+        `close`, so that they are not read again.
+
+        Raises:
+            CheckpointError: one is missing or is not what was written.
+        """
+        # Those of the ranks first: at the same world size each compares its own.
+        names = sorted(self._seals, key=lambda name: (name == CLIENT, name))[share::shares]
+        if not spread:
+            names = sorted(self._looked_at)
+        for name in names:
+            self._look_at(name)
+            with self._reading(name):
+                kept = Kept(room, self._remembered(name))
+            check_file(self.path / name, self._seals[name], whole=True, kept=kept)
+            room, kept.room = kept.room, 0
+            self._kept[name] = kept
+
+    def _look_at(self, name: str) -> None:
+        if name not in self._looked_at:
+            if name not in self._here and not (self.path / name).exists():
+                raise CheckpointError(
+                    f"{self.path / name} is on another node: the checkpoint was saved with"
+                    " checkpoint.use_node_local_storage. Load it by as many ranks on the same nodes"
+                    " and at the same stage, or bring the files of all nodes into one folder"
+                )
+            check_inside(self.path / name, self.path)
+            check_file(self.path / name, self._seals[name], whole=False)
+            self._looked_at.add(name)
+
+    def _open(self, name: str) -> Any:
+        """A file, mapped; few are kept open at a time."""
+        if name in self._files:
+            self._files.move_to_end(name)
+            return self._files[name]
+        self._look_at(name)
+        if len(self._files) >= _OPEN_FILES:
+            self._files.popitem(last=False)
+        self._files[name] = safe_open(self.path / name, "pt")
+        return self._files[name]
+
+    def _expect_tensor(
+        self, name: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> None:
+        with self._reading(name):
+            stored = self._open(name).get_slice(tensor)
+            found = (stored.get_dtype(), tuple(stored.get_shape()))
+            if found[0] != DTYPES[dtype] or (shape is not None and found[1] != shape):
+                raise ValueError(
+                    f"{tensor} is {found[0]} of shape {found[1]}, expected {DTYPES[dtype]}"
+                    f"{'' if shape is None else f' of shape {shape}'}"
+                )
+
+    def _reading(self, name: str) -> AbstractContextManager[None]:
+        return understanding(f"{self.path / name} is damaged", SafetensorError)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._files.clear()
+        self._kept.clear()
+
+
+class _Lazily(Mapping[str, Tensor]):
+    """The tensors of an open file, read when they are asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
+
+
+def _overlapping(
+    run: Sequence[Stretch], starts: Sequence[int], low: int, high: int
+) -> Sequence[Stretch]:
+    """Of stretches that are sorted by their starts, those that have elements in [low, high)."""
+    first = max(bisect_right(starts, low) - 1, 0)
+    found = run[first : max(bisect_left(starts, high), first)]
+    return [one for one in found if max(one.start, low) < min(one.stop, high)]
+
+
+def _chunks(run: Sequence[Stretch], starts: Sequence[int], slot: Slot) -> Iterator[_Chunk]:
+    """The chunks of a parameter in stretches that are sorted by their starts."""
+    for several in _overlapping(run, starts, slot.offset, slot.stop):
+        for one in several.between(slot.offset, slot.stop):
+            first, last = max(one.start, slot.offset), min(one.stop, slot.stop)
+            place = first - one.start
+            yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, place, one.stored)
+
+
+def _layout_of(slots: Sequence[Slot]) -> tuple[tuple[str, tuple[int, ...], int], ...]:
+    return tuple((slot.name, slot.shape, slot.offset) for slot in slots)
