@@ -67,8 +67,7 @@ class Ranks:
 
         All of them must call it.
         """
-        group = dist.new_group(list(self.numbers), backend="gloo", use_local_synchronization=True)
-        return Ranks.of(cast(dist.ProcessGroup, group))
+        return Ranks.of(_new_group(list(self.numbers), "gloo"))
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -110,9 +109,15 @@ def _block_and_row(
     return _new_group(numbers[start : start + size]), _new_group(numbers[rank % size :: size])
 
 
-def _new_group(numbers: list[int]) -> dist.ProcessGroup:
-    # Only its own ranks come here, and others may be making another one.
-    made = dist.new_group(numbers, use_local_synchronization=True)
+def _new_group(numbers: list[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A group of these ranks, all of which come here; others may be making another one.
+
+    Some alone make one by a name that torch forms of their numbers and of how many groups there
+    are: the name of one that was destroyed before may come again, and with it where that one's
+    ranks were to be found. All ranks of the world number their groups, and never meet that.
+    """
+    is_local = len(numbers) < dist.get_world_size()
+    made = dist.new_group(numbers, backend=backend, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, made)  # this rank is in it
 
 
@@ -123,17 +128,8 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if "cpu" in str(dist.get_backend_config(group)):
         return group
     if group not in _host_groups:
-        _host_groups[group] = _make_host_group(group)
+        _host_groups[group] = _new_group(dist.get_process_group_ranks(group), "gloo")
     return _host_groups[group]
-
-
-def _make_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    # Only its own ranks come here: the world may hold several groups of a caller's making.
-    made = dist.new_group(
-        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
-    )
-    assert isinstance(made, dist.ProcessGroup)  # this rank is in it
-    return made
 
 
 def _circle(group: dist.ProcessGroup) -> Circle:

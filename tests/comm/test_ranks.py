@@ -46,6 +46,22 @@ def test_a_group_that_was_destroyed_is_gone(ranks: RankPools) -> None:
         assert all(gone)
 
 
+def make_apart_again() -> list[str]:
+    """What groups of all ranks are called that were made one after another was destroyed."""
+    names = []
+    for _ in range(3):
+        group = Ranks.world().apart().group
+        names.append(group.group_name)
+        dist.destroy_process_group(group)
+    return names
+
+
+def test_no_group_finds_where_the_ranks_of_another_were(ranks: RankPools) -> None:
+    first, second = ranks(2).run(make_apart_again)
+    assert first == second
+    assert len(set(first)) == 3
+
+
 def test_without_a_process_group_there_is_no_world() -> None:
     assert not comm.is_initialized()
     assert (comm.get_rank(), comm.get_world_size()) == (0, 1)
