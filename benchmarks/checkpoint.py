@@ -82,6 +82,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeat", type=int, default=2, help="rounds over all contestants")
     add("--jobs", type=int, default=3, help="new jobs that load what a start has saved")
     add("--only", metavar="A,B", help=f"some of the contestants: {', '.join(_LIBRARIES)}")
+    add("--settle", type=float, default=3.0, help="seconds between eviction and a load, see README")
     add("--folder", type=Path, help="where checkpoints are written (a temporary folder)")
     add("--timeout", type=float, default=600.0, help="seconds one start may take")
     add("--json", type=Path, metavar="FILE", help="write every measurement as JSON")
@@ -111,6 +112,7 @@ def _measure(
                     "library": library,
                     "stage": stage,
                     "repeat": options.saves,
+                    "settle": options.settle,
                     "folder": str(Path(folder, "saves")),
                 }
                 start = partial(run_ranks, "peers.saving", python, workload)

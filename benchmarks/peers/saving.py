@@ -138,7 +138,16 @@ def _bring_in(folder: Path) -> None:
                     pass
 
 
-def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
+def _settle(seconds: float) -> None:
+    """Give a host that takes back a virtual machine's free memory the time to do so.
+
+    Else who evicted much finds as much memory at once, and who wrote past the cache finds none.
+    """
+    dist.barrier()
+    time.sleep(seconds)
+
+
+def _measure(saver: Saver, folder: Path, repeat: int, settle: float) -> dict[str, Any]:
     """Save and load in turns; seconds of each, and the bytes of one checkpoint."""
     found: dict[str, Any] = {"before": _peak()}
     found |= {name: [] for name in ("save", "whole", "load", "again")}
@@ -152,6 +161,7 @@ def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
         os.sync()
     found["peak_saving"] = _peak()
     _evict(folder)
+    _settle(settle)
     for number in range(repeat):
         load = partial(saver.load, folder, f"tag{number}")
         found["load"].append(_timed(load))
@@ -163,7 +173,7 @@ def _measure(saver: Saver, folder: Path, repeat: int) -> dict[str, Any]:
     return found
 
 
-def _measure_new(saver: Saver, folder: Path) -> dict[str, Any]:
+def _measure_new(saver: Saver, folder: Path, settle: float) -> dict[str, Any]:
     """Seconds of the first load of a job that has just been started.
 
     And those in which the disk alone gives up the same bytes, when every rank reads its share.
@@ -175,6 +185,7 @@ def _measure_new(saver: Saver, folder: Path) -> dict[str, Any]:
     ):
         if dist.get_rank() == 0:
             _evict(folder)
+        _settle(settle)
         found[name] = [_timed(act)]
     return found
 
@@ -200,10 +211,13 @@ def _read_past_the_cache(folder: Path) -> None:
 def main() -> None:
     job = json.loads(sys.argv[1])
     workload = Workload(**job["workload"])
-    folder, is_new = Path(job["folder"]), bool(job["new"])
+    folder, is_new, settle = Path(job["folder"]), bool(job["new"]), float(job["settle"])
     join_group(workload)
     saver = _start(job["library"], job["stage"], workload, trained=not is_new)
-    result = _measure_new(saver, folder) if is_new else _measure(saver, folder, job["repeat"])
+    if is_new:
+        result = _measure_new(saver, folder, settle)
+    else:
+        result = _measure(saver, folder, job["repeat"], settle)
     path = Path(job["output"]) / f"rank{os.environ['RANK']}.json"
     path.with_suffix(".part").write_text(json.dumps(result))
     path.with_suffix(".part").replace(path)

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +29,10 @@ from hadal.offload.extents import ALIGNMENT
 
 _BLOCK_NBYTES = 1 << 21
 _DIRECT_NBYTES = 1 << 18
-_AHEAD = 2
+# No more: blocks that are read, summed and copied in turns stay in the processor's cache.
+_AHEAD = 1
+# So many are kept before it is judged whether that takes too long.
+_TRIED_BLOCKS = 8
 
 
 class Output:
@@ -117,6 +122,8 @@ class Kept:
 
     `room` tells the bytes that may still be taken, in whole blocks; `apart` the (start, stop) of
     extents of the file that are held in tensors of their own, for whoever wants to go on with them.
+    Memory has to be found, which may take longer than to read again (where a host has first to give
+    it to a virtual machine): once it does, no more is kept.
     """
 
     def __init__(self, room: int, apart: Iterable[tuple[int, int]] = ()) -> None:
@@ -126,6 +133,9 @@ class Kept:
         self._apart = sorted(extent for extent in apart if extent[0] < extent[1])
         self._starts: list[int] = []
         self._pieces: list[Tensor] = []
+        self._blocks = 0
+        """How many have been kept; the seconds for that, and those that it took to read them."""
+        self._keeping = self._reading = 0.0
 
     def between(self, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop), which are all here."""
@@ -143,16 +153,17 @@ class Kept:
             return None
         return self._pieces[bisect_right(self._starts, start) - 1]
 
-    def take(self, block: memoryview, place: int) -> None:
+    def take(self, block: memoryview, place: int, seconds: float) -> None:
         """Keep a copy of the block at `place` of the file, if there is room for it.
 
-        The first may begin anywhere, as what came before may be in the cache; what follows it is
-        taken without a gap.
+        It took so many seconds to read. The first may begin anywhere, as what came before may be in
+        the cache; what follows it is taken without a gap.
         """
         if (self._starts and place != self.stop) or self.room < _BLOCK_NBYTES:
             return
         if not self._starts:
             self.start = self.stop = place
+        began = perf_counter()
         self.room -= _BLOCK_NBYTES
         given = torch.frombuffer(block, dtype=torch.uint8)
         while len(given):
@@ -162,6 +173,12 @@ class Kept:
             target.copy_(given[: len(target)])
             given = given[len(target) :]
             self.stop += len(target)
+        self._blocks += 1
+        self._keeping += perf_counter() - began
+        self._reading += seconds
+        # To read again takes more than to read once: the system is asked anew for every part.
+        if self._blocks >= _TRIED_BLOCKS and self._keeping > 2 * self._reading:
+            self.room = 0
 
     def _add_piece(self) -> None:
         """Memory for what follows: an extent that is held apart, or a block up to the next one."""
@@ -197,7 +214,7 @@ def blocks_of(
         return
     yield from _blocks_read(descriptor, start, low, None)
     yield from kept.between(low, high)
-    yield from _blocks_read(descriptor, high, stop, kept)
+    yield from _blocks_read(descriptor, high, stop, None)
 
 
 def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = None) -> None:
@@ -212,13 +229,21 @@ def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = 
     if kept is None or min(kept.stop, stop) <= max(kept.start, start):
         file = _Input(descriptor)
         while done < len(out):
-            count = file.take_cached(out[done : done + _BLOCK_NBYTES], start + done)
+            # A page first: what misses the cache begins to be read into it.
+            limit = _BLOCK_NBYTES if done else ALIGNMENT
+            count = file.take_cached(out[done : done + limit], start + done)
             if not count:
                 break
             done += count
     for block in blocks_of(descriptor, start + done, stop, kept):
         out[done : done + len(block)] = block
         done += len(block)
+
+
+def no_reading_on(descriptor: int) -> None:
+    """Have the system read no more of an open file into its cache than is asked for."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> Iterator[memoryview]:
@@ -231,7 +256,7 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
     with _blocks(1 + _AHEAD) as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
         file, free = _Input(descriptor), deque(blocks)
         places = iter(range(start - start % ALIGNMENT, stop, _BLOCK_NBYTES))
-        asked: deque[tuple[int, memoryview, Future[tuple[int, bool]]]] = deque()
+        asked: deque[tuple[int, memoryview, Future[_Filled]]] = deque()
 
         def ask(count: int) -> None:
             for place in islice(places, count):
@@ -243,12 +268,12 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
         while asked:
             ask(1)
             place, block, pending = asked.popleft()
-            count, was_cached = pending.result()
-            if place + count < min(stop, place + _BLOCK_NBYTES):
+            found = pending.result()
+            if place + found.nbytes < min(stop, place + _BLOCK_NBYTES):
                 raise OSError(errno.EIO, "the file ends too early")
             yield block[max(start - place, 0) : stop - place]
-            if kept is not None and not was_cached:
-                kept.take(block[:count], place)
+            if kept is not None and not found.was_cached:
+                kept.take(block[: found.nbytes], place, found.seconds)
             free.append(block)
 
 
@@ -269,6 +294,15 @@ def _up_to(block: memoryview, nbytes: int) -> memoryview:
     return block[: nbytes + -nbytes % ALIGNMENT]
 
 
+class _Filled(NamedTuple):
+    """What has been read."""
+
+    nbytes: int
+    was_cached: bool
+    """Whether all of it was in the cache."""
+    seconds: float
+
+
 class _Input:
     """A file as it is read: from the cache while it is there, then past it."""
 
@@ -277,28 +311,26 @@ class _Input:
         self.is_cached = hasattr(os, "RWF_NOWAIT")
         """Whether all that was read was in the cache: it will be there again."""
         self._is_direct = False
+        no_reading_on(descriptor)
 
-    def fill(self, block: memoryview, place: int) -> tuple[int, bool]:
-        """Read from `place` on, where a page begins, until the block is full, or the file ends.
-
-        Returns how many bytes there are, and whether all of them were in the cache.
-        """
-        filled = 0
+    def fill(self, block: memoryview, place: int) -> _Filled:
+        """Read from `place` on, where a page begins, until the block is full, or the file ends."""
+        filled, began = 0, perf_counter()
         while self.is_cached and filled < len(block):
             # A page first: what misses the cache begins to be read into it.
             limit = len(block) if filled else ALIGNMENT
             count = self.take_cached(block[filled:limit], place + filled)
             if count == 0:
-                return filled, True
+                break
             self.is_cached = count is not None
             filled += count or 0
-        while filled < len(block):
+        while not self.is_cached and filled < len(block):
             self._go_direct(filled % ALIGNMENT == 0)
             count = self._read(block[filled:], place + filled)
             if not count:
                 break
             filled += count
-        return filled, self.is_cached
+        return _Filled(filled, self.is_cached, perf_counter() - began)
 
     def take_cached(self, block: memoryview, place: int) -> int | None:
         """As much of a block as the cache has; None: nothing. 0: the file ends."""

@@ -12,12 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hadal.checkpoint.files import Chunk, Seal, write_file
+from hadal.checkpoint.direct import no_reading_on
+from hadal.checkpoint.files import Chunk, Seal, open_regular, understanding, write_file
+from hadal.checkpoint.index import strict_json
 from hadal.errors import CheckpointError
 from hadal.offload.runs import RunCut
 
@@ -116,6 +119,43 @@ def header_of(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+class Row(NamedTuple):
+    """A tensor as a file's header tells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Its first byte in the file."""
+    stop: int
+
+
+class Header(NamedTuple):
+    """How a file begins."""
+
+    texts: Mapping[str, str]
+    rows: Mapping[str, Row]
+
+
+def read_header(path: Path, nbytes: int) -> Header:
+    """What the first `nbytes` of a file say; nothing else of it is read, nor into the cache.
+
+    Raises:
+        CheckpointError: it cannot be read, or says it in another way.
+    """
+    with open_regular(path) as file:
+        no_reading_on(file.fileno())
+        head = file.read(nbytes)
+    with understanding(f"{path} is damaged"):
+        rows = strict_json(head[8:], path)
+        texts = rows.pop("__metadata__", {})
+        return Header(texts, {name: _row_of(row, len(head)) for name, row in rows.items()})
+
+
+def _row_of(row: Mapping[str, Any], begin: int) -> Row:
+    first, last = row["data_offsets"]
+    return Row(row["dtype"], tuple(row["shape"]), begin + first, begin + last)
 
 
 def bytes_of(flat: Tensor) -> memoryview:

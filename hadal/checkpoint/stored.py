@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -30,7 +31,7 @@ from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
 from hadal.checkpoint.plain import decoded, decoded_state
 from hadal.checkpoint.planning import cuts_of
-from hadal.checkpoint.shards import DTYPES, read_tensors
+from hadal.checkpoint.shards import DTYPES, Header, read_header, read_tensors
 from hadal.checkpoint.source import OWN, Entry, Own
 from hadal.device.memory import is_host_memory
 from hadal.errors import CheckpointError
@@ -100,7 +101,7 @@ class StoredSource:
         self._files: OrderedDict[str, Any] = OrderedDict()
         self._kept: dict[str, Kept] = {}
         self._looked_at: set[str] = set()
-        self._begins: dict[str, dict[str, int]] = {}
+        self._headers: dict[str, Header] = {}
         self._runs: dict[tuple[str, int], list[Stretch]] = {}
         self._bucket_like = {
             _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
@@ -274,28 +275,20 @@ class StoredSource:
         """The bytes of a file that hold what the optimizer remembers of buckets."""
         for several in self.part.stretches:
             for one in several.between(several.start, several.stop):
-                is_here = self._file_of(one) == name
-                if is_here and state_key(one.kind) is not None and self._has(name, one.tensor):
+                is_here = self._file_of(one) == name and one.tensor in self._header_of(name).rows
+                if is_here and state_key(one.kind) is not None:
                     yield self._extent_of(name, one)
-
-    def _has(self, name: str, tensor: str) -> bool:
-        return tensor in self._begins_in(name)
 
     def _begin_of(self, name: str, tensor: str) -> int:
         """Where a tensor's bytes begin in a file."""
-        return self._begins_in(name)[tensor]
+        return self._header_of(name).rows[tensor].begin
 
-    def _begins_in(self, name: str) -> Mapping[str, int]:
-        if name not in self._begins:
-            with open_regular(self.path / name) as file:
-                head = file.read(self._seals[name].head_nbytes)
-            header = strict_json(head[8:], self.path / name)
-            self._begins[name] = {
-                key: len(head) + int(row["data_offsets"][0])
-                for key, row in header.items()
-                if key != "__metadata__"
-            }
-        return self._begins[name]
+    def _header_of(self, name: str) -> Header:
+        """What a file says that it has; read once."""
+        if name not in self._headers:
+            self._look_at(name)
+            self._headers[name] = read_header(self.path / name, self._seals[name].head_nbytes)
+        return self._headers[name]
 
     def _cuts(
         self, name: str, kind: str, start: int, stop: int
@@ -327,9 +320,8 @@ class StoredSource:
         """A rank's random generators, place in the data, and modules' extra state."""
         path = rank_file(self.part.ranks[rank])
         with self._reading(path):
-            texts = self._open(path).metadata() or {}
-            saved = strict_json(texts[OWN], self.path / path)
-            tensors = _Lazily(self._open(path))
+            saved = strict_json(self._header_of(path).texts[OWN], self.path / path)
+            tensors = _Lazily(partial(self._open, path))
             values = [saved[key] for key in ("loader", "random", "extra")]
             # Earlier versions had no such optimizers.
             values.append(saved.get("exchange"))
@@ -402,12 +394,19 @@ class StoredSource:
         self, name: str, tensor: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None
     ) -> None:
         with self._reading(name):
-            stored = self._open(name).get_slice(tensor)
-            found = (stored.get_dtype(), tuple(stored.get_shape()))
-            if found[0] != DTYPES[dtype] or (shape is not None and found[1] != shape):
+            found = self._header_of(name).rows.get(tensor)
+            if found is None:
+                raise ValueError(f"it has no tensor {tensor}")
+            if found.dtype != DTYPES[dtype] or (shape is not None and found.shape != shape):
                 raise ValueError(
-                    f"{tensor} is {found[0]} of shape {found[1]}, expected {DTYPES[dtype]}"
+                    f"{tensor} is {found.dtype} of shape {found.shape}, expected {DTYPES[dtype]}"
                     f"{'' if shape is None else f' of shape {shape}'}"
+                )
+            nbytes = prod(found.shape) * dtype.itemsize
+            if found.stop - found.begin != nbytes or found.stop > self._seals[name].nbytes:
+                raise ValueError(
+                    f"{tensor} needs {nbytes} bytes, and lies from {found.begin} to {found.stop} of"
+                    f" a file of {self._seals[name].nbytes}"
                 )
 
     def _reading(self, name: str) -> AbstractContextManager[None]:
@@ -420,20 +419,20 @@ class StoredSource:
 
 
 class _Lazily(Mapping[str, Tensor]):
-    """The tensors of an open file, read when they are asked for."""
+    """The tensors of a file, which is opened when one is asked for."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, open_it: Callable[[], Any]) -> None:
+        self._open = open_it
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
+        tensor: Tensor = self._open().get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file.keys())
+        return iter(self._open().keys())
 
     def __len__(self) -> int:
-        return len(self._file.keys())
+        return len(self._open().keys())
 
 
 def _overlapping(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_BLOCK_NBYTES", BLOCK)
     monkeypatch.setattr(direct, "_DIRECT_NBYTES", 100)
     monkeypatch.setattr(direct, "_free", [])
+    # So small ones take longer to keep than to read.
+    monkeypatch.setattr(direct, "_TRIED_BLOCKS", sys.maxsize)
 
 
 def written(path: Path, pieces: list[bytes], doubled: bool) -> None:
@@ -141,6 +144,22 @@ def test_extents_are_held_apart(data: st.DataObject, blocks: int) -> None:
         assert (found is not None) == (begin < stop <= held)
         assert found is None or found.numpy().tobytes() == whole[begin:stop]
     assert kept.whole(0, len(whole) + 1) is None
+
+
+def test_memory_that_is_slower_than_the_disk_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_TRIED_BLOCKS", 2)
+    block = memoryview(bytearray(b"x" * BLOCK))
+
+    def keep(kept: Kept, seconds: float) -> int:
+        for _ in range(2):
+            kept.take(block, kept.stop, seconds)
+        return kept.stop // BLOCK
+
+    quick, slow = Kept(7 * BLOCK), Kept(7 * BLOCK)
+    assert [keep(quick, 60.0) for _ in range(4)] == [2, 4, 6, 7], "until there is no more room"
+    assert [keep(slow, 0.0) for _ in range(2)] == [2, 2]
+    assert slow.room == 0, "nor for other files"
+    assert b"".join(slow.between(1, 2 * BLOCK)) == b"x" * (2 * BLOCK - 1)
 
 
 @pytest.mark.parametrize("doubled", [False, True])

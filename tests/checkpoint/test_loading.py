@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def take_over(stage: int, name: str, folder: str) -> None:
         patch.delattr(os, "RWF_NOWAIT", raising=False)
         patch.setattr(direct, "_DIRECT_NBYTES", 0)
         patch.setattr(direct, "_BLOCK_NBYTES", 8192)
+        patch.setattr(direct, "_TRIED_BLOCKS", sys.maxsize)
         patch.setattr(direct, "_free", [])
         patch.setattr(StoredSource, "taken", taken)
         again = fresh(stage, name, seed=5)
