@@ -227,11 +227,9 @@ def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = 
     """
     stop, done = start + len(out), 0
     if kept is None or min(kept.stop, stop) <= max(kept.start, start):
-        file = _Input(descriptor)
+        file = _Input(descriptor, min(start + _BLOCK_NBYTES, stop) - 1)
         while done < len(out):
-            # A page first: what misses the cache begins to be read into it.
-            limit = _BLOCK_NBYTES if done else ALIGNMENT
-            count = file.take_cached(out[done : done + limit], start + done)
+            count = file.take_cached(out[done : done + _BLOCK_NBYTES], start + done)
             if not count:
                 break
             done += count
@@ -240,10 +238,11 @@ def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = 
         done += len(block)
 
 
-def no_reading_on(descriptor: int) -> None:
-    """Have the system read no more of an open file into its cache than is asked for."""
+def read_on(descriptor: int, wanted: bool) -> None:
+    """Whether the system reads more of an open file into its cache than is asked for."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        advice = os.POSIX_FADV_NORMAL if wanted else os.POSIX_FADV_RANDOM
+        os.posix_fadvise(descriptor, 0, 0, advice)
 
 
 def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> Iterator[memoryview]:
@@ -254,7 +253,8 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
         return
     # A disk that finds the next request waiting does not pause between two of them.
     with _blocks(1 + _AHEAD) as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
-        file, free = _Input(descriptor), deque(blocks)
+        # Not its first byte: a file's header may be there alone.
+        file, free = _Input(descriptor, min(start + _BLOCK_NBYTES, stop) - 1), deque(blocks)
         places = iter(range(start - start % ALIGNMENT, stop, _BLOCK_NBYTES))
         asked: deque[tuple[int, memoryview, Future[_Filled]]] = deque()
 
@@ -306,12 +306,16 @@ class _Filled(NamedTuple):
 class _Input:
     """A file as it is read: from the cache while it is there, then past it."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, place: int) -> None:
+        """Look whether the cache has `place`, a byte of the first block that will be read."""
         self._descriptor = descriptor
         self.is_cached = hasattr(os, "RWF_NOWAIT")
         """Whether all that was read was in the cache: it will be there again."""
         self._is_direct = False
-        no_reading_on(descriptor)
+        # What misses the cache begins to be read into it, and what follows too, unless told so.
+        read_on(descriptor, False)
+        self.is_cached = self.take_cached(memoryview(bytearray(1)), place) is not None
+        read_on(descriptor, self.is_cached)
 
     def fill(self, block: memoryview, place: int) -> _Filled:
         """Read from `place` on, where a page begins, until the block is full, or the file ends."""

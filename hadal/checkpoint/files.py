@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 
 import xxhash
 
-from hadal.checkpoint.direct import Kept, Output, blocks_of, no_reading_on
+from hadal.checkpoint.direct import Kept, Output, blocks_of, read_on
 from hadal.errors import CheckpointError
 
 Chunk = bytes | memoryview
@@ -149,7 +149,7 @@ def check_file(path: Path, seal: Seal, *, whole: bool, kept: Kept | None = None)
         nbytes, checksum = seal.nbytes, seal.checksum
         if not whole:
             nbytes, checksum = seal.head_nbytes, seal.head_checksum
-            no_reading_on(file.fileno())
+            read_on(file.fileno(), False)
         # In memory of constant size but for what is kept.
         sum_of_it = _KINDS[seal.kind]()
         for block in blocks_of(file.fileno(), 0, nbytes, kept):

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hadal.checkpoint.direct import no_reading_on
+from hadal.checkpoint.direct import read_on
 from hadal.checkpoint.files import Chunk, Seal, open_regular, understanding, write_file
 from hadal.checkpoint.index import strict_json
 from hadal.errors import CheckpointError
@@ -145,7 +145,7 @@ def read_header(path: Path, nbytes: int) -> Header:
         CheckpointError: it cannot be read, or says it in another way.
     """
     with open_regular(path) as file:
-        no_reading_on(file.fileno())
+        read_on(file.fileno(), False)
         head = file.read(nbytes)
     with understanding(f"{path} is damaged"):
         rows = strict_json(head[8:], path)
