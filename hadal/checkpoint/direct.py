@@ -31,6 +31,8 @@ _BLOCK_NBYTES = 1 << 21
 _DIRECT_NBYTES = 1 << 18
 # No more: blocks that are read, summed and copied in turns stay in the processor's cache.
 _AHEAD = 1
+# Pages that are waited for, in a file that the cache has as it seems.
+_PATIENCE = 4
 # So many are kept before it is judged whether that takes too long.
 _TRIED_BLOCKS = 8
 
@@ -312,6 +314,7 @@ class _Input:
         self.is_cached = hasattr(os, "RWF_NOWAIT")
         """Whether all that was read was in the cache: it will be there again."""
         self._is_direct = False
+        self._misses = 0
         # What misses the cache begins to be read into it, and what follows too, unless told so.
         read_on(descriptor, False)
         self.is_cached = self.take_cached(memoryview(bytearray(1)), place) is not None
@@ -324,6 +327,10 @@ class _Input:
             # A page first: what misses the cache begins to be read into it.
             limit = len(block) if filled else ALIGNMENT
             count = self.take_cached(block[filled:limit], place + filled)
+            if count is None and self._misses < _PATIENCE:
+                # A page that is on its way, or being moved, is no reason to leave the cache.
+                self._misses += 1
+                count = self._read(block[filled : filled + ALIGNMENT], place + filled)
             if count == 0:
                 break
             self.is_cached = count is not None

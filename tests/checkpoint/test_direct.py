@@ -98,6 +98,7 @@ def test_what_is_not_in_the_cache_is_read_once(
 def test_what_follows_what_the_cache_has_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(direct, "_PATIENCE", 0)
     path, kept = tmp_path / "x", Kept(8 * BLOCK, [(BLOCK + 7, BLOCK + 100)])
     whole = os.urandom(4 * BLOCK + 5)
     path.write_bytes(whole)
@@ -144,6 +145,29 @@ def test_extents_are_held_apart(data: st.DataObject, blocks: int) -> None:
         assert (found is not None) == (begin < stop <= held)
         assert found is None or found.numpy().tobytes() == whole[begin:stop]
     assert kept.whole(0, len(whole) + 1) is None
+
+
+@pytest.mark.parametrize("missing", [1, 3, 20])
+def test_few_pages_that_the_cache_lacks_are_waited_for(
+    missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "x", os.urandom(12 * BLOCK)
+    path.write_bytes(whole)
+    real, asked = os.preadv, []
+
+    def preadv(descriptor: int, buffers: list[memoryview], place: int, flags: int = 0) -> int:
+        if flags == os.RWF_NOWAIT and 0 <= place // 4096 - 5 < missing:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        asked.extend([] if flags else [(place // 4096, len(buffers[0]) // 4096)])
+        return real(descriptor, buffers, place, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with open(path, "rb", buffering=0) as file:
+        assert together(file, 0, len(whole)) == whole
+    # (page, pages): each of the first four alone, then all that is left past the cache.
+    waited, past = asked[:4], asked[4:]
+    assert waited == [(5 + number, 1) for number in range(min(missing, 4))]
+    assert sum(pages for _, pages in past) == (24 - 9 if missing > 4 else 0)
 
 
 def test_memory_that_is_slower_than_the_disk_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
