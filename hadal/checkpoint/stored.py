@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
@@ -39,6 +39,7 @@ from hadal.offload.buffers import memory_of
 from hadal.zero.layout import Slot
 
 _OPEN_FILES = 16
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Chunk(NamedTuple):
@@ -203,9 +204,19 @@ class StoredSource:
         holder = rank if place.rank is None else place.rank
         path = rank_file(self.part.ranks[holder])
         self._expect_tensor(path, place.tensor, place.dtype, place.shape)
-        with self._reading(path):
-            tensor: Tensor = self._open(path).get_tensor(place.tensor)
-            return tensor
+        return self._whole(path, place.tensor)
+
+    def _whole(self, name: str, tensor: str) -> Tensor:
+        """A tensor of a file, in its shape."""
+        with self._reading(name), open_regular(self.path / name) as file:
+            row = self._header_of(name).rows[tensor]
+            dtype = _TORCH_DTYPES[row.dtype]
+            # Before there is memory for it: a header can tell of any size.
+            self._expect_tensor(name, tensor, dtype)
+            found = torch.empty(row.shape, dtype=dtype)
+            out = memory_of(found.view(-1).view(torch.uint8))
+            read_into(out, file.fileno(), row.begin, self._kept.get(name))
+            return found
 
     def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
         """Whether a bucket that is laid out like `slots` was saved, and its files are there."""
@@ -321,7 +332,7 @@ class StoredSource:
         path = rank_file(self.part.ranks[rank])
         with self._reading(path):
             saved = strict_json(self._header_of(path).texts[OWN], self.path / path)
-            tensors = _Lazily(partial(self._open, path))
+            tensors = _Lazily(self._header_of(path).rows, partial(self._whole, path))
             values = [saved[key] for key in ("loader", "random", "extra")]
             # Earlier versions had no such optimizers.
             values.append(saved.get("exchange"))
@@ -419,20 +430,20 @@ class StoredSource:
 
 
 class _Lazily(Mapping[str, Tensor]):
-    """The tensors of a file, which is opened when one is asked for."""
+    """The tensors of a file, each of which is read when it is asked for."""
 
-    def __init__(self, open_it: Callable[[], Any]) -> None:
-        self._open = open_it
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names = names
+        self._read = read
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._open().get_tensor(name)
-        return tensor
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._open().keys())
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._open().keys())
+        return len(self._names)
 
 
 def _overlapping(

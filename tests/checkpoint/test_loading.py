@@ -17,7 +17,7 @@ from ranks import RankPools
 from torch import nn
 
 from hadal import comm
-from hadal.checkpoint import direct, loading
+from hadal.checkpoint import direct, loading, stored
 from hadal.checkpoint.stored import StoredSource
 from hadal.engine import moving
 from hadal.errors import CheckpointError, MismatchError
@@ -158,6 +158,31 @@ def test_moments_stay_where_they_were_read(
     name: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(take_over, stage, name, str(tmp_path))
+
+
+def load_unmapped(stage: int, name: str, folder: str) -> None:
+    """Behind a page of a mapped file the system reads on, megabytes for what a rank has alone."""
+    saved = fresh(stage, name)
+    train(saved, FIRST)
+    saved.save_checkpoint(folder, client_state={"epoch": 3})
+    again = fresh(stage, name, seed=5)
+
+    def refused(*_: object) -> None:
+        raise AssertionError("a file was mapped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored, "safe_open", refused)
+        again.load_checkpoint(folder)
+    assert_equal(again.state_dict(), saved.state_dict())
+    again.destroy()
+    saved.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_files_of_as_many_ranks_are_not_mapped(
+    stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(load_unmapped, stage, "bf16", str(tmp_path))
 
 
 def accumulate_anew(folder: str) -> None:
