@@ -29,8 +29,9 @@ from hadal.offload.extents import ALIGNMENT
 
 _BLOCK_NBYTES = 1 << 21
 _DIRECT_NBYTES = 1 << 18
-# No more: blocks that are read, summed and copied in turns stay in the processor's cache.
-_AHEAD = 1
+# So many that a block has left the processor's cache when it is filled again: where a core fills
+# it, as in a virtual machine, it would first have to fetch it from the core that looked at it.
+_AHEAD = 5
 # Pages that are waited for, in a file that the cache has as it seems.
 _PATIENCE = 4
 # So many are kept before it is judged whether that takes too long.
