@@ -53,8 +53,8 @@ class Memory:
             target = present.get(key)
             fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
             if not fits or target is None or target.device != self.values.device:
-                target = torch.zeros(entry.shape, dtype=entry.dtype, device=self.values.device)
-            elif self.stretch is None:
+                target = torch.empty(entry.shape, dtype=entry.dtype, device=self.values.device)
+            if self.stretch is None:
                 target.zero_()
             state[key] = target
             for reading in self._readings_of(key, target.view(-1)):

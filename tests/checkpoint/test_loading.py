@@ -160,6 +160,54 @@ def test_moments_stay_where_they_were_read(
     ranks(2).run(take_over, stage, name, str(tmp_path))
 
 
+class WithMore(WithBuffers):
+    """With parameters that no checkpoint of the other one has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(6, 5)
+
+
+def load_into_used_memory(stage: int, is_alike: bool, folder: str) -> None:
+    """What a bucket pads, and what is new, begins with zeros; whatever the memory held before."""
+    saved = fresh(stage, "bf16")
+    train(saved, FIRST)
+    saved.save_checkpoint(folder)
+    real = torch.empty
+
+    def used(*shape: Any, **options: Any) -> torch.Tensor:
+        return real(*shape, **options).fill_(7)
+
+    settings = SETTINGS["bf16"] | {"checkpoint": {"verify_checksums": False}}
+    if is_alike:
+        again = engine_of(stage, WithBuffers(), **settings)
+    else:  # all in one bucket
+        again = engine_of(stage, WithMore(), zero_optimization={"stage": stage}, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", used)
+        again.load_checkpoint(folder, load_module_strict=False)
+    found = torch.cat(remembered(again))
+    assert found.any()
+    assert not (found == 7).any()
+    again.destroy()
+    saved.destroy()
+
+
+def remembered(engine: Any) -> list[torch.Tensor]:
+    """The moments, in the order of the optimizer's parameters."""
+    state = engine.optimizer.state
+    order = [values for group in engine.optimizer.param_groups for values in group["params"]]
+    return [moment.view(-1) for values in order for moment in tensors_in(state[values])]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_moments_are_read_into_any_memory(
+    is_alike: bool, stage: int, ranks: RankPools, tmp_path: Path
+) -> None:
+    ranks(2).run(load_into_used_memory, stage, is_alike, str(tmp_path))
+
+
 def load_unmapped(stage: int, name: str, folder: str) -> None:
     """Behind a page of a mapped file the system reads on, megabytes for what a rank has alone."""
     saved = fresh(stage, name)
