@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hadal.comm import Ranks
@@ -11,6 +11,7 @@ from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.errors import CheckpointError, HadalError
 
 _log = logging.getLogger(__name__)
+_SHOWN = 4
 
 
 @contextmanager
@@ -26,9 +27,27 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
     told = None if fault is None else str(fault)
     if fault is not None and not isinstance(fault, HadalError):
         told = f"{type(fault).__name__}: {fault}"
-    faults = [f"rank {r}: {text}" for r, text in enumerate(gather_objects(told, ranks)) if text]
-    more = f"; and {len(faults) - 4} more ranks" if len(faults) > 4 else ""
-    raise CheckpointError(f"{what}: {'; '.join(faults[:4])}{more}") from fault
+    raise CheckpointError(f"{what}: {listed(gather_objects(told, ranks))}") from fault
+
+
+def listed(faults: Sequence[str | None]) -> str:
+    """What went wrong on which ranks, once for all that say the same; None: nothing."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(faults):
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    lines = [f"{_named(ranks, len(faults))}: {text}" for text, ranks in ranks_of.items()]
+    more = [f"and {len(lines) - _SHOWN} more faults"] if len(lines) > _SHOWN else []
+    return "; ".join(lines[:_SHOWN] + more)
+
+
+def _named(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) == world_size:
+        return "every rank"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
 def compare_tags(tag: str, validation: str, ranks: Ranks) -> None:
