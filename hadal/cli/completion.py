@@ -61,7 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def commands_of(parser: argparse.ArgumentParser, path: str) -> Iterator[Command]:
     """A command and all below it, as its parser knows them."""
-    from hadal.cli.run import KNOWN
+    from hadal.cli.flags import KNOWN
 
     below: dict[str, str] = {}
     options: list[Option] = []

@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hadal.cli.flags import divided
 from hadal.cli.main import main
-from hadal.cli.run import divided, pid_file
+from hadal.cli.run import pid_file
 
 # Switches of ds_report that choose among parts that `hadal report` does not have.
 _OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")

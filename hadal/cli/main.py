@@ -20,6 +20,7 @@ from hadal.cli import (
     schema,
     ssh,
 )
+from hadal.cli.flags import divided
 
 SUBCOMMANDS = (
     run,
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own: list[str] = []
     program: list[str] = []
     if words[:1] == ["run"]:  # what follows a program's name is not for any parser of ours
-        own, program = run.divided(words[1:])
+        own, program = divided(words[1:])
         words = ["run", *own]
     parsed = command_line().parse_args(words, argparse.Namespace(own=own, program=program))
     code: int = parsed.run(parsed)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.run import Said, choices_of, pid_file, run
+from hadal.cli.flags import Said, choices_of
 from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _FAULTY, _NOTHING = 2, 1
 
 
-def tune(parsed: argparse.Namespace) -> int:
-    """Search; with `--autotuning run` then train. Return the exit code.
+def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
+    """Search. Return the exit code, and the program's words with the best configuration.
 
     1: nothing runs. 2: the search cannot begin. 128 and a signal's number: it was stopped.
     """
@@ -35,10 +35,10 @@ def tune(parsed: argparse.Namespace) -> int:
         tuner = _tuner(parsed, said)
     except (HadalError, OSError) as error:
         said.report(f"{type(error).__name__}: {error}")
-        return _FAULTY
+        return _FAULTY, []
     code = 0
     try:
-        with stoppable(), pid_file(os.getpid() if parsed.save_pid else None):
+        with stoppable():
             tuner.run()
     except Stopped as stopped:
         said.report(f"{stopped.sent.name}: the search is stopped")
@@ -47,10 +47,7 @@ def tune(parsed: argparse.Namespace) -> int:
         said.report(str(error))
         code = _NOTHING
     _show(tuner)
-    if code or parsed.autotuning == "tune":
-        return code
-    parsed.autotuning, parsed.program = "", list(tuner.best_words())
-    return run(parsed)
+    return code, [] if code else list(tuner.best_words())
 
 
 def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
