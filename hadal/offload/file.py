@@ -49,12 +49,14 @@ class DiskFile:
         """Let the file be so long, all of it on the disk from now on.
 
         Raises:
-            OffloadError: there is no room for `what`.
+            OffloadError: there is no room for `what`, or somebody else has shortened the file,
+                which would be whole again in length alone.
         """
         needed = nbytes - self.nbytes
         if needed <= 0:
             return
         try:
+            self._check(f"{self.path}: {what} cannot be added", self.nbytes)
             free = _free_nbytes(self._disk)
             if free is not None and free < needed:
                 raise OffloadError(
@@ -80,7 +82,8 @@ class DiskFile:
         """Give what lies beyond so many bytes back to the disk."""
         if nbytes < self.nbytes:
             self.nbytes = nbytes
-            os.ftruncate(self._descriptor, nbytes)
+            if os.fstat(self._descriptor).st_size > nbytes:
+                os.ftruncate(self._descriptor, nbytes)
 
     def read(self, parts: Sequence[memoryview], place: int, what: str) -> None:
         """Fill the parts, one after the other, from a place on.
@@ -110,7 +113,7 @@ class DiskFile:
         wanted = sum(map(len, parts))
         where = f"{self.path}: {what}, {wanted} bytes at {place}, cannot be {act}"
         try:
-            self._check(where)
+            self._check(where, place + wanted)
             done = self._moved(move, parts, place)
             if act == "written" and not self._is_direct:
                 # Else a fault would be told to nobody, long after.
@@ -120,15 +123,19 @@ class DiskFile:
         except OSError as error:
             raise OffloadError(f"{where}: {error.strerror}; {_remedy(error)}") from error
         if done < wanted:
-            self._check(where)
+            self._check(where, place + wanted)
             raise OffloadError(f"{where}: only {done} bytes were; {_REMEDIES[errno.EIO]}")
 
-    def _check(self, where: str) -> None:
-        """See that nobody else has removed or shortened the file."""
+    def _check(self, where: str, needed: int) -> None:
+        """See that nobody else has removed the file, or cut off some of the bytes before `needed`.
+
+        Only these are sure to stay meanwhile: the rest comes and goes with what other threads
+        reserve and give back.
+        """
         status = os.fstat(self._descriptor)
         if not status.st_nlink:
             raise OffloadError(f"{where}: the file was deleted; {_GONE}")
-        if status.st_size < self.nbytes:
+        if status.st_size < min(needed, self.nbytes):
             raise OffloadError(
                 f"{where}: the file was shortened to {status.st_size} bytes, {self.nbytes} were"
                 f" reserved; {_GONE}"

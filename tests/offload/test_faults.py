@@ -72,6 +72,44 @@ def test_a_shortened_file(act: str, store: DiskStore) -> None:
     store.close()
 
 
+def test_a_file_that_grows_and_shrinks_meanwhile_was_not_shortened(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, passing = written(store), [store.allocate("passing", PAGE)]
+    look = os.fstat
+
+    def look_amid_changes(descriptor: int) -> os.stat_result:
+        monkeypatch.setattr(os, "fstat", look)
+        store.free(passing.pop())
+        status = look(descriptor)
+        passing.append(store.allocate("passing", 8 * PAGE))
+        return status
+
+    for start in (store.start_read, store.start_write):
+        monkeypatch.setattr(os, "fstat", look_amid_changes)
+        start(region, 0, aligned(PAGE)).wait()
+        assert os.fstat is look
+    store.close()
+
+
+def test_a_shortened_file_is_not_lengthened_again(store: DiskStore) -> None:
+    passing, region = store.allocate("passing", PAGE), written(store)
+    last = store.allocate("last", PAGE)
+    os.truncate(store.path, 2 * PAGE)
+    with pytest.raises(
+        OffloadError, match=r"more cannot be added: .* shortened to 8192 bytes, 139264 were"
+    ):
+        store.allocate("more", PAGE)
+    store.free(last)
+    assert store.path.stat().st_size == 2 * PAGE
+    for start in (store.start_read, store.start_write):
+        with pytest.raises(OffloadError, match="shortened to 8192 bytes, 135168 were"):
+            start(region, 16 * PAGE, aligned(PAGE)).wait()
+    assert store.path.stat().st_size == 2 * PAGE
+    store.start_write(passing, 0, filled(PAGE)).wait()
+    store.close()
+
+
 def test_a_deleted_file(store: DiskStore, tmp_path: Path) -> None:
     region = written(store)
     store.path.unlink()
