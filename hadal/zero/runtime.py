@@ -283,9 +283,20 @@ class ZeroRuntime:
     def _advance_in_flight(self, *, through: bool = False) -> None:
         for earlier in self._in_flight:
             # In one order: a later phase's messages are told apart by their order only.
-            if not earlier.advance(_PATIENCE_S if self.gathering.units else None, through=through):
+            if not earlier.advance(self._patience, through=through):
                 break
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
+
+    @property
+    def _patience(self) -> float | None:
+        """How many seconds to wait for an earlier reduction; None: until it has arrived.
+
+        Whether a rank is in time is its own affair, and decides what it sends next: that must be
+        told apart by more than its order. On an accelerator order is all there is; but there no
+        rank waits, only its stream does.
+        """
+        is_tagged = self.ranks.exchanges_in_pairs(self._device)
+        return _PATIENCE_S if self.gathering.units and is_tagged else None
 
     def _reduce_rest(self) -> None:
         """At the end of a backward: reduce what was not complete, and once more what came late."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 
 import hadal
 import npu
+from hadal.comm import get_rank
+from hadal.comm.pending import Pending
 from hadal.device import current_device
 
 TOKENS, WIDTH, LENGTH = 23, 16, 6
@@ -129,6 +132,17 @@ def trained_late(config: dict[str, Any], updates: int = 3, **model: Any) -> dict
     with npu.asynchronous():
         told = trained(config, updates, **model)
     return {**told, "late": npu.late_tasks() - before}
+
+
+def trained_by_a_laggard(config: dict[str, Any]) -> dict[str, Any]:
+    """The same where one rank never finds in time what others have sent, and the other always."""
+
+    def arrives(pending: Pending, seconds: float) -> bool:
+        return get_rank() == 0 and in_time(pending, 60.0)
+
+    in_time = Pending.arrives_within
+    with patch.object(Pending, "arrives_within", arrives):
+        return trained(config)
 
 
 def wherever(config: dict[str, Any], **model: Any) -> dict[str, Any]:
