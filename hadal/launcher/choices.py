@@ -13,7 +13,7 @@ from hadal.errors import LaunchError
 from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
 from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Kind, Program
-from hadal.launcher.network import free_port, is_here
+from hadal.launcher.network import is_here
 from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on, text_of
 from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
 
@@ -124,7 +124,7 @@ def _job(
 ) -> Job:
     told = of_env_files((Path.home(), folder), _env_names(variables))
     elastic = _elastic(choices, variables, pool) if choices.elastic_training else None
-    any_port = 0 if elastic else free_port() if is_one else DEFAULT_PORT
+    any_port = 0 if elastic or is_one else DEFAULT_PORT
     return Job(
         program=_program(choices, folder, variables),
         pool=pool,

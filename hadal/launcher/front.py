@@ -132,8 +132,8 @@ class Front:
 
     @property
     def interrupted_by(self) -> signal.Signals | None:
-        """The signal that ended the job, if one did."""
-        return self._interrupted_by
+        """The signal that ended the job, or came as it ended, if one did."""
+        return self._interrupted_by or next(iter(self._signals), None)
 
     @property
     def reason(self) -> str:
@@ -294,8 +294,7 @@ class Front:
         """What is due by time."""
         now = time.monotonic()
         self._printer.look()
-        while self._signals:
-            self._interrupted(self._signals.pop(0))
+        self._take_signals()
         if self._stopped_at is None:
             self._wait_on(now)
         if self._stopped_at is not None and now - self._stopped_at > self._job.program.grace_s + 4:
@@ -326,6 +325,10 @@ class Front:
         self._heard_at = now
         self._signals.append(sent)
 
+    def _take_signals(self) -> None:
+        while self._signals:
+            self._interrupted(self._signals.pop(0))
+
     def _interrupted(self, sent: signal.Signals) -> None:
         if self._interrupted_by is not None:
             self._kill()
@@ -349,6 +352,7 @@ class Front:
         self._has_ended.set()
         for channel in self._channels.values():
             channel.process.wait()
+        self._take_signals()  # of those that came since the last look
         self._printer.flush()
         if self._interrupted_by is not None:
             took = time.monotonic() - (self._stopped_at or 0)

@@ -93,6 +93,7 @@ class Job:
     shows_slots: bool = True
     """Each rank sees its host's slots alone, by the accelerators' own variables."""
     port: int = 29500
+    """Where ranks meet; 0: the agent of the only host, or of each, takes a free one."""
     elastic: Elastic | None = None
 
     @property

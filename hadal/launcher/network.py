@@ -40,10 +40,3 @@ def address_towards(other: str) -> str:
             return str(route.getsockname()[0])
     except OSError:
         return ""
-
-
-def free_port() -> int:
-    """A port of this machine that nobody has."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])

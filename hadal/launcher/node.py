@@ -149,13 +149,20 @@ def agent_command(share: Share, python: str = sys.executable) -> list[str]:
     """The words that start torch's elastic agent for this host's ranks."""
     if share.is_elastic:
         return [python, "-u", "-m", "hadal.launcher.agent", *cut(packed(share))]
-    place = {
-        "nnodes": share.nodes,
-        "node-rank": share.node_rank,
-        "nproc-per-node": len(share.slots),
-        "master-addr": share.address,
-        "master-port": share.port,
-    }
+    place: dict[str, object] = {"nnodes": share.nodes, "nproc-per-node": len(share.slots)}
+    if share.port:
+        place |= {
+            "node-rank": share.node_rank,
+            "master-addr": share.address,
+            "master-port": share.port,
+        }
+    else:  # one that looks free now may be taken by then: the agent listens first, and then tells
+        place |= {
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": "localhost:0",
+            "rdzv-id": "hadal",
+            "local-addr": share.address,
+        }
     words = [f"--{key}={value}" for key, value in place.items()]
     rank = rank_command(share.program, python)
     return [python, "-m", "torch.distributed.run", *words, "--no-python", *rank]

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launcher.jobs import alive, command, environment, interrupt, start, wait_for
+from launcher.jobs import (
+    alive,
+    command,
+    environment,
+    interrupt,
+    run_interrupted_late,
+    start,
+    wait_for,
+)
 
 TRAIN = """
 import argparse, json, os, time
@@ -158,6 +166,14 @@ def test_an_interrupt_leaves_nothing_and_keeps_what_is_measured(searched: Search
     summary = (searched.results / "summary.txt").read_text()
     assert f"| {GOOD} |" in summary
     assert "Tuning stopped in" in summary
+
+
+def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -> None:
+    configure(tmp_path, micro=[8, 16], **SECTION)
+    done = run_interrupted_late("after", "--autotuning=tune", *WORDS, folder=tmp_path)
+    assert done.returncode == 130
+    assert "SIGINT: the search is stopped" in done.stderr
+    assert len(os.listdir(tmp_path / "autotuning_exps")) == 1
 
 
 @pytest.mark.slow

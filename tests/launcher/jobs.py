@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,6 +48,47 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+# The command, to which SIGINT comes when the job is over: before its end is told, or after.
+LATE = """
+import signal, sys
+from hadal.cli.main import main
+from hadal.launcher.front import Front
+when, *words = sys.argv[1:]
+end = Front._end
+def late(front):
+    if when == "before":
+        signal.raise_signal(signal.SIGINT)
+    code = end(front)
+    if when == "after":
+        signal.raise_signal(signal.SIGINT)
+    return code
+Front._end = late
+sys.exit(main(["run", *words]))
+"""
+
+
+def run_interrupted_late(
+    when: str, *words: object, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LATE, when, *map(str, words)],
+        cwd=folder,
+        env=environment(HOME=str(folder)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def quiet_port() -> int:
+    """A port that nobody has, of those that the system gives to nobody who asks for any."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port from 20000 to 31999 is free")
 
 
 def alive(mark: object) -> list[str]:

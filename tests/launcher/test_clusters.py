@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from hadal.launcher.network import free_port
 from launcher import fakes
-from launcher.jobs import LIMIT_S, ROOT, environment, run
+from launcher.jobs import LIMIT_S, ROOT, environment, quiet_port, run
 
 CLUSTERS = ROOT / "examples" / "clusters"
 CONFIG = CLUSTERS / "ds_config.json"
@@ -79,7 +78,7 @@ def test_the_file_for_kubernetes(tmp_path: Path) -> None:
         )
         volumes = {each["name"] for each in replica["template"]["spec"]["volumes"]}
         assert volumes == {each["name"] for each in container["volumeMounts"]}
-    port = str(free_port())
+    port = str(quiet_port())
     pods = [
         subprocess.Popen(
             [sys.executable, *container["command"][1:], *local(container["args"], tmp_path)],

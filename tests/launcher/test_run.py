@@ -15,14 +15,15 @@ import pytest
 
 from hadal.launcher.frames import Hello, decoded
 from hadal.launcher.job import Job, Kind, Program, packed, share_of
-from hadal.launcher.network import free_port
 from launcher.jobs import (
     LIMIT_S,
     alive,
     descendants,
     environment,
     interrupt,
+    quiet_port,
     run,
+    run_interrupted_late,
     start,
     wait_for,
 )
@@ -43,7 +44,7 @@ AWKWARD = ["--lr=1e-3", "a b", "$HOME", "'", "--", "--num_gpus", "7", "", "\\"]
 def test_ranks_get_their_place_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(TELL)
     (tmp_path / ".hadal_env").write_text("FROM_FILE=a b\n")
-    port = str(free_port())
+    port = str(quiet_port())
     flags = ["--include", "localhost:0,2", "--master_port", port, "--bind_cores_to_rank"]
     flags += ["--enable_each_rank_log", "logs", "-q"]
     done = run(*flags, "tell.py", *AWKWARD, KEYS, folder=tmp_path)
@@ -87,14 +88,18 @@ if rank == 2:
     time.sleep(600)
 def is_there(name):
     return os.path.exists(os.path.join(folder, name))
-if rank == 0:
-    while not is_there("failed"):
+def wait_for(name):
+    while not is_there(name):
         time.sleep(0.01)
-    time.sleep(0.2)
+sys.excepthook = lambda *told: (sys.__excepthook__(*told), open(f"{folder}/{rank} failed", "w"))
+if rank == 0:
+    open(folder + "/ready", "w")
+    wait_for("1 failed")
+    time.sleep(0.5)
     raise RuntimeError("the peer is gone")
 import atexit
-atexit.register(time.sleep, 0.6)
-sys.excepthook = lambda *told: (sys.__excepthook__(*told), open(folder + "/failed", "w"))
+atexit.register(wait_for, "0 failed")
+wait_for("ready")
 def sample(number):
     raise ValueError(f"bad sample {number}")
 sample(17)
@@ -113,6 +118,12 @@ def test_the_first_failure_is_told_first_and_nothing_is_left(tmp_path: Path) -> 
     assert done.stderr.count("Traceback") == 1
     assert "rank 2" not in done.stderr
     assert alive(tmp_path) == []
+
+
+def test_an_interrupt_that_comes_as_the_job_ends_is_told(tmp_path: Path) -> None:
+    done = run_interrupted_late("before", "--no_python", "true", folder=tmp_path)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "SIGINT: ending all 1 ranks" in done.stderr
 
 
 def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
@@ -242,8 +253,9 @@ def test_a_port_that_is_in_use_is_told(tmp_path: Path) -> None:
 
 def test_a_program_written_for_deepspeed_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
-        "import sys, deepspeed, beside\n"
+        "import os, sys, deepspeed, beside\n"
         "deepspeed.init_distributed()\n"
+        "assert os.environ['MASTER_ADDR'] == '127.0.0.1' and int(os.environ['MASTER_PORT'])\n"
         "print(deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), sys.argv[1:])\n"
     )
     (tmp_path / "beside.py").touch()
