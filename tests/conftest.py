@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import RankPool, RankPools
+
+# A script's background job ignores interrupts, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The machine may be busy: how long an example takes says nothing about what it shows.
 settings.register_profile("house", deadline=None)

@@ -17,10 +17,10 @@ PROGRAM = """
 import atexit, json, os, sys, threading, time
 if "HOME_IS" in os.environ:
     import beside
-    threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
     atexit.register(print, "at exit")
     print(__name__, sys.argv, sys.path[:2], os.getcwd(), os.environ["HOME_IS"], sys.stdin.read())
     print(sorted(m for m in sys.modules if m in ("torch", "hadal", "pytest", "forks")))
+    threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 raise ValueError("no such place") if len(sys.argv) > 3 else SystemExit(7)
 """
 

@@ -69,6 +69,7 @@ def test_an_exception_arrives_with_its_rank_and_its_traceback(
     fresh_ranks: Callable[[int], RankPool],
 ) -> None:
     pool = fresh_ranks(2)
+    pool.run(own_process)  # this file is imported
     pool.grace = 1.0  # nobody else is about to fail
     with pytest.raises(RanksFailed, match="in raise_on_rank_1") as failed:
         pool.run(raise_on_rank_1_while_rank_0_waits)
@@ -80,8 +81,10 @@ def test_an_exception_arrives_with_its_rank_and_its_traceback(
 
 @pytest.mark.slow
 def test_a_hang_ends_with_the_stack_of_who_hangs(fresh_ranks: Callable[[int], RankPool]) -> None:
+    pool = fresh_ranks(2)
+    pool.run(own_process)
     with pytest.raises(RanksFailed, match=r"rank 0 hangs.*\n(.*\n)*.*wait_for_ever_on_rank_0"):
-        fresh_ranks(2).run(wait_for_ever_on_rank_0, timeout=2)
+        pool.run(wait_for_ever_on_rank_0, timeout=2)
 
 
 @pytest.mark.slow
