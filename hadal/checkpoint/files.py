@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -169,7 +170,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         CheckpointError: there is no such file.
     """
     with naming(path, "read"):
-        if path.exists() and not path.is_file():
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError(f"{path} cannot be read: it is not a file")
         file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
     with file:
@@ -202,9 +203,9 @@ def check_inside(path: Path, root: Path) -> None:
             )
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, mark: str = "") -> None:
     """Give a file another content: at every moment, and after a crash, it is the old or the new."""
-    draft = path.with_name(f".{path.name}.{new_mark()}.partial")
+    draft = path.with_name(f".{path.name}.{mark or new_mark()}.partial")
     with naming(path, "written"):
         try:
             write_file(draft, [text.encode()])

@@ -3,7 +3,8 @@
 A save writes into `.<tag>.<mark>.partial` and renames it when all is on disk. Where the tag was
 there before, the old folder stands as `.<tag>.<mark>.old` between two renames; where that is all
 that a crash has left, it is still found. What must go is renamed to `.<tag>.<mark>.dead` first, so
-that nobody takes half a folder for a checkpoint. One job saves into a folder at a time.
+that nobody takes half a folder for a checkpoint. One job saves into a folder at a time; several
+engines of it may, and others may read there, or write files beside the checkpoints, meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,8 +32,18 @@ from hadal.errors import CheckpointError
 LATEST = "latest"
 INDEX = "index.json"
 CLIENT = "client_state.safetensors"
-_LEFTOVER = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{16}\.(?P<state>partial|old|dead)", re.DOTALL)
+_LEFTOVER = re.compile(
+    r"\.(?P<tag>.+)\.(?P<mark>[0-9a-f]{16})\.(?P<state>partial|old|dead)", re.DOTALL
+)
 _OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors|index\.json")
+
+# How often a checkpoint that is not there is looked for, and the seconds between: it may be about
+# to be replaced, or `latest` about to name another.
+_LOOKS, _PAUSE_S = 3, 0.02
+# A file that nobody has written to for so long is nobody's draft any more.
+_QUIET_S = 3600.0
+# The marks of saves of this process that have begun and have not ended.
+_under_way: set[str] = set()
 
 
 def rank_file(rank: int) -> str:
@@ -58,6 +71,14 @@ def find(load_dir: Path, tag: str | None) -> Path | None:
     Raises:
         CheckpointError: a tag was asked for that is not there, or `latest` names one.
     """
+    for _ in range(_LOOKS - 1):
+        with suppress(CheckpointError):
+            return _found(load_dir, tag)
+        time.sleep(_PAUSE_S)
+    return _found(load_dir, tag)
+
+
+def _found(load_dir: Path, tag: str | None) -> Path | None:
     asked = f"checkpoint {tag!r}"
     if tag is None:
         latest = load_dir / LATEST
@@ -138,6 +159,7 @@ def begin(save_dir: Path, tag: str, mark: str) -> Path:
         raise CheckpointError(f"{folder} cannot be written: it is there and is no folder")
     draft = draft_of(save_dir, tag, mark)
     with naming(draft, "written"):
+        _under_way.add(mark)
         draft.mkdir()
     return draft
 
@@ -164,11 +186,17 @@ def commit(draft: Path, folder: Path) -> None:
         sync_folder(folder.parent)
         if old.exists():
             _retire(old, folder)
+    _end_of(draft)
 
 
 def set_latest(save_dir: Path, tag: str) -> None:
     """Let `latest` name a checkpoint; it names the old or the new one at every moment."""
-    replace_file(save_dir / LATEST, tag)
+    mark = new_mark()
+    _under_way.add(mark)
+    try:
+        replace_file(save_dir / LATEST, tag, mark)
+    finally:
+        _under_way.discard(mark)
 
 
 def latest_tag(save_dir: Path) -> str | None:
@@ -188,32 +216,56 @@ def remove(folder: Path) -> None:
             tag = found["tag"]
         dead = folder.with_name(f".{tag}.{new_mark()}.dead")
         os.rename(folder, dead)
-    shutil.rmtree(dead)
+    while os.path.lexists(dead):
+        with suppress(FileNotFoundError):  # somebody else removes it too
+            shutil.rmtree(dead)
 
 
 def discard(draft: Path) -> None:
     """Remove the draft of a save that failed, as far as that is possible."""
     with suppress(OSError):
         remove(draft)
+    _end_of(draft)
+
+
+def _end_of(draft: Path) -> None:
+    _under_way.discard(_mark_of(draft))
+
+
+def _mark_of(path: Path) -> str:
+    """Whose draft it is, by its name; empty where it is nobody's."""
+    found = _LEFTOVER.fullmatch(path.name)
+    return found["mark"] if found else ""
 
 
 def sweep(save_dir: Path) -> None:
     """Bring back a checkpoint that was being replaced, and remove what else dead saves have left.
 
+    What other saves of this process write stays, and single files that somebody, who exports
+    weights, has written to lately.
+
     Raises:
         OSError: something cannot be renamed or removed.
     """
     for path, tag, state in list(_leftovers(save_dir)):
-        folder = save_dir / tag
-        if path.is_symlink() or not path.is_dir():
+        if _mark_of(path) not in _under_way:
+            with suppress(FileNotFoundError):  # somebody else was faster
+                _sweep_one(path, save_dir / tag, state)
+
+
+def _sweep_one(path: Path, folder: Path, state: str) -> None:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        # Saves alone write `latest`, and none of another process saves here.
+        if folder.name == LATEST or time.time() - status.st_mtime > _QUIET_S:
             path.unlink()
-        elif state == "old" and not os.path.lexists(folder):
-            os.rename(path, folder)
-            sync_folder(save_dir)
-        elif state == "old":
-            _retire(path, folder)
-        else:
-            remove(path)
+    elif state == "old" and not os.path.lexists(folder):
+        os.rename(path, folder)
+        sync_folder(folder.parent)
+    elif state == "old":
+        _retire(path, folder)
+    else:
+        remove(path)
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
@@ -238,7 +290,7 @@ def _retire(old: Path, folder: Path) -> None:
 
 
 def _leftovers(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Path, tag and state of everything that an unfinished save has left."""
+    """Path, tag and state of everything that is not, or not any more, under its own name."""
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):

@@ -68,16 +68,41 @@ def inspected(path: Path, tag: str | None = None, *, verify: bool = True) -> lis
         return [_report(folder, _latest(folder.parent), verify)]
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give the one that save_checkpoint wrote to")
-    latest = _latest(path)
     found = [p for p in path.iterdir() if not p.name.startswith(".") and is_checkpoint(p)]
-    reports = [_report(folder, latest, verify) for folder in found]
+    reports = [report for folder in found if (report := _standing_report(folder, verify))]
     if not reports:
         folder_of(path)  # tells why
         raise CheckpointError(f"{path} holds no checkpoint")
-    if latest is not None and latest not in {report.tag for report in reports}:
+    # Now, as the job may have saved meanwhile.
+    latest = _latest(path)
+    for report in reports:
+        report.is_latest = report.tag == latest
+    is_here = latest is None or latest in {report.tag for report in reports}
+    if not is_here and not is_checkpoint(path / str(latest)):
         lost = f"{path / folders.LATEST} names {latest!r}, and no such checkpoint is there"
-        reports.append(Report(latest, str(path / latest), True, faults=[lost]))
+        reports.append(Report(str(latest), str(path / str(latest)), True, faults=[lost]))
     return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))
+
+
+def _standing_report(folder: Path, verify: bool) -> Report | None:
+    """None where the folder was removed meanwhile; anew where another has taken its place."""
+    while True:
+        before = _number_of(folder)
+        report = _report(folder, None, verify)
+        if before is None or not report.faults:
+            break
+        if _number_of(folder) == before:
+            break
+    return report if before is not None else None
+
+
+def _number_of(folder: Path) -> tuple[int, int] | None:
+    """What tells a folder from all others that had its name; None where there is none."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _latest(folder: Path) -> str | None:

@@ -1,0 +1,186 @@
+"""What others do in a folder of checkpoints while a job saves there, and the other way round."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from ranks import RankPools
+
+from hadal.checkpoint import folders, inspection
+from hadal.checkpoint.folders import INDEX
+from hadal.errors import CheckpointError
+
+from .listing import names_in
+from .test_contents import engine_of
+
+MARKS = ["0123456789abcde0", "0123456789abcde1"]
+
+
+def complete(save_dir: Path, tag: str) -> Path:
+    """As much of a checkpoint as it takes to find it."""
+    folder = save_dir / tag
+    folder.mkdir(parents=True)
+    (folder / INDEX).touch()
+    return folder
+
+
+def first_then(act: Callable[[], object], plain: Callable[..., Any], *, after: bool) -> Any:
+    """Call `plain`; something happens before, or after, it is called for the first time."""
+    due = [act]
+
+    def called(*arguments: Any, **more: Any) -> Any:
+        if due and not after:
+            due.pop()()
+        found = plain(*arguments, **more)
+        if due:
+            due.pop()()
+        return found
+
+    return called
+
+
+# ---- saves ---------------------------------------------------------------------------------------
+
+
+def test_two_saves_of_a_process_leave_each_other_alone(tmp_path: Path) -> None:
+    drafts = [folders.begin(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
+    for draft in drafts:
+        (draft / INDEX).touch()
+        folders.commit(draft, tmp_path / draft.name[1])
+    assert names_in(tmp_path) == ["a", "b"]
+    # Neither is under way any more: such a name would be a dead save's.
+    drafts[0].mkdir()
+    folders.sweep(tmp_path)
+    assert names_in(tmp_path) == ["a", "b"]
+
+
+def test_a_save_that_failed_is_under_way_no_more(tmp_path: Path) -> None:
+    draft = folders.begin(tmp_path, "a", MARKS[0])
+    folders.discard(draft)
+    draft.mkdir()
+    folders.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_somebody_writes_stays_for_an_hour(tmp_path: Path) -> None:
+    drafts = [tmp_path / f".model.safetensors.{mark}.partial" for mark in MARKS]
+    for draft, age in zip(drafts, (3000, 4200), strict=True):
+        draft.touch()
+        written = draft.stat().st_mtime - age
+        os.utime(draft, (written, written))
+    folders.sweep(tmp_path)
+    assert [draft.exists() for draft in drafts] == [True, False]
+
+
+def test_latest_is_written_while_another_save_begins(tmp_path: Path) -> None:
+    left = tmp_path / f".latest.{MARKS[0]}.partial"
+    left.touch()
+    rename = first_then(lambda: folders.sweep(tmp_path), os.replace, after=False)
+    with patch.object(os, "replace", rename):
+        folders.set_latest(tmp_path, "a")
+    assert (tmp_path / "latest").read_text() == "a"
+    assert not left.exists()  # of a process that was killed
+
+
+def test_what_another_removes_too_is_no_error(tmp_path: Path) -> None:
+    draft = tmp_path / f".a.{MARKS[0]}.partial"
+    draft.mkdir()
+    (draft / "rank_00000.safetensors").touch()
+    rename = first_then(lambda: shutil.rmtree(draft), os.rename, after=False)
+    with patch.object(os, "rename", rename):
+        folders.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    gone = complete(tmp_path, "gone")
+
+    def removed(path: Path) -> None:
+        remove(path)
+        raise FileNotFoundError(path)
+
+    remove = shutil.rmtree
+    with patch.object(shutil, "rmtree", removed):
+        folders.remove(gone)
+    assert list(tmp_path.iterdir()) == []
+
+
+def export_while_saving(folder: str) -> list[str]:
+    engine = engine_of(2, checkpoint={"async_save": True})
+    for number in range(12):
+        engine.save_checkpoint(folder, f"t{number % 2}")
+        engine.save_16bit_model(folder)
+        engine.wait_for_checkpoint()
+    return names_in(folder)
+
+
+def test_weights_may_be_written_beside_a_save(ranks: RankPools, tmp_path: Path) -> None:
+    names = ["latest", "model.safetensors", "t0", "t1"]
+    assert set(names) <= set(ranks(1).run(export_while_saving, str(tmp_path))[0])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+# ---- readers -------------------------------------------------------------------------------------
+
+
+def test_a_tag_that_is_being_replaced_is_found(tmp_path: Path) -> None:
+    old = complete(tmp_path, "a").rename(tmp_path / f".a.{MARKS[0]}.old")
+
+    def go_on() -> None:
+        complete(tmp_path, "a")
+        shutil.rmtree(old)
+
+    leftovers = first_then(go_on, folders._leftovers, after=False)
+    with patch.object(folders, "_leftovers", leftovers):
+        assert folders.find(tmp_path, "a") == tmp_path / "a"
+
+
+def test_latest_may_move_on(tmp_path: Path) -> None:
+    complete(tmp_path, "a")
+    folders.set_latest(tmp_path, "a")
+
+    def go_on() -> None:
+        complete(tmp_path, "b")
+        folders.set_latest(tmp_path, "b")
+        folders.remove(tmp_path / "a")
+
+    with patch.object(folders, "_read_latest", first_then(go_on, folders._read_latest, after=True)):
+        assert folders.find(tmp_path, None) == tmp_path / "b"
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(CheckpointError, match="no complete checkpoint 'b'"):
+        folders.find(tmp_path, None)
+
+
+def inspect_while_saving(folder: str) -> None:
+    engine, path = engine_of(2), Path(folder)
+    for tag in ("a", "b"):
+        engine.save_checkpoint(folder, tag)
+
+    def prune() -> None:
+        engine.save_checkpoint(folder, "c")
+        folders.remove(path / "a")
+        folders.remove(path / "b")
+        engine.save_checkpoint(folder, "b")
+
+    reports = inspected_while(prune, path)
+    assert [(one.tag, one.is_latest, one.faults) for one in reports] == [("b", True, [])]
+    # What is damaged, and stays, is told as before.
+    (path / "c" / "rank_00000.safetensors").write_bytes(b"")
+    reports = inspected_while(lambda: None, path)
+    assert {one.tag: bool(one.faults) for one in reports} == {"b": False, "c": True}
+    shutil.rmtree(path / "b")
+    told = {one.tag: one.faults for one in inspection.inspected(path)}["b"]
+    assert len(told) == 1 and "names 'b', and no such checkpoint is there" in told[0]
+
+
+def inspected_while(act: Callable[[], object], path: Path) -> list[inspection.Report]:
+    opened = first_then(act, inspection.open_source, after=True)
+    with patch.object(inspection, "open_source", opened):
+        return inspection.inspected(path)
+
+
+def test_who_inspects_a_running_job_is_told_no_damage(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(1).run(inspect_while_saving, str(tmp_path))
