@@ -21,6 +21,7 @@ from hadal.zero.gradients import Gradients
 _log = logging.getLogger(__name__)
 
 _BLOCK_NUMEL = 1 << 20
+_SHIFT = 31
 _SHOWN = 8
 
 
@@ -32,9 +33,11 @@ def digest(values: Tensor) -> int:
     words = values.detach().view(torch.int64)
     total = 0
     for number, block in enumerate(words.split(_BLOCK_NUMEL)):
-        # Odd factors: none makes two different words alike. Sums wrap around.
+        # Odd factors: none makes two different words alike. Sums wrap around, and lose high bits
+        # that come in pairs (two changed signs): these are put among the low ones too.
+        mixed = (block >> _SHIFT).bitwise_and_((1 << (64 - _SHIFT)) - 1).bitwise_xor_(block)
         places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
-        sums = (total, number, int((block * places).sum()), int(block.sum()))
+        sums = (total, number, int((mixed * places).sum()), int(mixed.sum()))
         # Not `hash`: to it -1 and -2 are alike.
         total = int.from_bytes(hashlib.blake2b(repr(sums).encode(), digest_size=8).digest(), "big")
     return total

@@ -28,12 +28,21 @@ def test_a_digest_tells_one_changed_word_and_two_swapped_ones(
     assert digest(tensor) == digest(tensor.clone())
     index = data.draw(st.integers(0, len(words) - 1))
     changed = tensor.clone()
-    changed[index] ^= data.draw(st.integers(1, 2**63 - 1))
+    changed[index] ^= data.draw(st.integers(-(2**63), 2**63 - 1).filter(bool))
     assert digest(changed) != digest(tensor)
     other = data.draw(st.integers(0, len(words) - 1))
     swapped = tensor.clone()
     swapped[[index, other]] = tensor[[other, index]]
     assert (digest(swapped) == digest(tensor)) == (words[index] == words[other])
+
+
+def test_a_digest_tells_changed_signs() -> None:
+    values = torch.randn(1000)
+    some = values.clone()
+    some[[1, 7]] *= -1
+    every_second = values.clone()
+    every_second[1::2] *= -1
+    assert len({digest(each) for each in (values, some, every_second)}) == 3
 
 
 def _section(stage: int, checks: bool = True) -> dict[str, object]:
