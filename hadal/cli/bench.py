@@ -109,6 +109,6 @@ def _show(found: list[Measured], best: Measured) -> None:
         table.add_column(title, justify="right")
     for one in found:
         values = [json.dumps(value) for value in section_of(one.settings).values()]
-        speeds = [f"{speed.gb_per_s:.2f}" for speed in (one.write, one.read)]
+        speeds = [f"{speed.gb_per_s:.3g}" for speed in (one.write, one.read)]
         table.add_row(*values, *speeds, style="bold green" if one is best else None)
     Console().print(table)

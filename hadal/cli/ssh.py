@@ -64,5 +64,6 @@ def _run(host: str, words: list[str], parsed: argparse.Namespace) -> int:
     )
     sys.stdout.write("".join(f"{host}: {line}\n" for line in done.stdout.splitlines()))
     if done.returncode:
-        print(f"{host}: exit code {done.returncode}", file=sys.stderr)
+        # In one piece, as other hosts' lines come meanwhile.
+        sys.stderr.write(f"{host}: exit code {done.returncode}\n")
     return done.returncode

@@ -7,6 +7,7 @@ while, in the system's folder for such, which goes when the process ends.
 from __future__ import annotations
 
 import atexit
+import os
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
@@ -70,7 +71,8 @@ def _room() -> Path:
 
 
 def _written(content: dict[str, Any]) -> str:
-    path = mkstemp(".pt", dir=_room())[1]
+    descriptor, path = mkstemp(".pt", dir=_room())
+    os.close(descriptor)
     torch.save(content, path)
     return path
 

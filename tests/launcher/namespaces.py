@@ -11,7 +11,7 @@ from pathlib import Path
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 _NETWORK = "10.213"
-_UP_S = 10
+_UP_S = 60
 
 
 def why_not() -> str:

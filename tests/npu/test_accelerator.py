@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def _random(device: Any) -> None:
 
 
 def _memory(device: Any) -> None:
+    gc.collect()  # what earlier tests have left in circles would go at any time
     device.empty_cache()
     before = device.memory_allocated()
     device.reset_peak_memory_stats()
