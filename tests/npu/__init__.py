@@ -12,11 +12,17 @@ it, and no process that tests something else.
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
+
+from hadal.device import widest_float
 
 _native: list[ModuleType] = []
 
@@ -58,3 +64,47 @@ def asynchronous(longest_delay: float = 0.02) -> Iterator[None]:
 def late_tasks() -> int:
     """How many tasks have been begun late so far."""
     return int(_native[0].number_of_late_tasks())
+
+
+@contextmanager
+def with_float64() -> Iterator[None]:
+    """The device knows float64 inside, as most do; outside it is one of those that do not."""
+    _native[0].set_has_float64(True)
+    widest_float.cache_clear()
+    try:
+        yield
+    finally:
+        _native[0].set_has_float64(False)
+        widest_float.cache_clear()
+
+
+class Wait(NamedTuple):
+    """A wait of the host for the device: what for, and which line of the product caused it."""
+
+    what: str
+    """An operation whose result the host is given, a copy, or what is synchronized."""
+    where: str
+
+
+@contextmanager
+def waits() -> Iterator[list[Wait]]:
+    """All waits of this process for the device inside, in every thread.
+
+    These are operations that give the host a number or a shape (`item`, `equal`, `nonzero`),
+    copies from and to pageable memory, or blocking ones, and `synchronize` of the device, a stream
+    or an event.
+    """
+    found: list[Wait] = []
+    _native[0].set_watcher(lambda what: found.append(Wait(what, _line_of_product())))
+    try:
+        yield found
+    finally:
+        _native[0].set_watcher(None)
+
+
+def _line_of_product() -> str:
+    """The innermost line of the product on this thread's stack; else that of the program."""
+    frames = traceback.extract_stack()[:-2]
+    own = [frame for frame in frames if f"{os.sep}hadal{os.sep}" in frame.filename]
+    frame = (own or frames)[-1]
+    return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"

@@ -52,6 +52,29 @@ constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 std::atomic<bool> is_asynchronous{false};
 std::atomic<double> longest_delay{0.02};
 std::atomic<int64_t> late_tasks{0};
+std::atomic<bool> has_float64{false};
+
+// ---- who waits ----------------------------------------------------------------------------------
+
+std::mutex watcher_mutex;
+std::shared_ptr<const Watcher> the_watcher;
+
+void set_watcher(Watcher watcher) {
+  std::lock_guard<std::mutex> hold(watcher_mutex);
+  the_watcher = watcher ? std::make_shared<const Watcher>(std::move(watcher)) : nullptr;
+}
+
+// The host is about to wait for the device: said before any queue is locked.
+void host_waits(const std::string& what) {
+  std::shared_ptr<const Watcher> watcher;
+  {
+    std::lock_guard<std::mutex> hold(watcher_mutex);
+    watcher = the_watcher;
+  }
+  if (watcher) {
+    (*watcher)(what);
+  }
+}
 
 // ---- faults -------------------------------------------------------------------------------------
 
@@ -226,6 +249,10 @@ void set_asynchronous(bool is_on) {
 
 void set_delay(double seconds) {
   longest_delay = seconds;
+}
+
+void set_has_float64(bool has) {
+  has_float64 = has;
 }
 
 int64_t number_of_late_tasks() {
@@ -541,7 +568,7 @@ struct OnDevice {
 // As on Ascend's, Apple's and some of Intel's devices.
 void refuse_double(at::ScalarType dtype) {
   TORCH_CHECK_TYPE(
-      dtype != at::kDouble && dtype != at::kComplexDouble,
+      has_float64 || (dtype != at::kDouble && dtype != at::kComplexDouble),
       "npu has no float64: make the tensor on the host, or of float32");
 }
 
@@ -874,7 +901,15 @@ bool may_be_queued(const c10::OperatorHandle& op) {
   return false;
 }
 
+// Whether the host is given something that hangs on values: a number, or a shape.
+bool is_read(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (is_read(op)) {
+    host_waits(op.schema().name());
+  }
   Call call(op);
   auto& arguments = call.schema.arguments();
   size_t count = arguments.size(), first = stack->size() - count;
@@ -1013,6 +1048,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& out, bool non_blo
     }
     put(stream, copy, Haste::late);
   } else {
+    if (!inside && !(non_blocking && is_pinned) && host.numel()) {
+      host_waits(is_here(self) ? "copy to the host" : "copy to the device");
+    }
     drain(stream);
     copy();
   }
@@ -1139,9 +1177,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return end_of(stream).is_reached();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    host_waits("stream");
     drain(stream);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    host_waits("device");
     synchronize(device < 0 ? the_device : device);
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag)
@@ -1163,6 +1203,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
+      host_waits("event");
       static_cast<Mark*>(event)->point.wait_on_host();
     }
   }

@@ -46,5 +46,8 @@ void set_asynchronous(bool is_on);
 void set_delay(double seconds);
 std::vector<std::string> faults();
 int64_t number_of_late_tasks();
+void set_has_float64(bool has);
+using Watcher = std::function<void(const std::string&)>;
+void set_watcher(Watcher watcher); // is told of each wait of the host for the device, in its thread
 
 } // namespace npu

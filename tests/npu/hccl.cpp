@@ -372,4 +372,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_delay", &npu::set_delay);
   m.def("faults", &npu::faults);
   m.def("number_of_late_tasks", &npu::number_of_late_tasks);
+  m.def("set_has_float64", &npu::set_has_float64);
+  m.def("set_watcher", [](const pybind11::object& given) {
+    if (given.is_none()) {
+      npu::set_watcher({});
+      return;
+    }
+    // Whichever thread lets go of it last: the object is left to the process.
+    auto* watcher = new pybind11::object(given);
+    npu::set_watcher([watcher](const std::string& what) {
+      pybind11::gil_scoped_acquire held;
+      (*watcher)(what);
+    });
+  });
 }

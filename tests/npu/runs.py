@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -107,6 +108,43 @@ def advanced(engine: Any, updates: int, first: int = 0) -> dict[str, Any]:
         if engine.global_steps and engine.micro_steps % 2 == 0:
             told["norms"].append(float(engine.get_global_grad_norm() or 0.0))
     return told
+
+
+PHASES = ("forward", "backward", "step", "update")
+
+
+def waited(
+    config: dict[str, Any], *, after: int = 3, asks: bool = False, **model: Any
+) -> dict[str, list[str]]:
+    """The waits for the device in update number `after`, by phase.
+
+    `step` ends its first micro-step, and `update` its last. `asks`: for the norm, behind it.
+    """
+    with npu.asynchronous(), npu.with_float64():
+        engine = built(config, **model)
+        advanced(engine, after)
+        found: dict[str, list[str]] = {phase: [] for phase in PHASES}
+
+        @contextlib.contextmanager
+        def phase(name: str) -> Iterator[None]:
+            with npu.waits() as waits:
+                yield
+            found[name] += [f"{wait.what} in {wait.where}" for wait in waits]
+
+        for tokens in batches(get_rank(), 1, after):
+            tokens = tokens.to(engine.device)
+            with phase("forward"):
+                outputs = engine(tokens[:, :-1])
+            loss = F.cross_entropy(outputs.float().flatten(0, 1), tokens[:, 1:].flatten())
+            with phase("backward"):
+                engine.backward(loss)
+            last = engine.is_gradient_accumulation_boundary()
+            with phase("update" if last else "step"):
+                engine.step()
+                if last and asks:
+                    engine.get_global_grad_norm()
+        engine.destroy()
+    return found
 
 
 def weights(engine: Any) -> dict[str, Tensor]:

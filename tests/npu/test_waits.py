@@ -1,0 +1,68 @@
+"""How often the host waits for the device in an update: each wait lets the device run dry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankPools
+
+import npu
+
+from . import runs
+
+# By stage: waits in the backward of both micro-steps, and in the update.
+COUNTS = {0: (2, 11), 1: (2, 11), 2: (4, 11), 3: (4, 4)}
+
+
+def told(found: dict[str, list[str]]) -> str:
+    return "\n".join(f"{phase}: {one}" for phase, waits in found.items() for one in waits)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
+    backward, update = COUNTS[stage]
+    for found in npus(2).run(runs.waited, runs.config(stage, precision)):
+        counts = {phase: len(waits) for phase, waits in found.items()}
+        wanted = {"forward": 0, "backward": backward, "step": 0, "update": update}
+        assert counts == wanted, told(found)
+
+
+def _all_kinds() -> list[str]:
+    device = torch.device("npu", 0)
+    values, stream = torch.arange(4.0, device=device), torch.Stream(device)
+    pinned = torch.ones(4).pin_memory()
+    with npu.asynchronous(), npu.waits() as found:
+        values.sum().item()
+        torch.equal(values, values + 1)
+        values.nonzero()
+        values.cpu()
+        torch.ones(3).to(device)
+        torch.tensor([1.0], device=device)
+        pinned.copy_(values)
+        torch.accelerator.synchronize(device)
+        stream.synchronize()
+        stream.record_event().synchronize()
+        # None of these lets the host wait.
+        values.add_(1).mul_(values.amax())
+        pinned.copy_(values, non_blocking=True)
+        values.copy_(pinned, non_blocking=True)
+        torch.full((), 2.0, device=device)
+    return [wait.what for wait in found]
+
+
+def test_what_is_a_wait(npus: RankPools) -> None:
+    assert npus(1).run(_all_kinds) == [
+        [
+            "aten::_local_scalar_dense",
+            "aten::equal",
+            "aten::nonzero",
+            "copy to the host",
+            "copy to the device",
+            "copy to the device",
+            "copy to the host",
+            "device",
+            "stream",
+            "event",
+        ]
+    ]
