@@ -24,6 +24,7 @@ from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.pairs import exchange, receive, send
 from hadal.comm.pending import Pending, Work, followed_by
 from hadal.comm.ranks import Ranks
+from hadal.device import read_on_host
 
 # Tags of counts, row numbers and values: on the way to the owner of a slice, and from it.
 _TO_OWNERS, _FROM_OWNERS = (21, 22, 23), (24, 25, 26)
@@ -206,7 +207,7 @@ def _start_by_collectives(
     counts[ranks.rank] = touched.numel()
 
     def exchange() -> Pending:
-        found = counts.tolist()
+        found = read_on_host(counts, f"the numbers of rows in {label}").tolist()
         most = max(found)
         if not _is_short(most * ranks.size, rows.shape[0], wire.row_numel, wire.dtype):
             return dense()

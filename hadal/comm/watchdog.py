@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from hadal.comm.start import get_rank, watchdog_limit
+from hadal.device import watch_waits
 
 _log = logging.getLogger(__name__)
 
@@ -124,3 +125,6 @@ def watched(label: str, works: Sequence[object] = ()) -> AbstractContextManager[
     if _watchdog is None:
         _watchdog = Watchdog(watchdog_limit())
     return _watchdog.over(label, works)
+
+
+watch_waits(watched)  # those of the host for its accelerator too

@@ -6,7 +6,6 @@ from hadal.device.accelerator import (
     collective_backend,
     current_device,
     rank_device,
-    synchronize,
     widest_float,
 )
 from hadal.device.autograd import (
@@ -43,8 +42,10 @@ from hadal.device.memory import (
     total_memory,
 )
 from hadal.device.places import look_at
+from hadal.device.reading import Reading, read_on_host, start_reading
 from hadal.device.stamps import Stamp
 from hadal.device.streams import Event, SideStream, same_order
+from hadal.device.waits import synchronize, waiting_for, watch_waits
 
 __all__ = [
     "AdagradRule",
@@ -52,6 +53,7 @@ __all__ = [
     "Event",
     "MemoryThere",
     "MemoryUse",
+    "Reading",
     "SgdRule",
     "SideStream",
     "Stamp",
@@ -78,13 +80,17 @@ __all__ = [
     "peak_memory",
     "random_state",
     "rank_device",
+    "read_on_host",
     "reset_peak_memory",
     "same_order",
     "set_random_state",
     "spared_import",
+    "start_reading",
     "synchronize",
     "total_memory",
     "unwatched",
+    "waiting_for",
+    "watch_waits",
     "widest_float",
     "will_collect",
 ]

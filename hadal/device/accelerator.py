@@ -77,9 +77,3 @@ def widest_float(device: torch.device) -> torch.dtype:
     except (RuntimeError, TypeError):
         return torch.float32
     return torch.float64
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on `device`; nothing to wait for on a CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

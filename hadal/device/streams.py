@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-_WITHOUT_STREAMS = ("cpu", "mps")
+from hadal.device.waits import waiting_for
+
+WITHOUT_STREAMS = ("cpu", "mps")
 
 
 class Event:
@@ -28,10 +30,11 @@ class Event:
         """Whether everything before it is done."""
         return self._event is None or bool(self._event.query())
 
-    def wait_on_host(self) -> None:
+    def wait_on_host(self, what: str = "copies between the device and the host") -> None:
         """Wait until it is over: host memory may be read, written and given to others then."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._event is not None and not self._event.query():
+            with waiting_for(what):
+                self._event.synchronize()
 
     def wait_on_device(self) -> None:
         """Let what the device is given from now on wait for it. This process goes on."""
@@ -50,7 +53,7 @@ def same_order() -> Callable[[], AbstractContextManager[object]]:
     Each thread has a stream of its own that is current: what it waits for is waited for there.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type in _WITHOUT_STREAMS:
+    if found is None or found.type in WITHOUT_STREAMS:
         return nullcontext
     stream = torch.accelerator.current_stream()
     return lambda: stream
@@ -66,7 +69,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if device.type in _WITHOUT_STREAMS else torch.Stream(device)
+        self._stream = None if device.type in WITHOUT_STREAMS else torch.Stream(device)
 
     def follow_device(self) -> None:
         """Begin nothing more before the device has done all that it was given so far."""

@@ -1,0 +1,81 @@
+"""Waits of the host for its device: each is watched, by the name of what is waited for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from ranks import RankPools
+from torch import Tensor
+
+import npu
+from hadal import comm
+from hadal.comm import watchdog
+from hadal.device import Event, read_on_host, start_reading, synchronize
+
+
+def _read_later(values: Tensor) -> Tensor:
+    reading = start_reading(values, "the norm of the last update")
+    values.zero_()  # is not seen
+    found = reading.values()
+    assert reading.is_over
+    return found
+
+
+def _copied(values: Tensor) -> Tensor:
+    found = torch.empty(4, pin_memory=True)
+    found.copy_(values, non_blocking=True)
+    event = torch.accelerator.current_stream().record_event()
+    Event(event, values.device).wait_on_host("a copy")
+    return found
+
+
+def _all_awaited(values: Tensor) -> Tensor:
+    synchronize(values.device)
+    return values.cpu()
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the norm": lambda values: read_on_host(values, "the norm"),
+    "the norm of the last update": _read_later,
+    "a copy": _copied,
+    "all work queued on the device": _all_awaited,
+}
+
+
+def _told_of_waits() -> list[str]:
+    """Rank 1 comes to each sum only when rank 0 has been told that it waits for its values."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    lines: list[str] = []
+
+    def tell(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        store.set(f"told {name}", "")
+
+    handler = logging.Handler()
+    handler.emit = tell  # type: ignore[method-assign]
+    log = logging.getLogger("hadal.comm.watchdog")
+    before = watchdog._watchdog
+    if comm.get_rank() == 0:
+        log.addHandler(handler)
+        watchdog._watchdog = watchdog.Watchdog(0.05)
+    try:
+        with npu.asynchronous():
+            for name, read in WAYS.items():
+                values = torch.ones(4, device="npu")
+                if comm.get_rank() == 1:
+                    store.wait([f"told {name}"], timedelta(seconds=60))
+                comm.all_reduce(values, async_op=True).wait()
+                assert (read(values) == 2).all()
+    finally:
+        log.removeHandler(handler)
+        watchdog._watchdog = before
+    return lines
+
+
+def test_the_host_says_what_it_waits_for(npus: RankPools) -> None:
+    waiting, _ = npus(2).run(_told_of_waits)
+    for name in WAYS:
+        assert any(f"s for {name}: " in line for line in waiting), (name, waiting)
