@@ -276,7 +276,10 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             # Ranks that do call backward ask there whether anybody is at fault: answer them.
             self._parts.runtime.any_fault(True)
             raise UsageError(
-                "engine.step() came without a backward; call engine.backward(loss) before each step"
+                f"rank {self._parts.ranks.rank}: engine.step() has no gradients: no backward came"
+                " since the last step, or engine.zero_grad() has dropped its gradients; call"
+                " engine.backward(loss) before each step, and leave out the step of a batch that is"
+                " to be skipped"
             )
         backwards, self._cycle.backwards = self._cycle.backwards, 0
         managed = self._batches.managed
@@ -351,9 +354,10 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             self._cycle.unsynchronized = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected since the last update."""
+        """Drop all gradients since the last update; `step` requires a new backward then."""
         self._parts.runtime.clear_gradients()
         self._cycle.factor = None
+        self._cycle.backwards = 0
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()

@@ -439,5 +439,6 @@ class Gradients:
         self.finish_reduce()
         self.state = Arrival.EMPTY
         self._mean_holds = self._is_of_copy = False
+        self._kept = None
         self._late.clear()
         self._filled[:] = bytes(len(self._filled))

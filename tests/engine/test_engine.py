@@ -115,6 +115,39 @@ def hold_synchronization_back(stage: int) -> None:
     engine.destroy()
 
 
+def drop_gradients(stage: int) -> None:
+    """What `zero_grad` drops has no effect: behind a mean, in `no_sync`, or an exception."""
+    model = model_of()
+    engine = engine_of(stage, model)
+    train(engine, range(1))
+    kept = engine.state_dict()
+    for fails in (False, True):
+        backward(engine, 7)
+        if fails:
+            handle = model[0].weight.register_hook(fail)
+            with pytest.raises(MemoryError):
+                backward(engine, 8)
+            handle.remove()
+        else:
+            with engine.no_sync():
+                backward(engine, 8)
+        engine.zero_grad()
+        with pytest.raises(UsageError, match="zero_grad"):
+            engine.step()
+        assert_equal(engine.state_dict(), kept)
+    train(engine, range(1, 3))
+    untouched = engine_of(stage)
+    train(untouched, range(3))
+    assert engine.global_steps == 3
+    assert_equal(engine.state_dict(), untouched.state_dict())
+    engine.destroy()
+    untouched.destroy()
+
+
+def fail(_: torch.Tensor) -> None:
+    raise MemoryError("no room today")
+
+
 def hand_out(stage: int) -> None:
     model = model_of()
     model.note = "mine"
@@ -247,6 +280,7 @@ def end(stage: int) -> None:
         scale_in_float64,
         resize,
         hold_synchronization_back,
+        drop_gradients,
         hand_out,
         rates,
         evaluate_and_then_train,
@@ -314,8 +348,8 @@ def schedule_that_needs_a_metric() -> None:
 @pytest.mark.parametrize(
     ("mistake", "kind", "told"),
     [
-        (step_first, UsageError, "without a backward"),
-        (step_twice, UsageError, "without a backward"),
+        (step_first, UsageError, "no backward came"),
+        (step_twice, UsageError, "no backward came"),
         (vector_loss, LossError, "scalar"),
         (detached_loss, LossError, "no_grad"),
         (number_as_loss, LossError, "float"),
