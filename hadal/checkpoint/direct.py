@@ -371,8 +371,10 @@ class _Input:
             self._is_direct = set_direct(self._descriptor, wanted)
 
 
-# Blocks that nobody uses: fresh memory is slow to fill.
+# Blocks that nobody uses: fresh memory is slow to fill. A forked process makes its own.
 _free: list[memoryview] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free.clear)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from hadal.device.memory import (
     peak_memory,
     reset_peak_memory,
     total_memory,
+    unforked_memory,
 )
 from hadal.device.places import look_at
 from hadal.device.reading import Reading, read_on_host, start_reading
@@ -88,6 +89,7 @@ __all__ = [
     "start_reading",
     "synchronize",
     "total_memory",
+    "unforked_memory",
     "unwatched",
     "waiting_for",
     "watch_waits",

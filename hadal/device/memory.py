@@ -34,6 +34,8 @@ _MMAP_NBYTES = 1 << 30
 # Of cudaHostRegister: locked for every device.
 _PORTABLE = 1
 _OLDER_MMAP_NBYTES = 1 << 25
+# Shared memory, the default, may be short, and has pages of the usual size.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class MemoryUse(NamedTuple):
@@ -90,11 +92,41 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+_unforked: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_of_the_parent: list[mmap.mmap] = []
+
+
+def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
+    """Zeroed memory that begins on a page, for devices and disks to copy into by themselves.
+
+    A forked process does not get it, and must not touch it: the kernel ends a process that does.
+    A fork would otherwise copy all pages that a device has locked, and could move a page away from
+    under a transfer (open(2) on O_DIRECT). Where the system knows no MADV_DONTFORK, forks share it.
+    """
+    memory = mmap.mmap(-1, max(nbytes, 1), **_PRIVATE)
+    for name in ("MADV_DONTFORK", *(["MADV_HUGEPAGE"] if on_huge_pages else [])):
+        if hasattr(mmap, name):
+            with suppress(OSError):  # a kernel without it
+                memory.madvise(getattr(mmap, name))
+    _unforked.add(memory)
+    return memory
+
+
+def _keep_the_parents() -> None:
+    """In a forked process: never unmap the parent's memory, in whose place other memory may be."""
+    _of_the_parent.extend(_unforked)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_the_parents)
+
+
 def page_locked(nbytes: int) -> torch.Tensor:
     """Bytes of host memory that the accelerator copies by itself; they begin on a page.
 
     CUDA locks memory that is there already. torch's own pool rounds each piece up to a power of
-    two, so that gradients of many gigabytes would take up to twice their bytes.
+    two, so that gradients of many gigabytes would take up to twice their bytes. A forked process
+    must not touch them (`unforked_memory`).
 
     Raises:
         OffloadError: the system locks no more.
@@ -103,8 +135,7 @@ def page_locked(nbytes: int) -> torch.Tensor:
         page = resource.getpagesize()
         whole = torch.empty(nbytes + page, dtype=torch.uint8, pin_memory=True)
         return whole[-whole.data_ptr() % page :][:nbytes]
-    # Shared memory, the default, may be short.
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = unforked_memory(nbytes)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), nbytes, _PORTABLE))
     if code:
@@ -128,7 +159,10 @@ def is_host_memory(device: torch.device) -> bool:
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
-    """A 1-D tensor in host memory, uninitialised; page-locked, if asked, for an accelerator."""
+    """A 1-D tensor in host memory, uninitialised; page-locked, if asked, for an accelerator.
+
+    Page-locked memory does not exist in a forked process (`unforked_memory`).
+    """
     if pinned and torch.accelerator.is_available():
         return page_locked(numel * dtype.itemsize).view(dtype)
     return torch.empty(numel, dtype=dtype)

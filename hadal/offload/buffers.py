@@ -16,7 +16,7 @@ from hadal.offload.extents import ALIGNMENT
 
 
 def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """A vector of bytes that begins on a page.
+    """A vector of bytes that begins on a page. A forked process must not touch it.
 
     Args:
         nbytes: how many.

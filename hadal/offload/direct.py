@@ -7,41 +7,36 @@ program. What goes past it (O_DIRECT) begins on a page, in memory and in the fil
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
+from hadal.device import unforked_memory
 from hadal.offload.extents import ALIGNMENT
 
 Move: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
 _HUGE_NBYTES = 1 << 21
-# Shared memory, the default, has pages of the usual size.
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 # Transfers without a whole page in a row, after which there will be no more.
 _PATIENCE = 3
 
 
 def usual_pages(nbytes: int) -> memoryview:
-    """Memory that begins on a page, full of zeros."""
-    return memoryview(mmap.mmap(-1, max(nbytes, 1), **_PRIVATE))[:nbytes]
+    """Memory that begins on a page, full of zeros. A forked process does not have it."""
+    return memoryview(unforked_memory(nbytes))[:nbytes]
 
 
 def pages(nbytes: int) -> memoryview:
     """Memory that begins on a page, full of zeros, on huge pages where it is long enough.
 
-    A disk takes a huge page in a few requests, pages of the usual size in hundreds.
+    A disk takes a huge page in a few requests, pages of the usual size in hundreds. A forked
+    process does not have this memory, and must not touch it.
     """
     if nbytes < _HUGE_NBYTES:
         return usual_pages(nbytes)
     # A huge page begins at a multiple of its length: somewhere in what is longer by one.
-    memory = mmap.mmap(-1, nbytes + _HUGE_NBYTES, **_PRIVATE)
-    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = unforked_memory(nbytes + _HUGE_NBYTES, on_huge_pages=True)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_NBYTES
     return memoryview(memory)[start : start + nbytes]
 
