@@ -63,6 +63,7 @@ class DeepSpeedEngine(Accessors):
         """What scalars are written to: nothing, as there are no monitors yet."""
         self.timers = SynchronizedWallClockTimer()
         """Clocks by name. With `wall_clock_breakdown`, the phases of updates among them."""
+        parts.clocks.listeners.append(self._add_times)
         self.tput_timer = ThroughputTimer()
         """How fast updates come."""
         self.mpu: Any = None
@@ -160,9 +161,10 @@ class DeepSpeedEngine(Accessors):
         if isinstance(self._outer, PlainOptimizer):
             self._outer._opt_called = True  # a schedule that hangs on it asks
         self.tput_timer.end_update(self.train_batch_size())
+
+    def _add_times(self, times: Mapping[str, float]) -> None:
         for name, phase in _TIMED.items():
-            if phase in self._parts.clocks.last:
-                self.timers(name).add(self._parts.clocks.last[phase])
+            self.timers(name).add(times[phase])
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: not within an accumulation, nor skipped."""

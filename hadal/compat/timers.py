@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from hadal.compat.log import log_dist
-from hadal.device import current_device
-from hadal.engine.clocks import Stopwatch
+from hadal.device import current_device, synchronize
 
 _WARM_UP = 2  # updates that are not counted into a rate
 
@@ -20,42 +19,41 @@ class Timer:
         self.name_ = name
         self.started_ = False
         self._records: list[float] = []
-        self._watch = Stopwatch(current_device())
+        self._milliseconds = 0.0
+        self._began = 0.0
 
     def start(self) -> None:
         """Let it run."""
         self.started_ = True
-        self._watch.start()
+        self._began = _now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """Stop it; `reset` forgets what was before, `record` counts what was measured in `mean`."""
-        before = 0.0 if reset else self._watch.seconds
-        self._watch.seconds = 0.0
-        self._watch.stop()
+        spent = 1000.0 * (_now() - self._began)
         if record:
-            self._records.append(1000.0 * self._watch.seconds)
-        self._watch.seconds += before
+            self._records.append(spent)
+        self._milliseconds = spent if reset else self._milliseconds + spent
         self.started_ = False
 
     def add(self, milliseconds: float) -> None:
         """Count what another clock has measured."""
-        self._watch.seconds += milliseconds / 1000.0
+        self._milliseconds += milliseconds
         self._records.append(milliseconds)
 
     def reset(self) -> None:
         """Forget everything."""
         self.started_ = False
         self._records.clear()
-        self._watch.seconds = 0.0
+        self._milliseconds = 0.0
 
     def elapsed(self, reset: bool = True) -> float:
         """What it has measured; it goes on if it was running."""
         was_started = self.started_
         if was_started:
             self.stop()
-        measured = 1000.0 * self._watch.seconds
+        measured = self._milliseconds
         if reset:
-            self._watch.seconds = 0.0
+            self._milliseconds = 0.0
         if was_started:
             self.start()
         return measured
@@ -63,6 +61,12 @@ class Timer:
     def mean(self) -> float:
         """The mean of what was recorded, without the outer tenth at both ends."""
         return trim_mean(self._records, 0.1)
+
+
+def _now() -> float:
+    """Seconds, when the device has finished its work so far."""
+    synchronize(current_device())
+    return time.perf_counter()
 
 
 class SynchronizedWallClockTimer:

@@ -82,7 +82,8 @@ class General(Batch, Communication):
         False,
         "Time forward, backward, the wait for reductions in it, and the update; milliseconds of one"
         " update, averaged over those between two lines of progress (each is logged where there are"
-        " none). The device is waited for at every clock, so steps take longer.",
+        " none). On an accelerator they are read from events in its own work, of the updates that"
+        " it has finished: nothing waits for it.",
     )
     memory_breakdown: Boolean = key(
         False,

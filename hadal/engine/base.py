@@ -295,6 +295,9 @@ class EngineBase(nn.Module):
     def wall_clock_times(self) -> dict[str, float]:
         """Milliseconds of the last update on this rank; empty without `wall_clock_breakdown`.
 
+        On an accelerator they are measured in its own work, without waiting for it: of the last
+        update that it has finished.
+
         `forward` and `backward` are summed over the micro-steps; `backward` is `backward_inner`
         plus `backward_allreduce`, the work on and the wait for reductions; `step` is the update.
         """

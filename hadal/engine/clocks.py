@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
-from hadal.device import MemoryUse, memory_use, reset_peak_memory, synchronize
+from hadal.device import MemoryUse, Stamp, memory_use, reset_peak_memory, synchronize
 
 PHASES = ("forward", "backward", "reduce", "step")
 # What the first updates do besides training (take memory, compile) says nothing about the others.
@@ -28,22 +29,26 @@ class Gauge(Protocol):
 
 
 class Stopwatch:
-    """Adds up the seconds of a phase, with the device's work."""
+    """Times a phase by stamps in the device's work: nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = 0.0
         self._device = device
-        self._began = 0.0
+        self._starts: list[Stamp] = []
+        self._stops: list[Stamp] = []
 
     def start(self) -> None:
-        """Let the device finish what is not the phase's."""
-        synchronize(self._device)
-        self._began = time.perf_counter()
+        """The phase begins where the device's work so far ends."""
+        self._starts.append(Stamp(self._device))
 
     def stop(self) -> None:
-        """Let the device finish what is."""
-        synchronize(self._device)
-        self.seconds += time.perf_counter() - self._began
+        """It ends where the device's work so far ends."""
+        self._stops.append(Stamp(self._device))
+
+    def take(self) -> list[tuple[Stamp, Stamp]]:
+        """The two ends of each time since the last call."""
+        spans = list(zip(self._starts, self._stops, strict=True))
+        self._starts, self._stops = [], []
+        return spans
 
 
 class MemoryGauge:
@@ -102,6 +107,10 @@ class Clocks:
         self.reduce = self._phase("reduce")
         self.step = self._phase("step")
         self.late_reduce = self._late_reduce()
+        self.listeners: list[Callable[[Mapping[str, float]], None]] = []
+        """Called with the milliseconds of each update, once the device has reached its end."""
+        self._device = device
+        self._unread: deque[dict[str, list[tuple[Stamp, Stamp]]]] = deque()
         self._last: dict[str, float] = {}
         self._totals: dict[str, float] = {}
         self._updates = 0
@@ -119,32 +128,56 @@ class Clocks:
 
     @property
     def last(self) -> Mapping[str, float]:
-        """The milliseconds of the last update, by event name; empty where nothing is timed."""
+        """Milliseconds by event name, of the last update that the device has finished.
+
+        Empty before there is one, and where nothing is timed.
+        """
+        self._read()
         return self._last
 
+    def wait(self) -> None:
+        """Wait for the device: `last` is that of the last update then."""
+        synchronize(self._device)
+        self._read()
+
     def end_update(self) -> None:
-        """An update is over: its times stand, and the next one's begin at nothing."""
-        if not self._watches:
-            return
-        spent = {name: 1000.0 * watch.seconds for name, watch in self._watches.items()}
-        for watch in self._watches.values():
-            watch.seconds = 0.0
-        self._last = {
-            "forward": spent["forward"],
-            "backward": spent["backward"],
-            "backward_inner": spent["backward"] - spent["reduce"],
-            "backward_allreduce": spent["reduce"],
-            "step": spent["step"],
-        }
-        for name, value in self._last.items():
-            self._totals[name] = self._totals.get(name, 0.0) + value
-        self._updates += 1
+        """An update is over: the next one's times begin at nothing."""
+        if self._watches:
+            self._unread.append({name: watch.take() for name, watch in self._watches.items()})
+            self._read()
+
+    def _read(self) -> None:
+        """Read the times of all updates whose stamps the device has reached."""
+        while self._unread and _is_reached(self._unread[0]):
+            spans = self._unread.popleft()
+            spent = {name: 1000.0 * sum(map(_seconds, each)) for name, each in spans.items()}
+            self._last = {
+                "forward": spent["forward"],
+                "backward": spent["backward"],
+                "backward_inner": spent["backward"] - spent["reduce"],
+                "backward_allreduce": spent["reduce"],
+                "step": spent["step"],
+            }
+            for name, value in self._last.items():
+                self._totals[name] = self._totals.get(name, 0.0) + value
+            self._updates += 1
+            for listener in self.listeners:
+                listener(self._last)
 
     def take_means(self) -> dict[str, float]:
-        """The mean milliseconds of the updates since the last call, by event name."""
+        """The mean milliseconds of the updates read since the last call, by event name."""
+        self._read()
         means = {name: total / self._updates for name, total in self._totals.items()}
         self._totals, self._updates = {}, 0
         return means
+
+
+def _is_reached(spans: Mapping[str, list[tuple[Stamp, Stamp]]]) -> bool:
+    return all(stamp.is_reached for each in spans.values() for span in each for stamp in span)
+
+
+def _seconds(span: tuple[Stamp, Stamp]) -> float:
+    return span[1].seconds_since(span[0])
 
 
 class Throughput:

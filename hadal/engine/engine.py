@@ -322,6 +322,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             parts.runtime.rescale_residuals(self._scale.scale / before)
         parts.reporter.end_update(counters.global_steps, samples, self._progress)
         if parts.experiment is not None:
+            parts.clocks.wait()
             skipped, times = counters.skipped_steps, parts.clocks.last
             parts.experiment.end_update(counters.global_steps, samples, skipped, times)
 

@@ -22,7 +22,9 @@ def told(found: dict[str, list[str]]) -> str:
 @pytest.mark.parametrize("stage", range(4))
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
     backward, update = COUNTS[stage]
-    for found in npus(2).run(runs.waited, runs.config(stage, precision)):
+    # Clocks read events: they wait for nothing.
+    config = runs.config(stage, precision, wall_clock_breakdown=True)
+    for found in npus(2).run(runs.waited, config):
         counts = {phase: len(waits) for phase, waits in found.items()}
         wanted = {"forward": 0, "backward": backward, "step": 0, "update": update}
         assert counts == wanted, told(found)
