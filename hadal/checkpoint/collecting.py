@@ -318,8 +318,8 @@ def _parts(values: Values) -> Iterator[Tensor]:
 
 
 def _is_rounding(weights: Tensor, master: Tensor) -> bool:
-    # On a CPU in blocks that stay in its cache.
-    block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else max(weights.numel(), 1)
+    # On a CPU in blocks that stay in its cache; on a device masters may have to find room first.
+    block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else _PART_NUMEL
     for start in range(0, weights.numel(), block):
         mine = weights.detach()[start : start + block]
         exact = master.detach()[start : start + block].to(mine.device)

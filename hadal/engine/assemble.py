@@ -50,7 +50,7 @@ from hadal.engine.precision import (
     tell_bf16_weights,
 )
 from hadal.engine.report import tell_state
-from hadal.engine.tiers import disk_steps_of
+from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import Topology, TopologyWish, make_topology, topology_wish_of
 from hadal.engine.wishes import (
     Groups,
@@ -195,6 +195,7 @@ def _admit(
     precisions = precisions_of(config, model, current_device())
     if ranks.rank == 0:
         tell_bf16_weights(config, model)
+        warn_of_one_thread(config, current_device())
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 

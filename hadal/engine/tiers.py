@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from hadal.comm.start import local_size
 from hadal.config import Config
 from hadal.config.aio import Aio
 from hadal.device import is_host_memory
@@ -22,6 +25,8 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 # Elements of one kind of state that are read at a time, at most: more makes no disk faster.
 _LARGEST_PART_NUMEL = 1 << 24
 _WEIGHT_NBYTES = 4
+
+_log = logging.getLogger(__name__)
 
 
 def residence_of(config: Config) -> Residence:
@@ -61,6 +66,21 @@ def weight_buffers_of(config: Config) -> tuple[int, int]:
     return (
         (0, 0) if section is None else (section.buffer_count, section.buffer_size * _WEIGHT_NBYTES)
     )
+
+
+def warn_of_one_thread(config: Config, device: torch.device) -> None:
+    """Warn if the host updates the weights of a device in one thread, and has cores to spare."""
+    if residence_of(config).optimizer is Tier.DEVICE or is_host_memory(device):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = (cores or 1) // (local_size() or 1)
+    if torch.get_num_threads() == 1 < threads:
+        _log.warning(
+            "zero_optimization.offload_optimizer: the host updates the weights in 1 thread, as"
+            " torchrun's OMP_NUM_THREADS=1 asks; start with `hadal run`, or set"
+            " OMP_NUM_THREADS=%d (the cores of each rank of this host)",
+            threads,
+        )
 
 
 class Homes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 import hadal
 import npu
+from hadal.checkpoint.collecting import is_rounding
 from hadal.device import current_device
 from hadal.offload import crossing
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -197,3 +200,49 @@ def test_weights_are_edited_and_exported(
             found = load_file(here / name)
             for key, values in load_file(there / name).items():
                 assert torch.equal(found[key], values), key
+
+
+# ---- on the host ---------------------------------------------------------------------------------
+
+
+def _compared() -> int:
+    numel = 1 << 23
+    masters = torch.randn(numel)
+    weights = masters.bfloat16().to(current_device())
+    before = _allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    assert is_rounding(weights, masters)
+    masters[-1] += 1
+    assert not is_rounding(weights, masters)
+    return torch.accelerator.max_memory_allocated() - before
+
+
+def test_a_save_finds_room_for_a_part_of_the_masters_on_a_full_device(npus: RankPools) -> None:
+    (taken,) = npus(1).run(_compared)
+    assert taken <= 12 << 20  # of 48 MiB, all at once
+
+
+def _warned(config: dict[str, Any]) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hadal").addHandler(handler)
+    cores, os.sched_getaffinity = os.sched_getaffinity, lambda _: set(range(64))
+    try:
+        runs.built(config).destroy()
+        torch.set_num_threads(2)
+        runs.built(config).destroy()
+    finally:
+        os.sched_getaffinity = cores
+        torch.set_num_threads(1)
+        logging.getLogger("hadal").removeHandler(handler)
+    return [line for line in told if "OMP_NUM_THREADS" in line]
+
+
+def test_one_thread_for_updates_on_the_host_is_warned_of(npus: RankPools) -> None:
+    """Once, by one rank: 64 cores for two ranks, of which torchrun lets each use one."""
+    host = runs.config(2, "bf16", {"offload_optimizer": {"device": "cpu"}})
+    first, second = npus(2).run(_warned, host)
+    assert len(first) == 1 and "OMP_NUM_THREADS=32" in first[0]
+    assert not second
+    assert npus(2).run(_warned, runs.config(2, "bf16")) == [[], []]
