@@ -134,34 +134,6 @@ def _start_hops_by_collectives(
     return at_end(start_all_gather(by_rank, inside, label), put)
 
 
-def start_broadcasts(full: Tensor, ranks: Ranks, label: str) -> Pending:
-    """As `start_all_gather`, by one broadcast from each rank of its slice."""
-    if ranks.size == 1:
-        return finished(label)
-    works: list[Work] = []
-    for source in range(ranks.size):
-        cut = slice_of(full, source, ranks)
-        group = ranks.group_for(cut)
-        works.append(functions.broadcast(cut, None, group, True, source, label=label))
-    return Pending(label, works)
-
-
-def start_gather_by_sum(full: Tensor, ranks: Ranks, label: str) -> Pending:
-    """As `start_all_gather`, by an all-reduce of buffers that are zero but for their own slice.
-
-    What is added are the bits, as whole numbers, so that they arrive as they were sent. `full` has
-    a multiple of 8 bytes.
-    """
-    if ranks.size == 1:
-        return finished(label)
-    for other in ranks.others:
-        slice_of(full, other, ranks).zero_()
-    group = ranks.group_for(full)
-    bits = full.view(torch.int64)
-    work = functions.all_reduce(bits, dist.ReduceOp.SUM, group, True, label=label)
-    return Pending(label, [work])
-
-
 def start_reduce_scatter(
     full: Tensor,
     out: Tensor,
@@ -204,34 +176,6 @@ def _backend_operation(
     return dist.ReduceOp.SUM, after
 
 
-def start_owner_reduces(
-    full: Tensor,
-    out: Tensor,
-    ranks: Ranks,
-    wire: torch.dtype,
-    accumulate: bool,
-    label: str,
-    factors: Factors | None = None,
-) -> Pending:
-    """As `start_reduce_scatter`, by one reduction to each rank of that rank's slice.
-
-    In pairs that is what a reduce-scatter does anyway.
-    """
-    if ranks.size == 1 or ranks.exchanges_in_pairs(full.device):
-        return start_reduce_scatter(full, out, ranks, wire, accumulate, label, factors)
-    before, after = factors or Factors.of_mean(ranks.size)
-    operation, after = _backend_operation(before, after, ranks)
-    sent = for_the_wire(full, before, wire)
-    # The backend leaves sums in the owner's slice, and may use the others' as it likes.
-    sent = sent.clone() if sent.data_ptr() == full.data_ptr() else sent
-    works: list[Work] = []
-    for owner in range(ranks.size):
-        cut = slice_of(sent, owner, ranks)
-        works.append(functions.reduce(cut, None, operation, ranks.group, True, owner, label=label))
-    mine = slice_of(sent, ranks.rank, ranks)
-    return Pending(label, works, lambda: sum_into(out, [mine], after, accumulate))
-
-
 def start_all_reduce(
     full: Tensor,
     ranks: Ranks,
@@ -261,24 +205,6 @@ def start_all_reduce(
         return at_end(gather, lambda: sum_into(full, [carried], on_arrival, False))
 
     return followed_by(pending, spread)
-
-
-def start_all_reduce_cut(
-    full: Tensor,
-    out: Tensor,
-    ranks: Ranks,
-    wire: torch.dtype,
-    accumulate: bool,
-    label: str,
-    factors: Factors | None = None,
-) -> Pending:
-    """As `start_reduce_scatter`, by an all-reduce of which each rank keeps its slice."""
-    if ranks.size == 1:
-        return start_reduce_scatter(full, out, ranks, wire, accumulate, label, factors)
-    whole = full.to(wire) if wire.itemsize > full.dtype.itemsize else full
-    mine = slice_of(whole, ranks.rank, ranks)
-    pending = start_all_reduce(whole, ranks, wire, label, factors)
-    return at_end(pending, lambda: sum_into(out, [mine], 1.0, accumulate))
 
 
 def start_exchange(

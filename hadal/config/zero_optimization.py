@@ -78,9 +78,10 @@ class ZeroOptimization(Section):
     )
     reduce_scatter: Boolean = key(
         True,
-        "Stages 1 to 3: send each rank its shard of the average only. false sends all of it to "
-        "every rank, which keeps its shard: the same numbers, more bytes.",
-        mark=TUNABLE,
+        "Send each rank its shard of the average only. Gradients always travel so, false too. As "
+        "with DeepSpeed, true refuses `prescale_gradients` and `gradient_predivide_factor` at "
+        "stages 2 and 3, and false refuses `zero_quantized_gradients`.",
+        mark=Mark(status="no effect", tunable=True),
     )
     reduce_bucket_size: Integer = key(
         500_000_000,
@@ -91,13 +92,15 @@ class ZeroOptimization(Section):
     )
     use_multi_rank_bucket_allreduce: Boolean = key(
         True,
-        "Stages 1 and 2 without `reduce_scatter`: reduce the shards of all ranks at once; false "
-        "makes one reduction to each rank, which takes fewer bytes and more calls.",
+        "Without `reduce_scatter`: one reduction of all shards, or one to each rank. Each bucket "
+        "takes one collective, which sends each rank its shard.",
+        mark=NO_EFFECT,
     )
     allgather_partitions: Boolean = key(
         True,
-        "Stages 1 and 2: gather updated weights in one collective; false has each rank broadcast "
-        "its shard.",
+        "Stages 1 and 2: gather updated weights in one collective. They always are: it moves the "
+        "fewest bytes.",
+        mark=NO_EFFECT,
     )
     allgather_bucket_size: Integer = key(
         500_000_000,
@@ -182,8 +185,9 @@ class ZeroOptimization(Section):
     )
     stage3_use_all_reduce_for_fetch_params: Boolean = key(
         False,
-        "Gather weights by adding up buffers that are zero but for a rank's own shard: the same "
-        "bits, by an all-reduce, for links where that is the faster one. Twice the bytes.",
+        "Gather weights by an all-reduce of buffers that are zero but for a rank's own shard: the "
+        "same bits in twice the bytes. They are always gathered.",
+        mark=NO_EFFECT,
     )
     stage3_allgather_sequential: Boolean = key(
         False,

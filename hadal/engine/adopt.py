@@ -14,7 +14,7 @@ from hadal.comm.collectives import broadcast_
 from hadal.config import Config
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.device import look_at
-from hadal.engine.policies import leaves_of, limits_of, partition_of, refresh_of, transport_of
+from hadal.engine.policies import leaves_of, limits_of, partition_of, transport_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
 from hadal.engine.tiers import Homes
 from hadal.zero import access, apply, init
@@ -86,7 +86,6 @@ class Adopter:
                     precision,
                     self.sharing,
                     self._device,
-                    refresh_of(config),
                     self.homes.home_of(plan, self.sharing.shards.size),
                     transport_of(config, self.sharing.shards.size),
                 )

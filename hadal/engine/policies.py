@@ -27,8 +27,6 @@ from hadal.zero.policy import (
     Limits,
     Partition,
     Reduction,
-    Refresh,
-    Route,
     Transport,
 )
 
@@ -65,41 +63,27 @@ def partition_of(
 def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
     """How the gradients of all ranks become one."""
     zero = config.zero_optimization
-    route = Route.SCATTER
-    if not zero.reduce_scatter:
-        together = zero.use_multi_rank_bucket_allreduce or STAGES[zero.stage].weights
-        route = Route.ALL_REDUCE if together else Route.OWNERS
     return Reduction(
         adds_up=config.gradient_allreduce_op == "sum",
         prescales=config.prescale_gradients,
         predivides_by=config.gradient_predivide_factor,
         sequence_parallel_size=sequence_parallel_size,
-        route=route,
         inside_backward=zero.grad_hooks,
         refuses_unused=not zero.ignore_unused_parameters,
-    )
-
-
-def refresh_of(config: Config) -> Refresh:
-    """How weights that were stepped in shards are gathered after a step."""
-    zero = config.zero_optimization
-    return Refresh(
-        numel=zero.allgather_bucket_size or Refresh().numel,
-        broadcasts=not zero.allgather_partitions,
     )
 
 
 def transport_of(config: Config, shards: int) -> Transport:
     """How weights and gradients travel that are cut over so many ranks."""
     zero = config.zero_optimization
-    by_sum = zero.stage3_use_all_reduce_for_fetch_params
+    at_a_time = zero.allgather_bucket_size or Transport().refresh_numel
     if shards == 1:
-        return Transport(gathers_by_sum=by_sum)
+        return Transport(refresh_numel=at_a_time)
     loco = zero.zeropp_loco_param
     return Transport(
         gather=_CODED_WEIGHTS if zero.zero_quantized_weights else None,
         frozen=_CODED_WEIGHTS if zero.zero_quantized_nontrainable_weights else None,
-        gathers_by_sum=by_sum,
+        refresh_numel=at_a_time,
         reduce=_CODED_GRADIENTS if zero.zero_quantized_gradients else None,
         feedback=None if loco is None else Feedback(loco.err_beta, loco.reset_T),
     )

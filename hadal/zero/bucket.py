@@ -11,23 +11,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hadal.comm.collectives import broadcast_
+from hadal.comm.collectives import broadcast_, start_gather_in_pieces
 from hadal.comm.pending import Pending
 from hadal.device import look_at
 from hadal.offload.crossing import Sending
 from hadal.offload.runs import DiskRun, RunCut
 from hadal.zero.coded_resting import CodedResting
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
-from hadal.zero.filling import Filling
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
 from hadal.zero.node_copy import NodeCopy
-from hadal.zero.policy import Partition, Precision, Refresh, Transport
+from hadal.zero.policy import Partition, Precision, Transport
 from hadal.zero.resting import Home, Resting
 from hadal.zero.sharing import Sharing
 from hadal.zero.views import Views, views_of
 
-_REFRESH = Refresh()
 _ON_DEVICE = Home()
 _AS_THEY_ARE = Transport()
 
@@ -65,7 +63,6 @@ class Bucket:
         precision: Precision,
         sharing: Sharing,
         device: torch.device,
-        refresh: Refresh = _REFRESH,
         home: Home = _ON_DEVICE,
         transport: Transport = _AS_THEY_ARE,
     ) -> None:
@@ -93,9 +90,7 @@ class Bucket:
             sharing.copies,
         )
         others = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        self._filling = Filling(
-            sharing, transport.gathers_by_sum, refresh, self.name, f"{members[0].name}{others}"
-        )
+        self._gather_label = f"the gather of {self.name} ({members[0].name}{others})"
         cut = plan.partition.optimizer or plan.partition.weights
         self.span = self.layout.span(sharing.shards.rank) if cut else (0, self.layout.numel)
         self.state = Weights.FULL
@@ -120,7 +115,6 @@ class Bucket:
             self.precision,
             self.sharing,
             self.device,
-            self._filling.refresh,
             self.home.when_trained() if plan.trainable else self.home,
             self.transport,
         )
@@ -399,11 +393,12 @@ class Bucket:
             # The node's copy is of what forward and backward use, and may be stale behind this.
             self.node_copy.outdate()
         elif self.node_copy.is_current:
-            return self.node_copy.start_gather(full, self._full_to_lend(), self._filling.over)
+            return self.node_copy.start_gather(full, self._full_to_lend(), self._gather_label)
         else:
             self.node_copy.expect()
         place, codec = full[self.span[0] : self.span[1]], None if is_apart else self._codec
-        return self._shard.fill(place, partial(self._filling.over_shards, full, codec))
+        gather = partial(self.sharing.start_gather, full, codec, self._gather_label)
+        return self._shard.fill(place, gather)
 
     def _full_to_lend(self) -> Tensor | None:
         """The full buffer, once it is gathered, if it is there as others need it."""
@@ -451,7 +446,8 @@ class Bucket:
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
             return None
-        return self._filling.refreshed(self.full)
+        label, numel = f"the refresh of {self.name}", self.transport.refresh_numel
+        return start_gather_in_pieces(self.full, self.sharing.shards, label, numel)
 
     def absorb_edits(self) -> None:
         """Put weights that the user changed since the last look into shard and master.

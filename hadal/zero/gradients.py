@@ -17,8 +17,6 @@ from hadal.comm.coded import (
 from hadal.comm.collectives import (
     slice_of,
     start_all_reduce,
-    start_all_reduce_cut,
-    start_owner_reduces,
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors, sum_into
@@ -26,13 +24,8 @@ from hadal.comm.pending import Pending, at_end, followed_by
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.device import Event
 from hadal.zero.bucket import Bucket
-from hadal.zero.policy import Reduction, Route
+from hadal.zero.policy import Reduction
 
-_STARTS = {
-    Route.SCATTER: start_reduce_scatter,
-    Route.ALL_REDUCE: start_all_reduce_cut,
-    Route.OWNERS: start_owner_reduces,
-}
 _PLAIN = Reduction()
 
 
@@ -346,8 +339,7 @@ class Gradients:
             return start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
         if self._messages is not None:
             return self._start_coded(full, out, accumulate, label, factors.before * factors.after)
-        start = _STARTS[self.reduction.route]
-        return start(full, out, shards, wire, accumulate, label, factors)
+        return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
 
     def _start_coded(
         self, full: Tensor, out: Tensor, accumulate: bool, label: str, factor: float

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import slice_of
+from hadal.comm.collectives import slice_of, start_all_gather
 from hadal.comm.pending import Pending
 
 
@@ -42,9 +40,7 @@ class NodeCopy:
         else:
             self.kept.copy_(mine)
 
-    def start_gather(
-        self, full: Tensor, source: Tensor | None, gather: Callable[[Ranks, Tensor], Pending]
-    ) -> Pending:
+    def start_gather(self, full: Tensor, source: Tensor | None, label: str) -> Pending:
         """Begin to fill `full` from the node.
 
         `source` is a full buffer that holds the weights already; None: my cut was kept.
@@ -52,7 +48,7 @@ class NodeCopy:
         mine = self.kept if source is None else self._cut_of(source)
         assert self._node is not None and mine is not None  # it is of the present weights
         self._cut_of(full).copy_(mine)
-        return gather(self._node, full)
+        return start_all_gather(full, self._node, label)
 
     def _cut_of(self, full: Tensor) -> Tensor:
         assert self._node is not None  # the copy is cut over it

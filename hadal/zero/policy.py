@@ -86,17 +86,6 @@ class Residence:
     """Whether host memory for gradients and optimizer state is."""
 
 
-class Route(Enum):
-    """Which way gradients take where a rank needs only its shard of the result."""
-
-    SCATTER = auto()
-    """To each rank its shard."""
-    ALL_REDUCE = auto()
-    """All of it to every rank, which keeps its shard."""
-    OWNERS = auto()
-    """As SCATTER, by one reduction for each rank."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How the gradients of all ranks become one."""
@@ -109,7 +98,6 @@ class Reduction:
     """Otherwise: what they are divided by before; the rest of the division comes after."""
     sequence_parallel_size: int = 1
     """Ranks that share a sample: the mean is over samples, so over 1/size of the ranks."""
-    route: Route = Route.SCATTER
     inside_backward: bool = True
     """Whether gradients that are not sharded are reduced while backward goes on, or behind it."""
     refuses_unused: bool = False
@@ -124,16 +112,6 @@ class Reduction:
         if self.prescales:
             return Factors(1.0 / divisor, 1.0)
         return Factors(1.0 / self.predivides_by, self.predivides_by / divisor)
-
-
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """How weights that are whole on every rank are gathered after they were stepped in shards."""
-
-    numel: int = 2**63 - 1
-    """Elements gathered at a time."""
-    broadcasts: bool = False
-    """Whether each rank broadcasts its shard, in place of one gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +133,8 @@ class Transport:
     other uses they travel as they are."""
     frozen: Codec | None = None
     """Of those of them that are not trained: they rest in it too. None: as all others."""
-    gathers_by_sum: bool = False
-    """Whether weights that are sharded are gathered by adding up buffers."""
+    refresh_numel: int = 2**63 - 1
+    """Elements gathered at a time of weights that are whole but were stepped in shards."""
     reduce: Codec | None = None
     """Of gradients that are sharded; None: in `Precision.reduce`. Rows of an embedding, and sums
     over copies, are not coded."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import broadcast_, sum_
+from hadal.comm.codecs.codec import Codec
+from hadal.comm.coded import start_coded_gather
+from hadal.comm.collectives import broadcast_, start_all_gather, start_gather_in_hops, sum_
+from hadal.comm.pending import Pending
 
 
 class Hops(NamedTuple):
@@ -92,6 +95,15 @@ class Sharing:
     def _places_of(self, some: Ranks) -> range:
         first = self.ranks.numbers.index(some.numbers[0])
         return range(first, first + some.size)
+
+    def start_gather(self, full: Tensor, codec: Codec | None, label: str) -> Pending:
+        """Fill 1-D `full` from all that cut one copy, coded or as it is; my slice is in place."""
+        if codec is not None:
+            gather = partial(self.start_gather, codec=None, label=label)
+            return start_coded_gather(full, self.shards, codec, gather)
+        if self.hops is not None:
+            return start_gather_in_hops(full, *self.hops, label)
+        return start_all_gather(full, self.shards, label)
 
     def sum_(self, tensor: Tensor, label: str) -> None:
         """Replace a small tensor, of which each shard gives a part, by its sum over one copy.

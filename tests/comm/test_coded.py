@@ -21,7 +21,6 @@ from hadal.comm.coded import (
 from hadal.comm.collectives import (
     slice_of,
     start_all_gather,
-    start_gather_by_sum,
     start_gather_in_hops,
 )
 
@@ -49,8 +48,6 @@ def decoded(codec: Blockwise, values: Tensor, dtype: torch.dtype | None = None) 
 def gather(way: str, collectives: bool) -> None:
     ranks = Ranks.world()
     fill = partial(start_all_gather, ranks=ranks, label="a gather")
-    if way == "sum":
-        fill = partial(start_gather_by_sum, ranks=ranks, label="a gather")
     if way == "hops":
         inside, across = ranks.in_blocks(NODE)
         fill = partial(start_gather_in_hops, across=across, inside=inside, label="a gather")
@@ -67,7 +64,7 @@ def gather(way: str, collectives: bool) -> None:
                 assert traffic.nbytes == (ranks.size - 1) * INT8.wire_bytes(numel)
 
 
-@pytest.mark.parametrize("world, way", [(2, "one"), (3, "one"), (3, "sum"), (4, "hops")])
+@pytest.mark.parametrize("world, way", [(2, "one"), (3, "one"), (4, "hops")])
 @pytest.mark.parametrize("collectives", [False, True], ids=["pairs", "collectives"])
 def test_every_rank_decodes_every_slice(
     world: int, way: str, collectives: bool, ranks: RankPools

@@ -16,17 +16,13 @@ from hadal.comm.collectives import (
     slice_of,
     start_all_gather,
     start_all_reduce,
-    start_all_reduce_cut,
-    start_broadcasts,
     start_gather_in_pieces,
-    start_owner_reduces,
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHARD_NUMEL = 40
-CUTTING = (start_reduce_scatter, start_owner_reduces, start_all_reduce_cut)
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -68,10 +64,9 @@ def in_pairs() -> None:
         expected = formula(ranks, dtype, wire, factors)
         given = values_of(ranks.rank, expected.numel(), dtype)
         mine = slice_of(expected, ranks.rank, ranks)
-        for start in CUTTING[:2]:
-            out = torch.ones(SHARD_NUMEL)
-            start(given, out, ranks, wire, True, "a sum", factors).wait()
-            assert torch.equal(out, mine + 1), (dtype, wire, factors, start)
+        out = torch.ones(SHARD_NUMEL)
+        start_reduce_scatter(given, out, ranks, wire, True, "a sum", factors).wait()
+        assert torch.equal(out, mine + 1), (dtype, wire, factors)
         full = given.clone()
         start_all_reduce(full, ranks, wire, "a sum for all", factors).wait()
         if wire.itemsize < dtype.itemsize:
@@ -81,9 +76,6 @@ def in_pairs() -> None:
                 expected = unscaled.to(wire).float() * after
             expected = expected.to(wire) if after <= 1 else expected
         assert torch.equal(full, expected.to(dtype)), (dtype, wire, factors)
-        out = torch.full((SHARD_NUMEL,), torch.nan, dtype=dtype)
-        start_all_reduce_cut(given.clone(), out, ranks, wire, False, "cut", factors).wait()
-        assert torch.equal(out, slice_of(full, ranks.rank, ranks)), (dtype, wire, factors)
 
 
 def by_the_backend() -> None:
@@ -94,11 +86,10 @@ def by_the_backend() -> None:
             expected = formula(ranks, dtype, dtype, factors)
             given = values_of(ranks.rank, expected.numel(), dtype)
             mine = slice_of(expected, ranks.rank, ranks)
-            for start in CUTTING:
-                full, out = given.clone(), torch.ones(SHARD_NUMEL)
-                start(full, out, ranks, dtype, True, "a sum", factors).wait()
-                room = {FP32: 1e-6, BF16: 3e-2}[dtype]
-                torch.testing.assert_close(out, mine + 1, rtol=room, atol=room)
+            full, out = given.clone(), torch.ones(SHARD_NUMEL)
+            start_reduce_scatter(full, out, ranks, dtype, True, "a sum", factors).wait()
+            room = {FP32: 1e-6, BF16: 3e-2}[dtype]
+            torch.testing.assert_close(out, mine + 1, rtol=room, atol=room)
             start_all_reduce(given, ranks, dtype, "a sum for all", factors).wait()
             torch.testing.assert_close(given.float(), expected, rtol=room, atol=room)
 
@@ -106,18 +97,17 @@ def by_the_backend() -> None:
 def dividing_before_saves_a_narrow_sum() -> None:
     """Gradients that fp16 cannot hold arrive whole where a part of the division comes first."""
     ranks = Ranks.world()
-    for start in CUTTING:
-        for factors, is_finite in (
-            (Factors.of_mean(ranks.size), False),
-            (Factors(1 / 8, 8 / ranks.size), True),
-            (Factors(1 / 16, 16 / ranks.size), True),
-        ):
-            full = torch.full((SHARD_NUMEL * ranks.size,), 2.0**17)
-            out = torch.empty(SHARD_NUMEL)
-            start(full, out, ranks, FP16, False, "a large sum", factors).wait()
-            assert bool(out.isfinite().all()) == is_finite, (start, factors)
-            if is_finite:
-                torch.testing.assert_close(out, torch.full((SHARD_NUMEL,), 2.0**17))
+    for factors, is_finite in (
+        (Factors.of_mean(ranks.size), False),
+        (Factors(1 / 8, 8 / ranks.size), True),
+        (Factors(1 / 16, 16 / ranks.size), True),
+    ):
+        full = torch.full((SHARD_NUMEL * ranks.size,), 2.0**17)
+        out = torch.empty(SHARD_NUMEL)
+        start_reduce_scatter(full, out, ranks, FP16, False, "a large sum", factors).wait()
+        assert bool(out.isfinite().all()) == is_finite, factors
+        if is_finite:
+            torch.testing.assert_close(out, torch.full((SHARD_NUMEL,), 2.0**17))
 
 
 def dividing_before_loses_what_is_small() -> None:
@@ -149,21 +139,22 @@ def test_factors(check: Callable[[], None], world: int, ranks: RankPools) -> Non
     ranks(world).run(check)
 
 
-def bytes_of_each_way() -> None:
+def bytes_of_sums() -> None:
     """Per rank: a shard for every other one, and for an all-reduce the way back too."""
     ranks = Ranks.world()
     for wire in (FP32, FP16):
-        for start, times in zip(CUTTING, (1, 1, 2), strict=True):
-            full = torch.zeros(SHARD_NUMEL * ranks.size)
-            out = torch.zeros(SHARD_NUMEL)
-            with counted() as traffic:
-                start(full, out, ranks, wire, False, "a sum").wait()
-            others = ranks.size - 1
-            assert traffic.calls == [("isend", SHARD_NUMEL * wire.itemsize)] * (others * times)
+        full, out = torch.zeros(SHARD_NUMEL * ranks.size), torch.zeros(SHARD_NUMEL)
+        message = [("isend", SHARD_NUMEL * wire.itemsize)] * (ranks.size - 1)
+        with counted() as traffic:
+            start_reduce_scatter(full, out, ranks, wire, False, "a sum").wait()
+        assert traffic.calls == message
+        with counted() as traffic:
+            start_all_reduce(full, ranks, wire, "a sum for all").wait()
+        assert traffic.calls == message * 2
 
 
 def gather_otherwise() -> None:
-    """In pieces, or by broadcasts: the same values, in messages of the size asked for."""
+    """In pieces: the same values, in messages of the size asked for."""
     ranks = Ranks.world()
     numel = SHARD_NUMEL * ranks.size
     for dtype, pairs in product((FP32, BF16), (True, False)):
@@ -176,16 +167,10 @@ def gather_otherwise() -> None:
             assert torch.equal(full, expected), (dtype, pairs, at_a_time)
             piece = max(1, min(at_a_time, numel) // ranks.size)
             assert max(traffic.calls, default=("", 0))[1] <= piece * dtype.itemsize
-        full = torch.full((numel,), torch.nan, dtype=dtype)
-        slice_of(full, ranks.rank, ranks).copy_(slice_of(expected, ranks.rank, ranks))
-        with counted() as traffic:
-            start_broadcasts(full, ranks, "broadcasts").wait()
-        assert torch.equal(full, expected)
-        assert traffic.calls == [("broadcast", SHARD_NUMEL * dtype.itemsize)] * ranks.size
     start_all_gather(full, ranks, "still in step").wait()
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("check", [bytes_of_each_way, gather_otherwise], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", [bytes_of_sums, gather_otherwise], ids=lambda c: c.__name__)
 def test_ways(check: Callable[[], None], world: int, ranks: RankPools) -> None:
     ranks(world).run(check)

@@ -197,15 +197,6 @@ CONTRADICTIONS = [
         "4 does not divide zero_optimization.mics_shard_size, 6; take a divisor",
     ),
     (
-        with_zero(
-            stage=3,
-            mics_hierarchical_params_gather=True,
-            stage3_use_all_reduce_for_fetch_params=True,
-        ),
-        "zero_optimization.mics_hierarchical_params_gather",
-        "switch one of them off",
-    ),
-    (
         with_zero(stage=3, zero_quantized_gradients=True, reduce_scatter=False),
         "zero_optimization.zero_quantized_gradients",
         "switch that on",

@@ -92,12 +92,10 @@ BUILT = [
     with_zero(stage=3, stage3_max_live_parameters=0, stage3_max_reuse_distance=0),
     with_zero(stage=3, stage3_prefetch_bucket_size=1, log_trace_cache_warnings=True),
     with_zero(stage=3, stage3_allgather_sequential=True, divergent_ranks=False),
-    with_zero(stage=3, stage3_use_all_reduce_for_fetch_params=True),
     {"dump_state": True, "log_level": "INFO", "dataloader_drop_last": True, "steps_per_print": 1},
     {"vocabulary_size": 104, "sequence_parallel_size": 1},
     {"prescale_gradients": True, "sparse_gradients": True, "gradient_allreduce_op": "sum"},
-    with_zero(stage=1, grad_hooks=False, reduce_scatter=False, allgather_partitions=False),
-    with_zero(stage=2, reduce_scatter=False, use_multi_rank_bucket_allreduce=False),
+    with_zero(stage=1, grad_hooks=False),
     with_zero(stage=3, ignore_unused_parameters=False, parameter_alignment=True),
 ]
 

@@ -79,7 +79,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     # Not Lion: its update is a sign, which any rounding of a small gradient can turn around.
     "optimizer": {"adamw": NOTHING, "sgd": NOTHING, "adagrad": NOTHING, "uncorrected": NOTHING},
-    # When the mean is divided, on which way it travels, and when: at every stage the same numbers.
+    # When the mean is divided, in which form it travels, and when: at every stage the same numbers.
     "wire": {
         "usual": NOTHING,
         "before": {
@@ -90,8 +90,6 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
             "gradient_predivide_factor": 2.0,
             "zero_optimization": {
                 "reduce_scatter": False,
-                "use_multi_rank_bucket_allreduce": False,
-                "allgather_partitions": False,
                 "overlap_comm": False,
             },
         },

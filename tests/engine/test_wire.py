@@ -30,11 +30,11 @@ from engine.toys import (
 )
 from hadal import comm
 from hadal.config import load_config
-from hadal.engine.policies import limits_of, reduction_of, refresh_of, wire_dtype
+from hadal.engine.policies import limits_of, reduction_of, transport_of, wire_dtype
 from hadal.engine.precision import precisions_of
 from hadal.errors import ModelError
 from hadal.zero.gradients import Arrival, Gradients
-from hadal.zero.policy import Refresh, Route
+from hadal.zero.policy import Transport
 
 SHAPES = ((5, 7), (3,), (), (40, 4), (2, 0))
 STAGES = (0, 1, 2, 3)
@@ -133,7 +133,7 @@ def add_up_what_comes_later() -> None:
     for stage in STAGES[:3]:
         model = zero_leaves()
         members = [model.leaves[index].requires_grad_(False) for index in late]
-        strict = {"ignore_unused_parameters": False, "allgather_partitions": False}
+        strict = {"ignore_unused_parameters": False}
         engine = engine_at(stage, model, strict, gradient_allreduce_op="sum")
         for step in range(2):
             if step == 1:
@@ -309,70 +309,33 @@ def test_shared_sequences_have_a_wire_of_their_own() -> None:
 # ---- the way -------------------------------------------------------------------------------------
 
 
-def each_way(stage: int) -> None:
-    """The same numbers by every way; the bytes tell which was taken."""
+def bytes_of_backward(stage: int) -> None:
+    """A rank sends each other one its shard; at stage 0 each owner's mean comes back too."""
     world = comm.get_world_size()
-    states, sent = [], []
-    for keys in (
-        {},
-        {"reduce_scatter": False},
-        {"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False},
-    ):
-        engine = engine_of(stage, zero_optimization={"stage": stage, **TINY, **keys})
-        numel = padded_numel(engine)
-        train(engine, range(2))
-        inputs, targets = batch_of(2)
-        loss = loss_of(engine(inputs), targets)
-        with counted() as traffic:
-            engine.backward(loss)
-        engine.step()
-        sent.append(traffic.nbytes)
-        states.append(engine.state_dict())
-        engine.destroy()
-    assert_equal(states[0], states[1])
-    assert_equal(states[0], states[2])
-    shards = 4 * (world - 1) * (numel // world)
-    # Stage 3 gathers weights in backward too; what is more by the all-reduce is its way back.
-    more = shards if stage > 0 else 0
-    assert sent[1] - sent[0] == more
-    assert sent[2] - sent[0] == (more if stage == 3 else 0)
-    if stage < 3:
-        assert sent[0] == shards * (1 if stage else 2)
+    engine = engine_of(stage, zero_optimization={"stage": stage, **TINY})
+    numel = padded_numel(engine)
+    inputs, targets = batch_of(0)
+    loss = loss_of(engine(inputs), targets)
+    with counted() as traffic:
+        engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    assert traffic.nbytes == 4 * (world - 1) * (numel // world) * (1 if stage else 2)
 
 
-@pytest.mark.claims(
-    "zero_optimization.reduce_scatter", "zero_optimization.use_multi_rank_bucket_allreduce"
-)
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_way_gives_the_same_numbers(world: int, ranks: RankPools) -> None:
-    for stage in STAGES:
-        ranks(world).run(each_way, stage)
-
-
-@pytest.mark.claims(
-    "zero_optimization.reduce_scatter", "zero_optimization.use_multi_rank_bucket_allreduce"
-)
-def test_the_way_follows_from_two_keys() -> None:
-    def route(stage: int, **keys: Any) -> Route:
-        return reduction_of(configured(zero_optimization={"stage": stage, **keys})).route
-
-    owners = {"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False}
-    for stage in (1, 2, 3):
-        assert route(stage) is Route.SCATTER
-        assert route(stage, use_multi_rank_bucket_allreduce=False) is Route.SCATTER
-        assert route(stage, reduce_scatter=False) is Route.ALL_REDUCE
-    assert route(1, **owners) is route(2, **owners) is Route.OWNERS
-    assert route(3, **owners) is Route.ALL_REDUCE
+def test_gradients_go_to_their_owners_alone(world: int, ranks: RankPools) -> None:
+    for stage in STAGES[:3]:
+        ranks(world).run(bytes_of_backward, stage)
 
 
 def refreshed(stage: int) -> None:
-    """After a step weights arrive in one gather, in pieces, or by broadcasts: the same ones."""
+    """After a step weights arrive in one gather or in pieces: the same ones."""
     world = comm.get_world_size()
     states = []
     for keys in (
         {"allgather_bucket_size": 0},
         {"allgather_bucket_size": 16 * world},
-        {"allgather_partitions": False},
     ):
         engine = engine_of(stage, zero_optimization={"stage": stage, **TINY, **keys})
         train(engine, range(2))
@@ -381,23 +344,14 @@ def refreshed(stage: int) -> None:
         with counted() as traffic:
             engine.step()
         shards = [g.bucket.layout.shard_numel * 4 for g in engine._parts.runtime.gradients]
-        if "allgather_partitions" in keys:
-            # What backward reaches first comes first: the last bucket.
-            assert traffic.of("broadcast") == [n for n in shards[::-1] for _ in range(world)]
-            assert not traffic.of("isend")
-        else:
-            limit = 64 if keys["allgather_bucket_size"] else max(shards)
-            assert max(traffic.of("isend")) == limit
-            assert sum(traffic.of("isend")) == (world - 1) * sum(shards)
+        assert max(traffic.of("isend")) == (64 if keys["allgather_bucket_size"] else max(shards))
+        assert sum(traffic.of("isend")) == (world - 1) * sum(shards)
         states.append(engine.state_dict())
         engine.destroy()
-    assert_equal(states[0], states[1])
-    assert_equal(states[0], states[2])
+    assert_equal(*states)
 
 
-@pytest.mark.claims(
-    "zero_optimization.allgather_partitions", "zero_optimization.allgather_bucket_size"
-)
+@pytest.mark.claims("zero_optimization.allgather_bucket_size")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_are_gathered_as_asked(stage: int, world: int, ranks: RankPools) -> None:
@@ -411,22 +365,20 @@ def test_weights_are_gathered_as_asked(stage: int, world: int, ranks: RankPools)
     "zero_optimization.reduce_bucket_size",
 )
 def test_bucket_sizes_act_where_they_belong() -> None:
-    def values(zero: Any, **keys: Any) -> tuple[int, Refresh]:
+    def values(zero: Any, **keys: Any) -> tuple[int, int]:
         config = configured(zero_optimization=zero, **keys)
-        return limits_of(config).bucket_numel, refresh_of(config)
+        return limits_of(config).bucket_numel, transport_of(config, 2).refresh_numel
 
     sizes = {"reduce_bucket_size": 1000, "allgather_bucket_size": 10}
     for stage in (1, 2):
-        assert values({"stage": stage, **sizes}) == (1000, Refresh(10))
+        assert values({"stage": stage, **sizes}) == (1000, 10)
     assert values({"stage": 3, **sizes})[0] == 10
     assert values({"stage": 3, "reduce_bucket_size": 7})[0] == 7
-    assert values({"stage": 1, "allgather_bucket_size": 0})[1] == Refresh()
-    assert not refresh_of(configured()).broadcasts
-    assert refresh_of(configured(zero_optimization={"allgather_partitions": False})).broadcasts
+    assert values({"stage": 1, "allgather_bucket_size": 0})[1] == Transport().refresh_numel
     # The boolean form of old: stage 1 or 0, and the size of then beside it.
     config = configured(zero_optimization=True, allgather_size=20)
     assert config.zero_optimization.stage == 1
-    assert refresh_of(config).numel == 20
+    assert transport_of(config, 2).refresh_numel == 20
     assert configured(zero_optimization=False).zero_optimization.stage == 0
 
 
@@ -826,7 +778,8 @@ def test_parameters_start_on_16_byte_borders_whether_asked_or_not(ranks: RankPoo
 def the_same_with(keys: dict[str, Any], zero: dict[str, Any]) -> None:
     states = []
     for given, inside in (({}, {}), (keys, zero)):
-        engine = engine_of(2, zero_optimization={"stage": 2, **TINY, **inside}, **given)
+        stage = zero.get("stage", 2)
+        engine = engine_of(stage, zero_optimization={"stage": stage, **TINY, **inside}, **given)
         for gradients in engine._parts.runtime.gradients:
             ends = gradients.bucket.layout.slots
             assert all(one.stop <= other.offset for one, other in pairwise(ends))
@@ -840,10 +793,20 @@ def the_same_with(keys: dict[str, Any], zero: dict[str, Any]) -> None:
     "disable_allgather",
     "zero_optimization.contiguous_gradients",
     "zero_optimization.round_robin_gradients",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.use_all_reduce_for_fetch_params",
 )
 @pytest.mark.parametrize(
     ("keys", "zero"),
     [
+        ({}, {"reduce_scatter": False}),
+        ({}, {"use_multi_rank_bucket_allreduce": False}),
+        ({}, {"allgather_partitions": False}),
+        ({}, {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}),
+        ({}, {"stage": 3, "use_all_reduce_for_fetch_params": True}),
         ({"disable_allgather": True}, {}),
         ({}, {"contiguous_gradients": False}),
         ({}, {"round_robin_gradients": True}),
@@ -865,7 +828,7 @@ def as_plain_torch() -> None:
     """Scaled, sent in rows, reduced behind backward: still what one process trains."""
     engine = engine_of(
         1,
-        zero_optimization={"stage": 1, **TINY, "reduce_scatter": False, "grad_hooks": False},
+        zero_optimization={"stage": 1, **TINY, "grad_hooks": False},
         prescale_gradients=True,
     )
     train(engine, range(3))

@@ -252,11 +252,10 @@ def look(settings: dict[str, Any]) -> None:
         {},
         HPZ,
         {"mics_hierarchical_params_gather": True},
-        {"stage3_use_all_reduce_for_fetch_params": True},
         {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9},
         {"divergent_ranks": True},
     ],
-    ids=["plain", "hpz", "hops", "by-sum", "kept", "announced"],
+    ids=["plain", "hpz", "hops", "kept", "announced"],
 )
 def test_ranks_compute_with_the_same_rounded_weights_and_others_find_exact_ones(
     settings: dict[str, Any], ranks: RankPools

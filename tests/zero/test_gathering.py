@@ -214,7 +214,7 @@ LIMITS: list[dict[str, Any]] = [
     {**DROPS, "stage3_prefetch_bucket_size": 1},
     {"stage3_max_live_parameters": 3 * PADDED, "stage3_prefetch_bucket_size": 2 * PADDED},
     {"divergent_ranks": True},
-    {**DROPS, "stage3_use_all_reduce_for_fetch_params": True},
+    {**DROPS, "divergent_ranks": True},
 ]
 
 
@@ -660,42 +660,6 @@ def test_a_graph_holds_no_gathered_weight_and_updates_are_the_same(ranks: RankPo
         # What was used last is used first in backward: it stays.
         assert nbytes == PADDED * 4
         assert torch.equal(weights, found[0][1])
-
-
-def summed(settings: dict[str, Any]) -> tuple[bool, Tensor]:
-    """Whether weights come by an all-reduce, bit for bit (a negative zero, say)."""
-    calls: list[int] = []
-    original = torch.distributed.all_reduce
-
-    def spy(tensor: Tensor, *others: Any, **named: Any) -> Any:
-        calls.append(tensor.numel())
-        return original(tensor, *others, **named)
-
-    model = blocks()
-    with torch.no_grad():
-        model.blocks[0].weight.fill_(-0.0)
-    engine = engine_of(3, model, zero_optimization={**CUT, **settings})
-    torch.distributed.all_reduce = spy
-    try:
-        with torch.no_grad():
-            engine(inputs_of(0))
-    finally:
-        torch.distributed.all_reduce = original
-    weights = engine.state_dict()["blocks.0.weight"]
-    engine.destroy()
-    return PADDED // 2 in calls, weights
-
-
-@pytest.mark.claims(
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-    "zero_optimization.use_all_reduce_for_fetch_params",
-)
-def test_weights_may_come_as_a_sum_of_bits(ranks: RankPools) -> None:
-    for name in ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"):
-        for is_summed, weights in ranks(2).run(summed, {name: True}):
-            assert is_summed
-            assert bool(torch.signbit(weights).all())
-    assert not ranks(2).run(summed, {})[0][0]
 
 
 def sharded_names(settings: dict[str, Any]) -> list[str]:

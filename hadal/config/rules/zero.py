@@ -137,8 +137,6 @@ def _zenflow_without_offload(config: Config) -> Iterator[Fault]:
 
 _HPZ = f"{_ZERO}.zero_hpz_partition_size"
 _MICS = f"{_ZERO}.mics_shard_size"
-_HOPS = f"{_ZERO}.mics_hierarchical_params_gather"
-_BY_SUM = f"{_ZERO}.stage3_use_all_reduce_for_fetch_params"
 
 
 @reading(_STAGE, _HPZ, _MICS)
@@ -157,14 +155,6 @@ def _second_copy_in_block(config: Config) -> Iterator[Fault]:
         yield Fault(
             _HPZ, f"{second} does not divide {_MICS}, {block}; take a divisor or leave one out"
         )
-
-
-@reading(_STAGE, _HOPS, _BY_SUM)
-def _hops_by_sum(config: Config) -> Iterator[Fault]:
-    zero = config.zero_optimization
-    by_sum = zero.stage3_use_all_reduce_for_fetch_params
-    if zero.stage == 3 and zero.mics_hierarchical_params_gather and by_sum:
-        yield Fault(_HOPS, f"true does not go with {_BY_SUM}; switch one of them off")
 
 
 def blocks_that_do_not_fit(config: Config, ranks: int) -> Iterator[Fault]:
@@ -192,5 +182,4 @@ RULES = (
     _no_norm,
     _zenflow_without_offload,
     _second_copy_in_block,
-    _hops_by_sum,
 )
