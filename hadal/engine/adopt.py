@@ -20,7 +20,8 @@ from hadal.engine.tiers import Homes
 from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
-from hadal.zero.grouping import Unit, find_tables, find_units, is_foreign, plan_buckets
+from hadal.zero.grouping import Unit, find_tables, find_units, plan_buckets
+from hadal.zero.kinds import is_foreign, tensors_inside
 from hadal.zero.policy import Precision
 from hadal.zero.sharing import Sharing
 
@@ -114,7 +115,8 @@ class Adopter:
         for name, parameter in self.newcomers().items():
             if is_foreign(parameter):
                 look_at(parameter, parameter.data.to(self._device))
-                broadcast_(parameter.data, 0, self._ranks, f"the broadcast of {name}")
+                for values in tensors_inside(parameter):
+                    broadcast_(values, 0, self._ranks, f"the broadcast of {name}")
             self._parameters[parameter] = True
         rule = buffer_rule_of(self._config, self._model)
         for path, module in self._model.named_modules():

@@ -18,7 +18,7 @@ from hadal.config.plain import leaves
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
-from hadal.zero.grouping import is_foreign
+from hadal.zero.kinds import refusal_of
 from hadal.zero.sharing import Sharing
 
 _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
@@ -27,7 +27,7 @@ _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
 def check_parameters(
     named: Iterable[tuple[str, nn.Parameter]], device: torch.device, ranks: Ranks
 ) -> None:
-    """Raise `ModelError` for a parameter without a shape, or on another device than this rank."""
+    """Raise `ModelError` for a parameter that no rank, or not this one, can hold or train."""
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
@@ -38,6 +38,9 @@ def check_parameters(
                 f"rank {ranks.rank}: parameter {name} is in another engine's hands; call that"
                 " engine's destroy() first"
             )
+        refusal = refusal_of(parameter, trains=parameter.requires_grad)
+        if refusal is not None:
+            raise ModelError(f"rank {ranks.rank}: parameter {name} {refusal}")
         if parameter.device.type == "meta":
             raise ModelError(
                 f"rank {ranks.rank}: parameter {name} is on meta and has no values; give it some"
@@ -154,14 +157,6 @@ def members_of_groups(
     check_groups(optimizer, everything, ranks.rank)
     groups = []
     for group in optimizer.param_groups:
-        foreign = [p for p in group["params"] if p.requires_grad and is_foreign(p)]
-        if foreign:
-            names = [n for n, p in model.named_parameters() if any(p is f for f in foreign)]
-            raise ModelError(
-                f"rank {ranks.rank}: {names[0]} is a {type(foreign[0]).__name__} of"
-                f" {foreign[0].dtype} and cannot lie in a flat buffer; freeze it"
-                " (requires_grad_(False)) or convert it to a plain floating-point parameter"
-            )
         groups.append([p for p in group["params"] if p.requires_grad])
     return groups
 

@@ -20,8 +20,8 @@ from hadal.engine.checks import check_birth, check_parameters
 from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
 from hadal.optim.step import Stepper
 from hadal.zero import access
-from hadal.zero.grouping import is_foreign
 from hadal.zero.hooks import Hooks
+from hadal.zero.kinds import refusal_of
 from hadal.zero.regroup import merged, renamed, train_later
 from hadal.zero.runtime import ZeroRuntime
 
@@ -141,12 +141,9 @@ class LaterGroups:
             self._check_member(name, parameter, is_new=name in newcomers)
 
     def _check_member(self, name: str, parameter: nn.Parameter, *, is_new: bool) -> None:
-        if is_foreign(parameter):
-            raise ModelError(
-                f"{self._where}: {name} is a {type(parameter).__name__} of {parameter.dtype} and"
-                " cannot lie in a flat buffer; leave it frozen, or convert it to a plain"
-                " floating-point parameter before hadal.initialize"
-            )
+        refusal = refusal_of(parameter, trains=True)
+        if refusal is not None:
+            raise ModelError(f"{self._where}: {name} {refusal}")
         bucket = None if is_new else self._runtime.bucket_of[parameter]
         if bucket is not None and bucket.trainable:
             pairs = zip(bucket.layout.slots, bucket.parameters, strict=True)

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
-from hadal.zero.grouping import is_foreign
+from hadal.zero.kinds import is_foreign
 
 _log = logging.getLogger(__name__)
 

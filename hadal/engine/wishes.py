@@ -21,7 +21,6 @@ from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
 from hadal.optim.muon import muon_groups
 from hadal.optim.schedules import build_schedule, refuse_metric_schedule
-from hadal.zero.grouping import is_foreign
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimize
 def _chosen_parameters(wishes: Wishes, model: nn.Module) -> list[Any]:
     given = wishes.model_parameters
     if given is None:
-        return [p for p in model.parameters() if p.requires_grad and not is_foreign(p)]
+        return [p for p in model.parameters() if p.requires_grad]
     try:
         return list(given)
     except TypeError:

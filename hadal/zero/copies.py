@@ -16,6 +16,7 @@ from torch import nn
 from hadal.errors import ShardedAccessError
 from hadal.zero.attached import is_attached
 from hadal.zero.bucket import Bucket
+from hadal.zero.kinds import alone
 
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
 Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
@@ -88,7 +89,7 @@ class _Guarded:
         if values.numel() > 1 and not any(values.stride()):
             if _gather and verb == "copied":
                 with _gather[0](parameter):
-                    return nn.Parameter(parameter.data.clone(), parameter.requires_grad)
+                    return alone(parameter, parameter.data.clone())
             bucket = self._bucket_of[parameter]
             pairs = zip(bucket.layout.slots, bucket.parameters, strict=True)
             name = next(slot.name for slot, known in pairs if known is parameter)
@@ -98,7 +99,7 @@ class _Guarded:
                 " hadal.zero.GatheredParameters(model.parameters()):` on every rank, or take"
                 " engine.state_dict()."
             )
-        return nn.Parameter(values.clone(), parameter.requires_grad)
+        return alone(parameter, values.clone())
 
 
 _NAMES = frozenset((_COPY, _PICKLE))

@@ -322,9 +322,3 @@ def _persistent_parameters(
                 chosen.add(member.parameter)
                 room -= numel
     return chosen
-
-
-def is_foreign(parameter: torch.Tensor) -> bool:
-    """Whether a parameter cannot lie in a flat buffer: an integer, a quantized or a wrapped one."""
-    plain = type(parameter) in (nn.Parameter, torch.Tensor)
-    return not plain or not parameter.is_floating_point() or parameter.layout != torch.strided

@@ -368,6 +368,8 @@ class ReadWatcher(TorchFunctionMode):
                     self._on_view(value)
             elif type(value) in (list, tuple):
                 self._look(value)
+            elif isinstance(value, Tensor) and isinstance(value, nn.Parameter):
+                self._on_read(value)  # of a class of the program's own
 
 
 def _unseen(act: Callable[[], None]) -> None:

@@ -33,8 +33,9 @@ from hadal.zero import access, apply
 from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket, Weights
-from hadal.zero.grouping import BucketPlan, Member, is_foreign
+from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.hooks import ReadWatcher
+from hadal.zero.kinds import is_foreign
 from hadal.zero.policy import Partition, Precision, Residence, Tier
 from hadal.zero.resting import Home
 from hadal.zero.sharing import Sharing
@@ -260,7 +261,7 @@ class Init:
 
     Modules built on `meta` stay there until they are given memory; what is materialised inside is
     cut when the context ends, and `Init(module=block)` cuts one block at once. Parameters of a
-    single element, of integers, or of a class of their own stay whole.
+    single element, of integers, or of a class that replaces methods of tensors stay whole.
 
     Args:
         module: a module that exists already, to be cut at once.

@@ -440,7 +440,9 @@ def add_an_integer() -> None:
     model = model_of()
     model.register_parameter("steps", nn.Parameter(torch.ones(2, dtype=torch.int64), False))
     engine = engine_of(0, model)
-    with pytest.raises(ModelError, match=r"steps is a Parameter of torch\.int64.*leave it frozen"):
+    with pytest.raises(
+        ModelError, match=r"steps is a Parameter of torch\.int64.*cannot be trained.*Freeze it"
+    ):
         engine.optimizer.add_param_group({"params": [model.steps]})
     engine.destroy()
 

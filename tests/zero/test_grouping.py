@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hadal.zero.grouping import BucketPlan, LeafModules, Unit, find_units, is_foreign, plan_buckets
+from hadal.zero.grouping import BucketPlan, LeafModules, Unit, find_units, plan_buckets
 from hadal.zero.policy import STAGES, Limits, Partition, Precision
 
 NO_LEAVES = LeafModules()
@@ -374,28 +374,3 @@ def test_one_element_is_never_cut():
 def test_no_units_no_buckets():
     assert plan_buckets([], STAGES[3], Limits()) == []
     assert plan_buckets([Unit("empty", nn.Identity())], STAGES[0], Limits()) == []
-
-
-# ---- foreign parameters -------------------------------------------------------------------------
-
-
-class Wrapped(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("tensor", "foreign"),
-    [
-        (nn.Parameter(torch.ones(2)), False),
-        (nn.Parameter(torch.ones(())), False),
-        (nn.Parameter(torch.ones(0, dtype=torch.bfloat16)), False),
-        (torch.ones(2), False),
-        (nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), True),
-        (nn.Parameter(torch.ones(2, dtype=torch.bool), requires_grad=False), True),
-        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), True),
-        (nn.Parameter(torch.eye(2).to_sparse()), True),
-        (torch.ones(2).as_subclass(Wrapped), True),
-    ],
-)
-def test_what_cannot_lie_in_a_flat_buffer(tensor, foreign):
-    assert is_foreign(tensor) is foreign

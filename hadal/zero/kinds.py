@@ -1,0 +1,71 @@
+"""Which parameters a flat buffer can hold: the one place that asks for a parameter's class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+# What a class may define of its own without changing what torch does with the values.
+_HARMLESS = frozenset(
+    {"__deepcopy__", "__getstate__", "__init__", "__new__", "__reduce__", "__reduce_ex__"}
+    | {"__repr__", "__setstate__", "__slots__", "__str__"}
+    | set(vars(type("Empty", (nn.Parameter,), {})))
+)
+
+
+def is_foreign(parameter: Tensor) -> bool:
+    """Whether a parameter cannot lie in a flat buffer: an integer, a quantized or a wrapped one.
+
+    One of a program's own class can, unless the class replaces a method or property of tensors.
+    """
+    is_plain = parameter.is_floating_point() and parameter.layout == torch.strided
+    return not is_plain or _replaces_methods(type(parameter))
+
+
+def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
+    """Why a parameter can be neither trained nor kept as it is, with the remedy; None: it can."""
+    found = f"is a {type(parameter).__name__} of {parameter.dtype}"
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None:
+        return (
+            f"{found} over {mesh}; expected a tensor of this rank alone. Give each rank its part"
+            " as a plain nn.Parameter, and tell initialize the groups with mpu=, or build the model"
+            " without parallelize_module"
+        )
+    if trains and is_foreign(parameter):
+        return (
+            f"{found} ({parameter.layout}) and cannot be trained; expected a dense floating-point"
+            " nn.Parameter, or a subclass that replaces no method of tensors. Freeze it"
+            " (requires_grad_(False)), or convert it to a plain nn.Parameter before"
+            " hadal.initialize"
+        )
+    return None
+
+
+def tensors_inside(parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a parameter consists of; a wrapper may have several."""
+    flatten = getattr(parameter, "__tensor_flatten__", None)
+    if flatten is None:
+        yield parameter.data
+        return
+    for name in flatten()[0]:
+        yield from tensors_inside(getattr(parameter, name))
+
+
+@functools.cache
+def _replaces_methods(kind: type) -> bool:
+    """Whether a class replaces anything that torch's tensors have."""
+    own = kind.__mro__[: kind.__mro__.index(Tensor)]
+    names = {name for each in own if each is not nn.Parameter for name in vars(each)}
+    return any(hasattr(Tensor, name) for name in names - _HARMLESS)
+
+
+def alone(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Make a parameter of the same class that holds `values`, as `copy.deepcopy` does."""
+    kind = type(parameter)
+    return (kind if issubclass(kind, nn.Parameter) else nn.Parameter)(
+        values, parameter.requires_grad
+    )
