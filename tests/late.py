@@ -30,11 +30,6 @@ class _Copy(NamedTuple):
     values: Tensor
 
 
-class _Sum(NamedTuple):
-    out: Tensor
-    values: Tensor
-
-
 @dataclass(frozen=True)
 class Event:
     """The point behind the first `count` entries of a stream."""
@@ -63,7 +58,7 @@ class Stream:
     """What was started, in order. What arrives on the host is seen there after a wait of its."""
 
     def __init__(self, device: torch.device) -> None:
-        self.queue: list[_Copy | _Sum | Event | None] = []
+        self.queue: list[_Copy | Event | None] = []
         self.done = self.shown = 0
         self.unseen: dict[int, tuple[Tensor, Tensor]] = {}
         self.reading: dict[int, tuple[Tensor, Tensor]] = {}
@@ -85,9 +80,6 @@ class Stream:
             out.fill_(math.nan if out.is_floating_point() else 0xA5)
         copies[self.way] += 1
         self.queue.append(_Copy(out, values))
-
-    def add(self, out: Tensor, values: Tensor) -> None:
-        self.queue.append(_Sum(out, values))
 
     def free(self, values: Tensor) -> None:
         """What is still to be copied from there is kept apart, as a device keeps it."""
@@ -117,9 +109,7 @@ class Stream:
             self.queue[self.done - 1] = None  # lets go of its memory
             assert entry is not None
             values = self.seen_by_device(entry.values)
-            if isinstance(entry, _Sum):
-                entry.out.add_(values)
-            elif self.way == _HOST:
+            if self.way == _HOST:
                 self.unseen[self.done - 1] = entry.out, values.clone()
             else:
                 entry.out.copy_(values)
@@ -163,9 +153,9 @@ def _expect_alike(source: Tensor, as_read: Tensor) -> None:
         assert same, "host memory was changed while the device might still read it"
 
 
-def _waiting() -> Iterator[_Copy | _Sum]:
+def _waiting() -> Iterator[_Copy]:
     for stream in streams:
-        yield from (one for one in stream.queue[stream.done :] if isinstance(one, _Copy | _Sum))
+        yield from (one for one in stream.queue[stream.done :] if isinstance(one, _Copy))
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

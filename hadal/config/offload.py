@@ -55,7 +55,7 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where masters and the optimizer's state rest, and so where the update runs.
 
-    Off the device the host makes the update, and gradients are summed up in its memory. On the disk
+    Off the device the host makes the update, and gradients leave for its memory. On the disk
     state takes twice its size: an update that fails, because the disk does, changes nothing.
     """
 
@@ -77,6 +77,14 @@ class OffloadOptimizer(Section):
         ge=0,
     )
     pin_memory: Boolean = key(True, _PIN)
+    accumulate_on: Literal["device", "host"] | None = key(
+        None,
+        "Where an accelerator's gradients are summed up over micro-steps at stages 2 and 3 "
+        "(Hadal's own). device keeps a rank's sums there until the update; host brings each sum "
+        "back at every micro-step and sends it out again, which saves the memory and costs the "
+        "copies. null keeps them on the device, bucket by bucket, while they take less than an "
+        "eighth of its free memory. The numbers are the same.",
+    )
     pipeline_read: Boolean = key(
         True,
         "Read the next part of the state during the update of this one. DeepSpeed's default is "

@@ -86,11 +86,6 @@ class SideStream:
         with self.current():
             out.copy_(values, non_blocking=self._stream is not None)
 
-    def add(self, out: Tensor, values: Tensor) -> None:
-        """Add `values` to `out`, both in the device's memory."""
-        with self.current():
-            out.add_(values)
-
     def free(self, values: Tensor) -> None:
         """Give a tensor's memory back to the device when all that was started so far is over.
 

@@ -87,7 +87,7 @@ class Adopter:
                     precision,
                     self.sharing,
                     self._device,
-                    self.homes.home_of(plan, self.sharing.shards.size),
+                    self.homes.home_of(plan, self.sharing.shards.size, precision.accumulate),
                     transport_of(config, self.sharing.shards.size),
                 )
             bucket.reshard()

@@ -12,7 +12,7 @@ import torch
 from hadal.comm.start import local_size
 from hadal.config import Config
 from hadal.config.aio import Aio
-from hadal.device import is_host_memory
+from hadal.device import is_host_memory, total_memory
 from hadal.errors import ModelError
 from hadal.offload import BufferPool, DiskStore, settings_of
 from hadal.offload.walk import Pace
@@ -25,6 +25,8 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 # Elements of one kind of state that are read at a time, at most: more makes no disk faster.
 _LARGEST_PART_NUMEL = 1 << 24
 _WEIGHT_NBYTES = 4
+# The share of a device's free memory that sums of gradients may take where no key says it.
+_SHARE_OF_FREE = 1 / 8
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class Homes:
         self._in_memory = 0
         self._on_host = 0
         self._seen = 0
+        self._summed_nbytes = 0
 
     @property
     def keeps_weights_off(self) -> bool:
@@ -125,8 +128,10 @@ class Homes:
             if tier is Tier.DISK and section is not None:
                 self._store(section.nvme_path)
 
-    def home_of(self, plan: BucketPlan, shards: int) -> Home:
+    def home_of(self, plan: BucketPlan, shards: int, accumulate: torch.dtype) -> Home:
         """Where a bucket rests that is cut over so many ranks.
+
+        `accumulate`: the dtype in which its gradients are summed up over micro-steps.
 
         Raises:
             ModelError: its shard is larger than a buffer for the disk.
@@ -150,8 +155,20 @@ class Homes:
             if later is Tier.DISK
             else None,
             weights_pool=self._pool if weights is Tier.DISK else None,
+            sums_on_device=self._sums_on_device(-(-plan.numel // shards) * accumulate.itemsize),
             later=later,
         )
+
+    def _sums_on_device(self, nbytes: int) -> bool:
+        """Whether the device keeps the sum of a bucket's gradients, of so many bytes."""
+        section = self._config.zero_optimization.offload_optimizer
+        if section is None or section.accumulate_on is not None:
+            return section is not None and section.accumulate_on == "device"
+        room = total_memory(self._device).free * _SHARE_OF_FREE
+        if self._summed_nbytes + nbytes > room:
+            return False
+        self._summed_nbytes += nbytes
+        return True
 
     def _weights_tier(self, plan: BucketPlan, shards: int) -> Tier:
         tier, section = self._residence.weights, self._config.zero_optimization.offload_param

@@ -34,20 +34,16 @@ class Crossing:
         self._pins = pins
         self._leaving = SideStream(device)
         self._coming = SideStream(device)
-        self._landings: deque[tuple[Event, list[Tensor]]] = deque()
+        self._landings: deque[tuple[Event, Tensor]] = deque()
         self._stages: deque[tuple[Event, Tensor]] = deque()
 
-    def land(
-        self, values: Tensor, out: Tensor, *, after: Event | None = None, adds: bool = False
-    ) -> Event:
+    def land(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Event:
         """Begin to bring `values` to the host, once the device has made them.
 
         Args:
             values: in the device's memory, 1-D; nobody changes them before the event.
             out: in host memory, of the same length and dtype.
             after: of what is still under way with `out`.
-            adds: to what `out` holds. The device makes the sum, which it does in the time that the
-                copies take; `values` are then changed.
 
         Returns:
             The event from which on `out` can be read.
@@ -56,31 +52,18 @@ class Crossing:
         while len(self._landings) >= _LANDINGS:
             earliest, _ = self._landings.popleft()
             earliest.wait_on_device()
-        held = [values]
         self._leaving.follow_device()
         if after is not None:
             self._leaving.follow(after)
-        if adds:
-            held.append(self._bring_back(values, out, after))
-            self._leaving.follow(self._coming.event())
-            self._leaving.add(values, held[-1])
         self._leaving.copy(out, values)
         event = self._leaving.event()
-        self._landings.append((event, held))
+        self._landings.append((event, values))
         return event
 
     def _let_go(self) -> None:
         """Let go of what has left the device."""
         while self._landings and self._landings[0][0].is_over:
             self._landings.popleft()
-
-    def _bring_back(self, like: Tensor, values: Tensor, after: Event | None) -> Tensor:
-        earlier = torch.empty_like(like)
-        self._coming.follow_device()  # which may still work in the memory that was given out
-        if after is not None:
-            self._coming.follow(after)
-        self._coming.copy(earlier, values)
-        return earlier
 
     def move_out(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Event:
         """Begin to bring `values` to the host; the device gets their memory when they are there.

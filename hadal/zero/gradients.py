@@ -22,8 +22,8 @@ from hadal.comm.collectives import (
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending, at_end, followed_by
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
-from hadal.device import Event
 from hadal.zero.bucket import Bucket
+from hadal.zero.landing import HostMean
 from hadal.zero.policy import Reduction
 
 _PLAIN = Reduction()
@@ -58,8 +58,9 @@ class Gradients:
     Where gradients travel coded, what the codec loses may be kept and sent with the next ones. It
     is forgotten after so many updates, and at each checkpoint.
 
-    Where updates are made on the host and the device has memory of its own, each mean leaves it
-    when it has arrived, and is summed up there, while the device goes on with its backward.
+    Where updates are made on the host and the device has memory of its own, the mean leaves for
+    host memory while the device goes on with its backward: at the end of an update, or after each
+    reduction if there is no room on the device, to which it then returns to be added to.
     """
 
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
@@ -76,11 +77,8 @@ class Gradients:
         self._dtype = precision.compute if self.partitioned else precision.accumulate
         self._views: list[Tensor] = []
         self._filled = bytearray(len(bucket.parameters))
-        self._lands_off = bucket.home.lands_off(bucket.device)
-        self._crossing = bucket.home.crossing(bucket.device) if self._lands_off else None
-        self._landed: Tensor | None = None
-        self._landing: Event | None = None
-        """Of what is still under way to `_landed`."""
+        self._host = HostMean.of(bucket)
+        self._lands_next = True
         self._mean: Tensor | None = None
         self._mean_holds = False
         self._kept: Tensor | None = None
@@ -103,10 +101,10 @@ class Gradients:
         return mean
 
     def _read(self) -> Tensor | None:
-        """The mean, when what is on its way to the host has landed there."""
-        if self._landing is not None and self._has_landed:
-            self._landing.wait_on_host()
-            self._landing = None
+        """The mean, in the memory where updates are made."""
+        self._land()
+        if self._host is not None:
+            self._host.wait()
         return self._mean
 
     @property
@@ -255,8 +253,9 @@ class Gradients:
         self._count_update()
         self._pending = self._start(self.full, self._label)
         self._is_of_copy = self.bucket.sharing.replicas is not None
+        self._lands_next = last or not (self.partitioned and self.bucket.home.sums_on_device)
         self.state = Arrival.REDUCING
-        if last and self._is_of_copy and not self._lands_off:
+        if last and self._is_of_copy:
             self._pending = followed_by(self._pending, self._start_second_hop)
 
     def _count_update(self) -> None:
@@ -286,15 +285,18 @@ class Gradients:
 
     def start_second_hop(self) -> None:
         """Begin to average over the copies what has been averaged within mine."""
+        if self._host is not None:
+            self._host.wait()
         self._pending = self._start_second_hop()
+        self._lands_next = True
         self.state = Arrival.REDUCING
 
     def _start_second_hop(self) -> Pending:
         self._free_full()
         self._is_of_copy = False
         replicas = self.bucket.sharing.replicas
-        assert replicas is not None  # there is more than one copy
-        return self._start_whole(self.mean, replicas, Factors.of_mean(replicas.size), self._label)
+        assert replicas is not None and self._mean is not None  # there is more than one copy
+        return self._start_whole(self._mean, replicas, Factors.of_mean(replicas.size), self._label)
 
     @property
     def _label(self) -> str:
@@ -312,11 +314,12 @@ class Gradients:
         if not self.partitioned:
             self._mean = slice_of(full, bucket.sharing.shards.rank, bucket.sharing.shards)
             return self._start_cut(full, self._mean, False, label)
-        if self._mean is None or self._lands_off:
+        if self._mean is None or self._has_landed:
             numel, dtype = bucket.layout.shard_numel, bucket.precision.accumulate
             self._mean = torch.empty(numel, dtype=dtype, device=bucket.device)
-        accumulates = self._mean_holds and not self._lands_off
-        return self._start_cut(full, self._mean, accumulates, label)
+            if self._host is not None and self._mean_holds:
+                self._host.bring_into(self._mean)
+        return self._start_cut(full, self._mean, self._mean_holds, label)
 
     def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors, label: str) -> Pending:
         """Every one of `ranks` needs the whole result."""
@@ -364,6 +367,7 @@ class Gradients:
         while self._pending is not None:
             if patience is not None and not self._pending.arrives_within(patience):
                 return False
+            self._await_brought()
             self._pending.advance()
             if self._pending.done:
                 self.finish_reduce()
@@ -375,9 +379,10 @@ class Gradients:
         """Wait for the reduction that is under way: REDUCING to MEAN."""
         if self._pending is None:
             return
+        self._await_brought()
         self._pending.wait()
         self._pending = None
-        if self._lands_off and not self._has_landed:
+        if self._lands_next:
             self._land()
         self._mean_holds = True
         self.state = Arrival.MEAN
@@ -387,19 +392,19 @@ class Gradients:
         self._filled[:] = bytes(len(self._filled))
         self._free_full()
 
+    def _await_brought(self) -> None:
+        """Let the device wait for a sum that comes back, before it is added to."""
+        if self._host is not None:
+            self._host.let_device_wait()
+
     @property
     def _has_landed(self) -> bool:
-        return self._landed is not None and self._mean is self._landed
+        return self._host is not None and self._mean is self._host.values
 
     def _land(self) -> None:
-        """Let the mean that has arrived leave for the host, to what has landed there before."""
-        arrived = self._mean
-        assert arrived is not None and self._crossing is not None
-        adds = self.partitioned and self._mean_holds
-        if self._landed is None:
-            self._landed = self.bucket.home.gradient_memory(arrived.numel(), arrived.dtype)
-        self._landing = self._crossing.land(arrived, self._landed, after=self._landing, adds=adds)
-        self._mean = self._landed
+        """Let the mean leave for the host, where updates are made there."""
+        if self._host is not None and self._mean is not None and not self._has_landed:
+            self._mean = self._host.land(self._mean)
 
     def _free_full(self) -> None:
         if self.partitioned:
@@ -417,8 +422,7 @@ class Gradients:
         else:
             self.full.zero_()
             self._mean = self.full[start:stop]
-        if self._lands_off:
-            self._land()
+        self._land()
         self.state = Arrival.MEAN
 
     def remove_views(self) -> None:

@@ -31,6 +31,8 @@ class Home:
     optimizer_disk: DiskStore | None = None
     weights_pool: BufferPool | None = None
     """What weights are read from the disk into."""
+    sums_on_device: bool = False
+    """Whether sharded gradients are summed up on the device, and leave it once an update."""
     later: Tier = Tier.DEVICE
     """Where masters and the optimizer's memory rest of what is frozen now and trained later."""
 

@@ -8,10 +8,12 @@ import logging
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import RankPools
+from torch import Tensor
 from torch.nn import functional as F
 
 import hadal
@@ -19,6 +21,7 @@ import npu
 from hadal.checkpoint.collecting import is_rounding
 from hadal.device import current_device
 from hadal.offload import crossing
+from hadal.offload.crossing import Crossing
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from . import runs
@@ -246,3 +249,45 @@ def test_one_thread_for_updates_on_the_host_is_warned_of(npus: RankPools) -> Non
     assert len(first) == 1 and "OMP_NUM_THREADS=32" in first[0]
     assert not second
     assert npus(2).run(_warned, runs.config(2, "bf16")) == [[], []]
+
+
+def _crossed(config: dict[str, Any]) -> dict[str, Any]:
+    """What training comes to, and how many bytes of gradients have gone each way."""
+    crossed = {"land": 0, "bring": 0}
+
+    def counted(name: str) -> Any:
+        plain = getattr(Crossing, name)
+
+        def act(self: Crossing, values: Tensor, out: Tensor, **more: Any) -> Any:
+            crossed[name] += values.nbytes
+            return plain(self, values, out, **more)
+
+        return patch.object(Crossing, name, act)
+
+    with counted("land"), counted("bring"):
+        told = runs.wherever(config, updates=6)  # of two micro-steps each
+    return {**told, **crossed}
+
+
+@pytest.mark.claims("zero_optimization.offload_optimizer.accumulate_on")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_of_gradients_stay_on_the_device_while_they_fit(
+    stage: int, npus: RankPools, ranks: RankPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three updates of four micro-steps: one way out each, or four and three back."""
+
+    def config(place: str) -> dict[str, Any]:
+        offload = {"offload_optimizer": {"device": "cpu", "accumulate_on": place}}
+        made = runs.config(stage, "bf16", offload, gradient_accumulation_steps=4)
+        made["data_types"] = {"grad_accum_dtype": "bf16"}
+        return made
+
+    wanted = ranks(2).run(_crossed, config("auto"))
+    found = {place: npus(2).run(_crossed, config(place)) for place in ("auto", "device", "host")}
+    for told in found.values():
+        same(told, wanted)
+    for auto, device, host in zip(*found.values(), strict=True):
+        assert auto["land"] == device["land"] > 0
+        assert auto["bring"] == device["bring"] == 0
+        assert host["land"] == 4 * device["land"]
+        assert host["bring"] == 3 * device["land"]

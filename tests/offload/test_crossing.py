@@ -1,4 +1,4 @@
-"""The ways between a device and the host are bounded, and sum up what leaves."""
+"""The ways between a device and the host are bounded."""
 
 from __future__ import annotations
 
@@ -27,17 +27,6 @@ def test_gradients_leave_two_at_a_time() -> None:
             assert not event.is_over and outs[number].isnan().all()
             event.wait_on_host()
             assert event.is_over and (outs[number] == number).all()
-
-
-def test_what_leaves_is_added_to_what_has_landed() -> None:
-    with late.device():
-        way = Crossing(CPU, pins=False)
-        out = torch.empty(8)
-        event = way.land(torch.full((8,), 1.0), out)
-        for number in range(2, 5):
-            event = way.land(torch.full((8,), float(number)), out, after=event, adds=True)
-        event.wait_on_host()
-        assert (out == 1 + 2 + 3 + 4).all()
 
 
 def test_new_weights_leave_by_few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

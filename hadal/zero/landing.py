@@ -1,0 +1,54 @@
+"""The mean gradient of one bucket in host memory, where the host makes the update."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hadal.device import Event
+from hadal.offload.crossing import Arrival, Crossing
+from hadal.zero.bucket import Bucket
+from hadal.zero.resting import Home
+
+
+class HostMean:
+    """Host memory for a mean that leaves the device, and what is under way with it."""
+
+    def __init__(self, home: Home, crossing: Crossing) -> None:
+        self.values: Tensor | None = None
+        """The last mean that has left the device, once `wait` has returned."""
+        self._home = home
+        self._crossing = crossing
+        self._under_way: Event | None = None
+        self._coming: Arrival | None = None
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> HostMean | None:
+        """None where updates are made in the device's memory."""
+        home, device = bucket.home, bucket.device
+        crossing = home.crossing(device) if home.lands_off(device) else None
+        return None if crossing is None else cls(home, crossing)
+
+    def land(self, mean: Tensor) -> Tensor:
+        """Begin to copy `mean` to the host; returns where it will be."""
+        if self.values is None:
+            self.values = self._home.gradient_memory(mean.numel(), mean.dtype)
+        self._under_way = self._crossing.land(mean, self.values, after=self._under_way)
+        return self.values
+
+    def wait(self) -> None:
+        """Wait until the mean has arrived: the host may read and write it then."""
+        if self._under_way is not None:
+            self._under_way.wait_on_host()
+            self._under_way = None
+
+    def bring_into(self, out: Tensor) -> None:
+        """Begin to copy the mean back to the device."""
+        assert self.values is not None  # it has landed before
+        self._coming = self._crossing.bring(self.values, out, after=self._under_way)
+        self._under_way = self._coming.event
+
+    def let_device_wait(self) -> None:
+        """Let the device's next work wait for what comes back."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
