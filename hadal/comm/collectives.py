@@ -1,10 +1,11 @@
 """The collectives of the mechanism.
 
 On a CPU, tensors travel in pairs: each rank sends every other one just the slice it needs and does
-the arithmetic itself, in float32 whatever the wire carries. On an accelerator the backend's own
-collectives do the same work. What is asked for is mostly the *mean* over the ranks, divided before
-it is rounded to a 16-bit dtype, so that averaging cannot overflow where the values themselves do
-not; `Factors` say what else it may be.
+the arithmetic itself, in float32 whatever the wire carries. It adds up in the order of the ranks,
+whichever slice is its own, so that an element's sum does not depend on how its buffer is cut. On an
+accelerator the backend's own collectives do the same work. What is asked for is mostly the *mean*
+over the ranks, divided before it is rounded to a 16-bit dtype, so that averaging cannot overflow
+where the values themselves do not; `Factors` say what else it may be.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def start_reduce_scatter(
         return Pending(label, [work], lambda: sum_into(out, [total], after, accumulate))
     mine = slice_of(sent, ranks.rank, ranks)
     leaving = [(slice_of(sent, other, ranks), other) for other in ranks.others]
-    pieces = [mine, *(torch.empty_like(mine) for _ in ranks.others)]
-    coming = list(zip(pieces[1:], ranks.others, strict=True))
+    pieces = ranks.by_rank(mine, [torch.empty_like(mine) for _ in ranks.others])
+    coming = [(pieces[other], other) for other in ranks.others]
     works = exchange("reduce_scatter", sent, leaving, coming, ranks, _REDUCE, label)
     return Pending(label, works, lambda: sum_into(out, pieces, after, accumulate))
 

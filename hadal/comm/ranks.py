@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from hadal.comm.functions import all_gather_object
 from hadal.comm.neighbours import Circle, Identity, identity, meet
 from hadal.comm.start import local_rank, local_size, may_read_memory
+
+T = TypeVar("T")
 
 # What was made for a process group, as long as that lives: a program may end its process group and
 # start another one, and a group holds a socket to each of its ranks.
@@ -78,6 +81,11 @@ class Ranks:
     def others(self) -> tuple[int, ...]:
         """The other ranks, starting after mine, so that no two ranks call on the same one first."""
         return tuple((self.rank + step) % self.size for step in range(1, self.size))
+
+    def by_rank(self, mine: T, theirs: Sequence[T]) -> list[T]:
+        """One value of each rank, rank 0's first; `theirs` are in the order of `others`."""
+        found = dict(zip(self.others, theirs, strict=True))
+        return [found.get(rank, mine) for rank in range(self.size)]
 
     @property
     def are_neighbours(self) -> bool:

@@ -1,8 +1,8 @@
 """Sums over ranks of tensors that are zero but for a few rows: embeddings' gradients.
 
 A slice travels as its rows that are not zero, with their numbers, where that is shorter than the
-slice itself. What is added up is what the dense way adds, less its zeros, and between pairs of
-ranks in the same order: the same bits.
+slice itself. The same is added up as in the dense way, less its zeros: the same bits between pairs
+of ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def start_rows_reduce_scatter(
 
     def add(pieces: Sequence[_Rows]) -> None:
         own = _Rows(for_the_wire(mine[touched], before, wire.dtype), touched)
-        _add_up(out, [own, *pieces], after, accumulate, wire.row_numel)
+        _add_up(out, ranks.by_rank(own, pieces), after, accumulate, wire.row_numel)
 
     return _start_pairs(sent, mine.shape, ranks, wire.dtype, (label, *_TO_OWNERS), add)
 
@@ -104,13 +104,14 @@ def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str)
     back = RowWire(
         wire.dtype if is_narrow else full.dtype, Factors(1.0, on_arrival), wire.row_numel
     )
-    pending = start_rows_reduce_scatter(full, mine, ranks, scaled, False, label)
-    return followed_by(pending, lambda: _start_spread(full, ranks, back, label))
+    # Rounded as it travels on: the arithmetic is that of the dense way.
+    out = torch.empty_like(mine, dtype=wire.dtype) if is_narrow else mine
+    pending = start_rows_reduce_scatter(full, out, ranks, scaled, False, label)
+    return followed_by(pending, lambda: _start_spread(full, out, ranks, back, label))
 
 
-def _start_spread(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
-    """Give every rank the owners' slices, in rows where they are few."""
-    mine = slice_of(full, ranks.rank, ranks)
+def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
+    """Give every rank the owners' slices, of which I have `mine`, in rows where they are few."""
     packed = _packed(mine, 1.0, wire.dtype, wire.row_numel)
 
     def fill(pieces: Sequence[_Rows]) -> None:
@@ -249,25 +250,28 @@ def _between(piece: _Rows, first: int, stop: int) -> _Rows:
 def _add_up(
     out: Tensor, pieces: Sequence[_Rows], after: float, accumulate: bool, row_numel: int
 ) -> None:
-    """`sum_into`, of slices in either form; a slice that `out` itself holds comes first."""
+    """`sum_into`, of slices in either form: of those rows that any of them has."""
     if any(piece.numbers is None for piece in pieces):
         whole = [_whole(piece, out.numel()) for piece in pieces]
         sum_into(out, whole, after, accumulate)
         return
     rows = out.view(-1, row_numel)
-    numbers = [piece.numbers for piece in pieces if piece.numbers is not None]
-    union = torch.cat(numbers).unique()
-    exact = torch.promote_types(torch.float32, out.dtype)
-    total = torch.zeros(union.numel(), row_numel, dtype=exact, device=out.device)
-    for piece, mine in zip(pieces, numbers, strict=True):
-        total[torch.searchsorted(union, mine)] += piece.values.to(exact)
-    if after != 1.0:
-        total.mul_(after)
-    if accumulate:
-        rows[union] = total.add_(rows[union]).to(out.dtype)
-    else:
+    union = torch.cat([piece.numbers for piece in pieces if piece.numbers is not None]).unique()
+    found = rows[union] if accumulate else out.new_empty(union.numel(), row_numel)
+    sum_into(found.view(-1), [_among(piece, union) for piece in pieces], after, accumulate)
+    if not accumulate:
         rows.zero_()
-        rows[union] = total.to(out.dtype)
+    rows[union] = found
+
+
+def _among(piece: _Rows, union: Tensor) -> Tensor:
+    """The rows numbered `union`, those of a slice and zeros, in 1-D."""
+    assert piece.numbers is not None  # it has no others
+    if piece.numbers.numel() == union.numel():
+        return piece.values.flatten()
+    found = piece.values.new_zeros(union.numel(), piece.values.shape[1])
+    found[torch.searchsorted(union, piece.numbers)] = piece.values
+    return found.view(-1)
 
 
 def _whole(piece: _Rows, numel: int) -> Tensor:

@@ -5,15 +5,24 @@ tensor there by which the gradient is divided first; the gradient is then overwr
 quotient. A `step` is a float32 scalar tensor that already counts this update and is not changed, so
 that one update can be made in several blocks. The arithmetic is done in float32 where the tensors
 have 16 bits.
+
+An element gets the same bits wherever it lies in a call. On CPUs torch computes the elements behind
+the last whole vector one by one, with other roundings (without fused multiply-adds) than those in
+vectors; so they are copied to a vector of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+# Of the longest vectors of any CPU (AVX-512); shorter ones divide them.
+_VECTOR_NBYTES = 64
 
 
 class AdamRule(NamedTuple):
@@ -68,22 +77,24 @@ def fused_adam_(
     With an infinite `step` the moments are not corrected: b^inf is 0, so 1 - b^inf is exactly 1.
     """
     kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
-    kernel(
-        [parameter],
-        [gradient],
-        [moments[0]],
-        [moments[1]],
-        [] if max_second_moment is None else [max_second_moment],
-        [step],
-        lr=rule.lr,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-        amsgrad=max_second_moment is not None,
-        maximize=rule.maximize,
-        grad_scale=divisor,
-    )
+    largest = [] if max_second_moment is None else [max_second_moment]
+    with _whole_vectors([parameter, gradient, *moments, *largest]) as pieces:
+        kernel(
+            pieces[0],
+            pieces[1],
+            pieces[2],
+            pieces[3],
+            pieces[4] if largest else [],
+            [step] * len(pieces[0]),
+            lr=rule.lr,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            amsgrad=bool(largest),
+            maximize=rule.maximize,
+            grad_scale=divisor,
+        )
 
 
 def fused_sgd_(
@@ -100,19 +111,21 @@ def fused_sgd_(
     In the first update the momentum becomes the gradient, whatever it held. Not for tensors of 16
     bits: there the kernel for CPUs of torch 2.13 skips elements, and reads beyond the end.
     """
-    torch._fused_sgd_(
-        [parameter],
-        [gradient],
-        [] if momentum is None else [momentum],
-        weight_decay=rule.weight_decay,
-        momentum=rule.momentum,
-        lr=rule.lr,
-        dampening=rule.dampening,
-        nesterov=rule.nesterov,
-        maximize=rule.maximize,
-        is_first_step=is_first,
-        grad_scale=divisor,
-    )
+    owned = [] if momentum is None else [momentum]
+    with _whole_vectors([parameter, gradient, *owned]) as pieces:
+        torch._fused_sgd_(
+            pieces[0],
+            pieces[1],
+            pieces[2] if owned else [],
+            weight_decay=rule.weight_decay,
+            momentum=rule.momentum,
+            lr=rule.lr,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            maximize=rule.maximize,
+            is_first_step=is_first,
+            grad_scale=divisor,
+        )
 
 
 def fused_adagrad_(
@@ -124,15 +137,36 @@ def fused_adagrad_(
     divisor: Tensor | None = None,
 ) -> None:
     """One Adagrad (Duchi 2011) update in place, one kernel."""
-    torch._fused_adagrad_(
-        [parameter],
-        [gradient],
-        [square_sum],
-        [step],
-        lr=rule.lr,
-        lr_decay=rule.lr_decay,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-        maximize=rule.maximize,
-        grad_scale=divisor,
-    )
+    with _whole_vectors([parameter, gradient, square_sum]) as pieces:
+        torch._fused_adagrad_(
+            pieces[0],
+            pieces[1],
+            pieces[2],
+            [step] * len(pieces[0]),
+            lr=rule.lr,
+            lr_decay=rule.lr_decay,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            maximize=rule.maximize,
+            grad_scale=divisor,
+        )
+
+
+@contextmanager
+def _whole_vectors(tensors: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Each of equally long tensors as pieces that are whole vectors on a CPU; changes reach it."""
+    first = tensors[0]
+    vector = _VECTOR_NBYTES // first.itemsize
+    rest = first.numel() % vector if first.device.type == "cpu" else 0
+    if not rest:
+        yield [[one] for one in tensors]
+        return
+    ends = [one[-rest:] for one in tensors]
+    padded = first.new_zeros(len(tensors), vector)
+    filled = padded[:, :rest].unbind()
+    torch._foreach_copy_(filled, ends)
+    if rest < first.numel():
+        yield [[one[:-rest], row] for one, row in zip(tensors, padded, strict=True)]
+    else:
+        yield [[row] for row in padded]
+    torch._foreach_copy_(ends, filled)

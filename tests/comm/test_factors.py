@@ -20,6 +20,7 @@ from hadal.comm.collectives import (
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors
+from hadal.comm.rows import RowWire, start_rows_all_reduce
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHARD_NUMEL = 40
@@ -41,20 +42,12 @@ def factors_of(world: int) -> list[Factors]:
 
 
 def formula(ranks: Ranks, full_dtype: torch.dtype, wire: torch.dtype, factors: Factors):
-    """Each slice as its owner adds it up: its own part, then the ranks behind it, in float32."""
+    """Each rank's part in the order of ranks, in float32."""
     numel = SHARD_NUMEL * ranks.size
-    sent = [
-        (values_of(rank, numel, full_dtype).float() * factors.before).to(wire).float()
-        for rank in range(ranks.size)
-    ]
-    slices = []
-    for owner in range(ranks.size):
-        order = [(owner + step) % ranks.size for step in range(ranks.size)]
-        total = slice_of(sent[owner], owner, ranks).clone()
-        for rank in order[1:]:
-            total += slice_of(sent[rank], owner, ranks)
-        slices.append(total * factors.after)
-    return torch.cat(slices)
+    total = torch.zeros(numel)
+    for rank in range(ranks.size):
+        total += (values_of(rank, numel, full_dtype).float() * factors.before).to(wire).float()
+    return total * factors.after
 
 
 def in_pairs() -> None:
@@ -94,6 +87,22 @@ def by_the_backend() -> None:
             torch.testing.assert_close(given.float(), expected, rtol=room, atol=room)
 
 
+def in_one_order() -> None:
+    """Two terms that 1 swallows one by one, but not their sum: where a slice is cut, and whose it
+    is, changes no bit.
+    """
+    ranks = Ranks.world()
+    term = 1.0 if ranks.rank == 0 else 2.0**-24
+    for dtype, wire in ((FP32, FP32), (torch.float64, FP32), (FP32, torch.float64)):
+        full = torch.full((SHARD_NUMEL * ranks.size,), term, dtype=dtype)
+        rows = full.clone()
+        start_all_reduce(full, ranks, wire, "a sum", Factors(1.0, 1.0)).wait()
+        assert full.unique().numel() == 1, full.view(ranks.size, -1)[:, 0]
+        row_wire = RowWire(wire, Factors(1.0, 1.0), 8)
+        start_rows_all_reduce(rows, ranks, row_wire, "a sum in rows").wait()
+        assert torch.equal(rows, full)
+
+
 def dividing_before_saves_a_narrow_sum() -> None:
     """Gradients that fp16 cannot hold arrive whole where a part of the division comes first."""
     ranks = Ranks.world()
@@ -124,11 +133,12 @@ def dividing_before_loses_what_is_small() -> None:
             assert torch.equal(out, torch.full_like(out, expected))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
     "check",
     [
         in_pairs,
+        in_one_order,
         by_the_backend,
         dividing_before_saves_a_narrow_sum,
         dividing_before_loses_what_is_small,

@@ -7,13 +7,21 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 from ranks import RankPools
 
 from comm.traffic import by_collectives, counted
 from hadal.comm import Ranks
 from hadal.comm.collectives import slice_of, start_all_reduce, start_reduce_scatter
-from hadal.comm.factors import Factors
-from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
+from hadal.comm.factors import Factors, sum_into
+from hadal.comm.rows import (
+    RowWire,
+    _add_up,
+    _packed,
+    start_rows_all_reduce,
+    start_rows_reduce_scatter,
+)
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ROWS_OF_A_SHARD, ROW_NUMEL = 30, 8
@@ -42,6 +50,41 @@ def cases(world: int):
 
 def given(ranks: Ranks, number: int, dtype: torch.dtype) -> torch.Tensor:
     return values_of(ranks.rank, BROUGHT[number](ranks.rank), ranks.size, dtype)
+
+
+numbers = st.floats(width=16) | st.sampled_from([0.0, -0.0, 1.0, 2.0**-24, 65504.0])
+
+
+@st.composite
+def sums(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Each rank's slice of a few rows, some of them zero, and what the sum may be added to."""
+    world, rows = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+    a_row = st.lists(numbers, min_size=3, max_size=3) | st.just([0.0] * 3)
+    slices = [
+        torch.tensor(draw(st.lists(a_row, min_size=rows, max_size=rows)), dtype=torch.float64)
+        for _ in range(world)
+    ]
+    scales = draw(st.lists(st.sampled_from([1.0, 3e-5, 1 / 3]), min_size=world, max_size=world))
+    held = torch.tensor(draw(st.lists(numbers, min_size=3 * rows, max_size=3 * rows)))
+    return [one * scale for one, scale in zip(slices, scales, strict=True)], held
+
+
+@drawn(sums(), st.sampled_from([FP32, FP16, BF16]), st.sampled_from([FP32, BF16]), st.booleans())
+def test_rows_add_up_as_slices_do(
+    drawn_sums: tuple[list[torch.Tensor], torch.Tensor],
+    wire: torch.dtype,
+    dtype: torch.dtype,
+    accumulate: bool,
+) -> None:
+    """Any values, of 2 to 4 ranks: the same bits, if any rank has anything in a row."""
+    slices, held = drawn_sums
+    slices = [one.flatten().to(wire) for one in slices]
+    for after in (1 / len(slices), 1.0, 0.5, 3.0):
+        dense, rows = held.to(dtype), held.to(dtype)
+        sum_into(dense, slices, after, accumulate)
+        pieces = [_packed(one, 1.0, wire, 3) for one in slices]
+        _add_up(rows, pieces, after, accumulate, 3)
+        assert torch.equal(dense.nan_to_num(7.0), rows.nan_to_num(7.0))
 
 
 def as_the_dense_way() -> None:
