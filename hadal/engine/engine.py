@@ -20,6 +20,7 @@ from hadal.engine.parts import Training
 from hadal.engine.report import Progress
 from hadal.engine.update import measure, moved_scale
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
+from hadal.optim.desk import Multiplier
 from hadal.zero import access
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
@@ -310,7 +311,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             if found.overflow:
                 counters.skipped_steps += 1
             else:
-                self._step_weights(training, found.clip / factor)
+                self._step_weights(training, found.multiplier(factor))
                 if training.schedule is not None:
                     training.schedule.step()
             parts.runtime.clear_gradients()
@@ -326,7 +327,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             skipped, times = counters.skipped_steps, parts.clocks.last
             parts.experiment.end_update(counters.global_steps, samples, skipped, times)
 
-    def _step_weights(self, training: Training, multiplier: float) -> None:
+    def _step_weights(self, training: Training, multiplier: Multiplier) -> None:
         runtime = self._parts.runtime
         try:
             with runtime.holding_frozen():

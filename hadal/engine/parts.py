@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.autotuning.measuring import Experiment
 from hadal.checkpoint.live import Live, Rules
 from hadal.comm import Ranks
 from hadal.config import Config
+from hadal.device import Reading
 from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
@@ -21,7 +22,9 @@ from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.report import Reporter
 from hadal.engine.tiers import Homes
 from hadal.engine.topology import Topology
+from hadal.optim.desk import Multiplier
 from hadal.optim.loss_scale import ScaleRule
+from hadal.optim.norm import clip_coefficient
 from hadal.optim.step import Stepper
 from hadal.zero.hooks import Hooks
 from hadal.zero.regroup import renamed
@@ -112,16 +115,36 @@ class Counters:
 class Finding:
     """What a boundary found in the gradients."""
 
-    norm: float | None = None
-    """Their L2 norm before clipping; None where nobody wants it, infinity where they overflowed."""
-    clip: float = 1.0
-    """What they are multiplied with to clip them."""
+    measured: float | Reading | None = None
+    """Their L2 norm before clipping, on the host or on its way; None if it is not computed."""
+    limit: float = 0.0
+    """The norm to which they are clipped; 0: they are not."""
+    clip_on_device: Tensor | None = None
+    """The factor that clips them, if the host does not know it yet."""
     overflow: bool = False
     """Whether the update is skipped because they are not finite."""
     culprit: str | None = None
     """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
     is_asked: bool = False
     """Whether the update is skipped because the program wants it so."""
+
+    @property
+    def norm(self) -> float | None:
+        """Their L2 norm before clipping, infinite if they overflowed; None if not computed."""
+        if isinstance(self.measured, Reading):
+            return float(self.measured.values())
+        return self.measured
+
+    @property
+    def clip(self) -> float:
+        """The factor that clips them."""
+        norm = self.norm if self.limit else None
+        return 1.0 if norm is None else clip_coefficient(norm, self.limit)
+
+    def multiplier(self, factor: float) -> Multiplier:
+        """The factor of an update's gradients, which are `factor` times too large."""
+        clip = self.clip if self.clip_on_device is None else self.clip_on_device
+        return clip / factor
 
 
 @dataclass(slots=True)

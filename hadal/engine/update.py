@@ -1,4 +1,4 @@
-"""What stands around an update of the weights: what the gradients are like, and the loss scale."""
+"""Checks before a weight update (norm, overflow), and the loss scale after it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ import logging
 import math
 
 from hadal.comm.collectives import gather_objects
+from hadal.device import is_host_memory, read_on_host, start_reading
 from hadal.engine.parts import Finding, Parts
 from hadal.optim.loss_scale import ScaleState, next_scale
-from hadal.optim.norm import clip_coefficient, global_norm
+from hadal.optim.norm import clip_on_device, global_norm
 from hadal.optim.overflow import first_overflow, has_overflow
 
 _log = logging.getLogger(__name__)
 
+_NORM = "the norm of the gradients"
+
 
 def measure(parts: Parts, scale: float) -> Finding:
-    """Look at the mean gradients of a loss that was multiplied with `scale`.
+    """Compute norm and overflow of the mean gradients of a loss that was multiplied with `scale`.
 
-    All ranks must call it together, and find the same.
+    All ranks must call it together, and find the same. On an accelerator the host waits only to
+    learn whether gradients overflowed, if an update may be skipped for that.
     """
-    norm, overflow = _norm_and_overflow(parts, scale)
-    if overflow:
-        return Finding(norm, overflow=True, culprit=_culprit(parts))
-    clip = 1.0 if norm is None else clip_coefficient(norm, parts.gradient_clipping)
-    return Finding(norm, clip)
-
-
-def _norm_and_overflow(parts: Parts, scale: float) -> tuple[float | None, bool]:
-    """The gradients' norm, if it is wanted, and whether the update must be skipped."""
     gradients, model_parallel = parts.runtime.gradients, parts.topology.model_parallel
     if not parts.computes_norm:
         blown = parts.skip_overflow and has_overflow(gradients, parts.ranks, model_parallel)
-        return None, blown
+        return Finding(overflow=True, culprit=_culprit(parts)) if blown else Finding()
     norm = global_norm(gradients, parts.topology.sharing, model_parallel) / scale
-    blown = parts.skip_overflow and not math.isfinite(norm)
+    limit = parts.gradient_clipping
+    if not parts.skip_overflow and not is_host_memory(norm.device):
+        return Finding(
+            start_reading(norm, _NORM), limit, clip_on_device(norm, limit) if limit else None
+        )
+    value = float(read_on_host(norm, _NORM))
+    blown = parts.skip_overflow and not math.isfinite(value)
     if parts.skip_overflow and model_parallel is not None:
         # The norm counts on the first rank alone what is not marked as a part: look at it all.
         blown = has_overflow(gradients, parts.ranks, model_parallel) or blown
     # A NaN says no more than infinity, and callers look for that.
-    return (math.inf, True) if blown else (norm, False)
+    return (
+        Finding(math.inf, overflow=True, culprit=_culprit(parts))
+        if blown
+        else Finding(value, limit)
+    )
 
 
 def _culprit(parts: Parts) -> str | None:

@@ -43,16 +43,35 @@ def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+Multiplier = float | Tensor
+"""The factor of gradients in an update: a number, or a float64 scalar of the accelerator that
+updates are made on, which the host does not read."""
+
+
+def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
+    """Multiply a gradient in place, in float32 or wider, and return it."""
+    if isinstance(multiplier, Tensor):
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        multiplier = multiplier.to(exact)
+        if gradient.dtype != exact:
+            return gradient.copy_(gradient.to(exact).mul_(multiplier))
+    return gradient.mul_(multiplier)
+
+
 class Desk:
     """Where the blocks of one update are worked on: a buffer for each that must be cast."""
 
-    def __init__(self, device: torch.device, multiplier: float) -> None:
+    def __init__(self, device: torch.device, multiplier: Multiplier) -> None:
         self.numel = block_numel(device)
         self._device = device
         self._multiplier = multiplier
         # 0 stands for a gradient that is infinite: x / inf is what x * 0 is.
-        inverse = 1 / multiplier if multiplier else float("inf")
-        self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
+        self._divisor: Tensor
+        if isinstance(multiplier, Tensor):
+            self._divisor = multiplier.reciprocal().to(torch.float32)
+        else:
+            inverse = 1 / multiplier if multiplier else float("inf")
+            self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def apply(self, update: Update, gradient: Tensor, owned: Sequence[Tensor]) -> None:
@@ -80,18 +99,18 @@ class Desk:
     def _lay_gradient(self, block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """A gradient in `dtype`, and what it is still to be divided by."""
         laid = self._lay(-1, block, dtype)
-        if self._multiplier == 1.0:
+        if not isinstance(self._multiplier, Tensor) and self._multiplier == 1.0:
             return laid, None
         if dtype == torch.float64:
             # A divisor of float32 would be too coarse.
-            return laid.mul_(self._multiplier), None
+            return scale_(laid, self._multiplier), None
         return laid, self._divisor
 
 
 class Desks:
     """The desks of one update, one for each memory that updates are made in."""
 
-    def __init__(self, multiplier: float, sending: Sending | None = None) -> None:
+    def __init__(self, multiplier: Multiplier, sending: Sending | None = None) -> None:
         self._multiplier = multiplier
         self.sending = sending
         """The way of new weights to the device, where that is not where they are made."""

@@ -16,7 +16,7 @@ from hadal.comm.codecs.sign import Sign
 from hadal.comm.compressed import CompressedMean
 from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
-from hadal.optim.desk import block_numel
+from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Held, held_pieces, lay_pieces
@@ -194,7 +194,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
         for _, part in self._all_parts():
             yield part.held
 
-    def step(self, multiplier: float) -> None:
+    def step(self, multiplier: Multiplier) -> None:
         """Make one update with the gradients times `multiplier`."""
         with as_one_step(self._optimizer):
             self._count += 1
@@ -207,7 +207,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
         self._follow()
 
     @abstractmethod
-    def _update(self, number: int, multiplier: float) -> None:
+    def _update(self, number: int, multiplier: Multiplier) -> None:
         """Make update `number` of all masters."""
 
     # ---- what lies where -------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
 
     # ---- arithmetic ------------------------------------------------------------------------------
 
-    def _learn(self, multiplier: float) -> None:
+    def _learn(self, multiplier: Multiplier) -> None:
         """Put gradients that are everybody's into both moments."""
         for lane, part in self._all_parts():
             group = self._group(part)
@@ -283,14 +283,14 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
             one.reduction = replace(one.reduction, stays=stays)
 
     def _with_gradients(
-        self, lane: Lane, part: Part, multiplier: float, *rest: Tensor
+        self, lane: Lane, part: Part, multiplier: Multiplier, *rest: Tensor
     ) -> Iterator[tuple[Block, Tensor]]:
         """A part in blocks, each with its gradient times `multiplier`, which may be overwritten."""
         for block in self._blocks(part, part.cut(lane.gradients.mean), *rest):
             given = block.rest[0].to(block.values.dtype, copy=True)
-            yield block._replace(rest=block.rest[1:]), given.mul_(multiplier)
+            yield block._replace(rest=block.rest[1:]), scale_(given, multiplier)
 
-    def _owe(self, multiplier: float, add: Callable[[Group, Block, Tensor], None]) -> None:
+    def _owe(self, multiplier: Multiplier, add: Callable[[Group, Block, Tensor], None]) -> None:
         """Let `add` put something of each block and its gradient into what is to be sent.
 
         That is the block's `rest[0]`.

@@ -104,7 +104,7 @@ def _counted(state: State, device: torch.device) -> Tensor:
     """The number of this update, where the kernels want it."""
     count = state.get("step", 0)
     if not isinstance(count, Tensor):
-        count = torch.tensor(float(count))
+        count = torch.full((), float(count), device=device)
     state["step"] = count.to(device, torch.float32)
     state["step"] += 1
     counted: Tensor = state["step"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Sending
 from hadal.offload.runs import DiskRun, ReadOnly
 from hadal.offload.walk import Walked
-from hadal.optim.desk import block_numel, blocks
+from hadal.optim.desk import Multiplier, block_numel, blocks, scale_
 from hadal.optim.elementwise import Zeros
 from hadal.optim.norm import is_model_part
 from hadal.optim.on_disk import (
@@ -159,9 +160,11 @@ def _square_sum(values: Tensor) -> Tensor:
 def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
     """(parameters,) ratios, from (parameters, 2) sums of squares: of the weights, of the update."""
     weights, updates = sums.sqrt().unbind(1)
-    low = sums.new_tensor([group["min_coeff"] for group in groups])
-    high = sums.new_tensor([group["max_coeff"] for group in groups])
-    ratios = (weights / updates).clamp(low, high)
+    # Bounds are passed as numbers: a tensor of them would make the host wait for an accelerator.
+    bounds = [(group["min_coeff"], group["max_coeff"]) for group in groups]
+    runs = [(bound, len([*same])) for bound, same in groupby(bounds)]
+    parts = (weights / updates).split([count for _, count in runs])
+    ratios = torch.cat([part.clamp(*bound) for part, (bound, _) in zip(parts, runs, strict=True)])
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
 
 
@@ -273,7 +276,7 @@ class LambStepper(RestingStepper):
             ]
             self._rests.put(one.bucket, pieces)
 
-    def step(self, multiplier: float) -> None:
+    def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
@@ -337,7 +340,7 @@ class LambStepper(RestingStepper):
 
     # ---- on the disk -----------------------------------------------------------------------------
 
-    def _step_on_disk(self, multiplier: float) -> None:
+    def _step_on_disk(self, multiplier: Multiplier) -> None:
         on_disk, deferred = self._on_disk(self._gradients), Deferred()
         ways = (one.bucket.start_sending() for one in on_disk)
         sending = next(filter(None, ways), None)
@@ -364,7 +367,7 @@ class LambStepper(RestingStepper):
         return begun
 
     def _learn_on_disk(
-        self, begun: Mapping[Gradients, _Begun], multiplier: float, sums: Tensor
+        self, begun: Mapping[Gradients, _Begun], multiplier: Multiplier, sums: Tensor
     ) -> None:
         """Read everything, and write the moments."""
         runs: dict[Gradients, list[Walked]] = {
@@ -423,11 +426,11 @@ class _Begun(NamedTuple):
     """Of each piece."""
 
 
-def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: float, sums: Tensor) -> None:
+def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: Multiplier, sums: Tensor) -> None:
     """Put gradients (`mean`, which lies like the span) into moments, and squares into the sums."""
     for row, start, block in stretch.blocks(block_numel(mean.device)):
         given = mean[start : start + block.master.numel()].to(block.master.dtype, copy=True)
-        _learn(block, given.mul_(multiplier), stretch.group)
+        _learn(block, scale_(given, multiplier), stretch.group)
         # Some buckets may be updated on the host, and others on the device.
         sums[row, 0] += _square_sum(block.master).to(sums.device)
         update = _update(block, stretch.group, stretch.updates)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
-from hadal.optim.desk import block_numel
+from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.fused import begin_adam
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.own import Group, OwnOptimizer
@@ -135,7 +135,7 @@ class Muon(OwnOptimizer):
         values.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
     def step_flat(
-        self, parameter: nn.Parameter, mean: Tensor, multiplier: float, group: Group
+        self, parameter: nn.Parameter, mean: Tensor, multiplier: Multiplier, group: Group
     ) -> None:
         """Make one update by Adam with `mean` times `multiplier`, in blocks."""
         values, state = parameter.detach(), self.state[parameter]
@@ -144,7 +144,7 @@ class Muon(OwnOptimizer):
         runs = [mean.reshape(-1), *(run.view(-1) for run in (values, *update.state))]
         numel = block_numel(values.device)
         for given, block, *owned in zip(*(run.split(numel) for run in runs), strict=True):
-            gradient = given.to(values.dtype, copy=True).mul_(multiplier)
+            gradient = scale_(given.to(values.dtype, copy=True), multiplier)
             update.apply(block, gradient, owned, None)
 
 
@@ -289,7 +289,7 @@ class MuonStepper(RestingStepper):
     def _lay(self, one: Gradients) -> list[Piece]:
         return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))
 
-    def step(self, multiplier: float) -> None:
+    def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
@@ -309,7 +309,7 @@ class MuonStepper(RestingStepper):
             self._wholes.to_shards()
             refresh(self._gradients)
 
-    def _step_on_disk(self, multiplier: float) -> None:
+    def _step_on_disk(self, multiplier: Multiplier) -> None:
         def step(batch: Sequence[Gradients]) -> None:
             for one in batch:
                 for piece in self._wholes.pieces(one):
@@ -324,7 +324,7 @@ class MuonStepper(RestingStepper):
         assert values.grad is not None  # `to_owners` has put it there
         self._optimizer.step_matrix(values, values.grad, group)
 
-    def _step_flat(self, one: Gradients, multiplier: float) -> None:
+    def _step_flat(self, one: Gradients, multiplier: Multiplier) -> None:
         for piece in self._pieces[one]:
             group, mean = self._optimizer.param_groups[piece.group], one.mean
             self._optimizer.step_flat(

@@ -1,8 +1,7 @@
-"""The norm of all gradients, and what they are multiplied with to stay below a limit."""
+"""The norm of all gradients, and the factor that clips it to a limit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import slice_of, sum_
+from hadal.device import read_on_host, widest_float
 from hadal.optim.desk import growth
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -18,28 +18,30 @@ from hadal.zero.sharing import Sharing
 # Squares are summed in float32 along rows of so many elements; the rows' sums are added in float64,
 # which keeps digits.
 _ROW_NUMEL = 1 << 12
-# Elements that are cast together: on a CPU so few that they stay in the cache.
+# Elements that a CPU casts together: so few that they stay in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
-_ACCELERATOR_BLOCK_NUMEL = 1 << 25
 
 
 def global_norm(
     gradients: Sequence[Gradients], sharing: Sharing, model_parallel: Ranks | None = None
-) -> float:
+) -> Tensor:
     """The L2 norm of all mean gradients, each counted once; one small sum over a copy's ranks.
 
-    Where gradients stay on their ranks nobody knows the mean: it is the root of the mean square of
-    all ranks' norms, which the norm of the mean does not exceed.
+    The norm is a float64 scalar on the accelerator if all gradients are there and it has that
+    dtype, so that the host does not wait; otherwise on the host.
 
-    Where `model_parallel` ranks hold parts of one model, those parts are counted too; a parameter
-    that all of them hold counts on the first one only.
+    If gradients stay on their ranks, no rank has the mean: the norm is the root of the mean square
+    of all ranks' norms, which the norm of the mean does not exceed.
+
+    `model_parallel` ranks hold parts of one model: their parts are counted too. A parameter that
+    all of them hold counts on the first one only.
     """
     found: dict[Gradients, list[Tensor]] = {}
     ranks = sharing.shards
     # Backward ends with the first: while its gradients are on their way to the host, those of the
     # others are there already.
     for one in reversed(gradients):
-        # Where the mean is whole on every rank, each rank counts its even cut of it.
+        # If the mean is whole on every rank, each rank counts its even slice of it.
         cut, stays = one.bucket.partition.optimizer, one.reduction.stays
         mine = one.mean if cut or stays else slice_of(one.mean, ranks.rank, ranks)
         span = one.bucket.span if stays else one.bucket.layout.span(ranks.rank)
@@ -49,15 +51,27 @@ def global_norm(
             mine_of = list(_norms_of_parts(one.bucket, mine, span))
         found[one] = [norm / ranks.size**0.5 for norm in mine_of] if stays else mine_of
     norms = [norm for one in gradients for norm in found[one]]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=_device_of_sum(gradients))
     for device in dict.fromkeys(norm.device for norm in norms):
-        # The host waits once, for all of a device's, which may not know float64.
-        here = torch.cat([norm for norm in norms if norm.device == device]).cpu()
+        # The host waits at most once for each device, which may not have float64.
+        here = torch.cat([norm for norm in norms if norm.device == device])
+        if total.device != device:
+            here = read_on_host(here, "the norms of the gradients")
         total += here.double().square().sum()
     sharing.sum_(total, "the sum of the gradient norm")
     if model_parallel is not None:
         sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")
-    return math.sqrt(float(total))
+    return total.sqrt_()
+
+
+def _device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
+    """The same kind of device on all ranks, even on one that has nothing to add."""
+    devices = {one.bucket.steps_on for one in gradients}
+    if len(devices) == 1:
+        (device,) = devices
+        if widest_float(device) == torch.float64:
+            return device
+    return torch.device("cpu")
 
 
 def is_model_part(parameter: nn.Parameter) -> bool:
@@ -74,11 +88,10 @@ def _norms_of_parts(bucket: Bucket, mine: Tensor, span: tuple[int, int]) -> Iter
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:
-    """The norms of parts of `values`, which is 1-D: of each row, and of what is left."""
+    """The norms of slices of `values`, which is 1-D: of each row, and of the rest."""
     exact = torch.promote_types(values.dtype, torch.float32)
     on_cpu = values.device.type == "cpu"
-    block_numel = _CPU_BLOCK_NUMEL * growth() if on_cpu else _ACCELERATOR_BLOCK_NUMEL
-    step = min(block_numel, values.numel())
+    step = min(_CPU_BLOCK_NUMEL * growth(), values.numel()) if on_cpu else values.numel()
     buffer = None
     if on_cpu and values.dtype != exact:
         # There, to cast first takes a tenth of the time that a norm of 16-bit values takes.
@@ -92,5 +105,12 @@ def _norms(values: Tensor) -> Iterator[Tensor]:
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `limit` (0: no limit)."""
+    """The factor that brings gradients of this norm down to `limit` (0: no limit)."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def clip_on_device(norm: Tensor, limit: float) -> Tensor:
+    """The same as `clip_coefficient` as a scalar of the norm's device; `limit` is above 0."""
+    clip = limit / (norm + 1e-6)
+    # A NaN is no reason to clip, as on the host.
+    return torch.where(clip < 1.0, clip, 1.0)

@@ -1,33 +1,40 @@
-"""Whether gradients overflowed, and whose: what the norm does not tell."""
+"""Search for gradients that are not finite, and for the first parameter that has one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
+from hadal.device import read_on_host
 from hadal.zero.gradients import Gradients
 
 
 def has_overflow(
     gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
 ) -> bool:
-    """Whether any mean gradient on any rank is not finite, for those who want no norm.
+    """Whether any mean gradient on any rank is not finite: for updates that compute no norm.
 
-    The ranks that hold the other parts of the model are asked too.
+    The ranks that hold the other parts of the model take part. The host waits at most once for
+    each device that has gradients.
     """
-    found = any(gather_codes(int(not all(map(_is_finite, gradients))), ranks))
+    finite: dict[torch.device, list[Tensor]] = {}
+    for one in gradients:
+        if one.mean.numel():
+            # The extremes need no mask as long as the gradient; a NaN is both.
+            extremes = torch.stack(torch.aminmax(one.mean))
+            finite.setdefault(one.mean.device, []).append(extremes.isfinite().all())
+    mine = not all(
+        bool(read_on_host(torch.stack(each).all(), "the search for overflowed gradients"))
+        for each in finite.values()
+    )
+    found = any(gather_codes(int(mine), ranks))
     if model_parallel is not None:
         found = any(gather_codes(int(found), model_parallel))
     return found
-
-
-def _is_finite(one: Gradients) -> bool:
-    # The extremes tell it without a mask as long as the gradient; a NaN is both.
-    extremes = torch.stack(torch.aminmax(one.mean)) if one.mean.numel() else one.mean
-    return bool(extremes.isfinite().all())
 
 
 def first_overflow(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm.collectives import sum_
+from hadal.optim.desk import Multiplier
 from hadal.optim.exchanging import Block, ExchangingStepper, Lane, Part
 from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam, divisor_of
 from hadal.optim.own import Group
@@ -30,7 +31,7 @@ def _add_gradient(group: Group, block: Block, gradient: Tensor) -> None:
 class OneBitAdamStepper(ExchangingStepper[OneBitAdam]):
     """Steps 1-bit Adam: once the variance stands still, each rank sends its momentum."""
 
-    def _update(self, number: int, multiplier: float) -> None:
+    def _update(self, number: int, multiplier: Multiplier) -> None:
         if self._optimizer.learns_variance(number):
             self._learn(multiplier)
         else:
@@ -74,7 +75,7 @@ class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
         """The whole values that stand for a parameter in the optimizer."""
         return self._wholes.values.get(parameter)
 
-    def _update(self, number: int, multiplier: float) -> None:
+    def _update(self, number: int, multiplier: Multiplier) -> None:
         optimizer = self._optimizer
         if optimizer.learns_variance(number):
             self._learn(multiplier)
@@ -121,7 +122,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         """By param group: the sum of learning rates since the last exchange; empty: ranks agree."""
         super().__init__(optimizer, gradients, parameters)
 
-    def _update(self, number: int, multiplier: float) -> None:
+    def _update(self, number: int, multiplier: Multiplier) -> None:
         optimizer = self._optimizer
         if optimizer.is_local(number):
             self._step_locally(number, multiplier)
@@ -137,7 +138,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         first = part.flat(self._state(part)["exp_avg"])[cut]
         first.lerp_(mean.to(first.dtype), 1 - self._group(part)["betas"][0])
 
-    def _step_locally(self, number: int, multiplier: float) -> None:
+    def _step_locally(self, number: int, multiplier: Multiplier) -> None:
         if not self._optimizer.is_local(number - 1):
             # What is owed is a part of gradients, and will be one of updates.
             for lane in self._lanes:
@@ -152,7 +153,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         if follows:
             self._synchronize()
 
-    def _step_part(self, lane: Lane, part: Part, multiplier: float) -> None:
+    def _step_part(self, lane: Lane, part: Part, multiplier: Multiplier) -> None:
         """Make an update of this rank's own, and owe it. Without an anchor the values are it."""
         group, owed = self._group(part), part.cut(lane.sending().owed.mine)
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]

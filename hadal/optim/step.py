@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.runs import RunCut
-from hadal.optim.desk import Desks, blocks
+from hadal.optim.desk import Desks, Multiplier, blocks, scale_
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
@@ -38,7 +38,7 @@ _DISK_STEPS = DiskSteps()
 class Stepper(Protocol):
     """Steps an optimizer once per update and leaves the new weights in the buckets."""
 
-    def step(self, multiplier: float) -> None:
+    def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`."""
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
@@ -117,7 +117,7 @@ class FlatStepper(RestingStepper):
                 self._rests.put(one.bucket, self._pieces[one])
         self._gradients += gradients
 
-    def step(self, multiplier: float) -> None:
+    def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
@@ -178,19 +178,20 @@ class FlatStepper(RestingStepper):
                 desk.apply(update, one.mean[start:stop], owned)
                 bucket.write_back(start, stop, desks.sending)
 
-    def _step_at_once(self, multiplier: float) -> None:
+    def _step_at_once(self, multiplier: Multiplier) -> None:
         """Whatever does not step in blocks: its own `step`, once, on all pieces."""
         self._step_pieces(self._gradients, multiplier)
         refresh(self._gradients)
 
-    def _step_pieces(self, gradients: Iterable[Gradients], multiplier: float) -> None:
+    def _step_pieces(self, gradients: Iterable[Gradients], multiplier: Multiplier) -> None:
         """The optimizer's own `step` on the pieces of these buckets."""
         stepped = []
         for one in gradients:
             for piece in self._pieces[one]:
                 gradient = one.mean[piece.start : piece.stop].to(piece.values.dtype)
                 # The mean itself may be scaled: it is not read again.
-                piece.values.grad = gradient if multiplier == 1.0 else gradient.mul_(multiplier)
+                is_one = not isinstance(multiplier, Tensor) and multiplier == 1.0
+                piece.values.grad = gradient if is_one else scale_(gradient, multiplier)
                 stepped.append(piece)
         try:
             self._optimizer.step()
@@ -198,7 +199,7 @@ class FlatStepper(RestingStepper):
             for piece in stepped:
                 piece.values.grad = None
 
-    def _step_whole_buckets(self, multiplier: float) -> None:
+    def _step_whole_buckets(self, multiplier: Multiplier) -> None:
         """The same for what rests on the disk, a bucket at a time.
 
         Hooks are called once, and may look at all pieces: then all are in memory at once.

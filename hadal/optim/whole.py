@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
 from hadal.offload.crossing import Sending
+from hadal.optim.desk import Multiplier, scale_
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
@@ -129,7 +130,7 @@ class WholeParameters:
                 place = one.bucket.layout.slots[slot]
                 yield Held(values, one.bucket, place.offset, place.group, slot)
 
-    def to_owners(self, multiplier: float) -> None:
+    def to_owners(self, multiplier: Multiplier) -> None:
         """Give the owners the mean gradients times `multiplier`, and the values they do not know.
 
         All ranks must call it together.
@@ -137,7 +138,7 @@ class WholeParameters:
         self._gradients_to_owners(self._transfers.items(), multiplier)
         self._values_to_owners()
 
-    def to_owners_from(self, masters: Mapping[Gradients, Tensor], multiplier: float) -> None:
+    def to_owners_from(self, masters: Mapping[Gradients, Tensor], multiplier: Multiplier) -> None:
         """`to_owners` for these buckets alone, whose masters are here for a while.
 
         Their owners remember nothing: values travel each time.
@@ -177,7 +178,7 @@ class WholeParameters:
         return [(one, transfer) for one, transfer in self._transfers.items() if one in among]
 
     def _gradients_to_owners(
-        self, chosen: Iterable[tuple[Gradients, _Transfer]], multiplier: float
+        self, chosen: Iterable[tuple[Gradients, _Transfer]], multiplier: Multiplier
     ) -> None:
         joins = [
             (one.bucket, transfer, _start_to_owners(one.bucket, transfer, one.mean))
@@ -187,7 +188,7 @@ class WholeParameters:
             for slot, gradient in join().items():
                 values, shape = transfer.owned[slot], bucket.layout.slots[slot].shape
                 # A copy even where nothing is cast: an optimizer may change what it is given.
-                own = gradient.to(values.dtype, copy=True).mul_(multiplier)
+                own = scale_(gradient.to(values.dtype, copy=True), multiplier)
                 values.grad = own.view(shape)
 
     def _values_to_owners(self) -> None:
@@ -205,7 +206,6 @@ class WholeParameters:
         report = torch.tensor(
             [transfer.seen != _stamp(bucket) for bucket, transfer in remembered],
             dtype=torch.uint8,
-            device=remembered[0][0].device,
         )
         max_(report, remembered[0][0].ranks, "the agreement on edited masters")
         joins = [
@@ -358,7 +358,7 @@ class WholeStepper(RestingStepper):
         """The whole parameters that this rank owns."""
         return self._wholes.held()
 
-    def step(self, multiplier: float) -> None:
+    def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
@@ -387,7 +387,7 @@ def step_wholes_on_disk(
     batches: Sequence[Sequence[Gradients]],
     wholes: WholeParameters,
     step: Callable[[Sequence[Gradients]], None],
-    multiplier: float,
+    multiplier: Multiplier,
     steps: DiskSteps,
 ) -> None:
     """Make one update, a batch of buckets in memory at a time. All ranks must call it.

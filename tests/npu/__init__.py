@@ -103,8 +103,9 @@ def waits() -> Iterator[list[Wait]]:
 
 
 def _line_of_product() -> str:
-    """The innermost line of the product on this thread's stack; else that of the program."""
+    """The innermost line of the product above its device folder; else that of the program."""
     frames = traceback.extract_stack()[:-2]
-    own = [frame for frame in frames if f"{os.sep}hadal{os.sep}" in frame.filename]
+    device = f"{os.sep}hadal{os.sep}device{os.sep}"
+    own = [f for f in frames if f"{os.sep}hadal{os.sep}" in f.filename and device not in f.filename]
     frame = (own or frames)[-1]
     return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}"

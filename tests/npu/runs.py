@@ -114,7 +114,7 @@ PHASES = ("forward", "backward", "step", "update")
 
 
 def waited(
-    config: dict[str, Any], *, after: int = 3, asks: bool = False, **model: Any
+    config: dict[str, Any], asks: bool = False, after: int = 3, **model: Any
 ) -> dict[str, list[str]]:
     """The waits for the device in update number `after`, by phase.
 
@@ -167,7 +167,7 @@ def trained(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str,
 def trained_late(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str, Any]:
     """The same where all that the device does is late."""
     before = npu.late_tasks()
-    with npu.asynchronous():
+    with npu.asynchronous(), npu.with_float64():
         told = trained(config, updates, **model)
     return {**told, "late": npu.late_tasks() - before}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import RankPools
@@ -28,6 +30,30 @@ def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
         counts = {phase: len(waits) for phase, waits in found.items()}
         wanted = {"forward": 0, "backward": backward, "step": 0, "update": update}
         assert counts == wanted, told(found)
+
+
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "asks", "waits"),
+    [
+        (UNCHECKED, False, 0),
+        (UNCHECKED, True, 1),
+        ({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
+        ({"gradient_clipping": 0.0}, False, 1),
+        ({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
+        ({**UNCHECKED, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, False, 0),
+        ({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),
+    ],
+)
+def test_the_step_of_the_optimizer(
+    changed: dict[str, Any], asks: bool, waits: int, npus: RankPools
+) -> None:
+    """Norm, clipping and step, without what `zero` does around them."""
+    for found in npus(2).run(runs.waited, {**runs.config(2, "bf16"), **changed}, asks):
+        mine = [one for one in found["update"] if " in zero/" not in one]
+        assert len(mine) in ({0, 1} if asks else {waits}), told(found)  # it may be there already
 
 
 def _all_kinds() -> list[str]:
