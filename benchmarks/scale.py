@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hadal
-from hadal.comm import Ranks, collectives, functions
+from hadal.comm import Ranks, functions, transport
 
 _MIB = 2**20
 _WORLDS = (1, 2, 8, 64, 256, 1024)
@@ -90,6 +90,21 @@ class Traffic:
         """Count from nothing."""
         self.__init__()
 
+    def add_all_reduce(self, nodes: Sequence[int], nbytes: int, *, of_values: bool) -> None:
+        """Count one of values, or one of agreements: for those the mechanism waits at once."""
+        if of_values:
+            self.add_ring(nodes, 2 * nbytes)
+        else:
+            self.agreements += 1
+
+    def add_ring(self, nodes: Sequence[int], nbytes: int) -> None:
+        """Count a collective around the ring, from each rank to the next; ranks by their nodes."""
+        nbytes = nbytes * (len(nodes) - 1) // len(nodes)
+        borders = sum(node != nodes[place - 1] for place, node in enumerate(nodes))
+        self.collectives += 1
+        self.nbytes += nbytes
+        self.across += nbytes * borders // len(nodes)
+
 
 @dataclass
 class Found:
@@ -133,7 +148,7 @@ def _counted(case: Case) -> Iterator[Traffic]:
 
     def isend(tensor: Tensor, **rest: Any) -> Any:
         mirror.keep(tensor, rest["group"], rest["group_dst"], rest["tag"])
-        if rest["tag"] == collectives._CODE:
+        if rest["tag"] == transport.CODE:
             traffic.agreements += 1
         else:
             traffic.messages += 1
@@ -148,20 +163,15 @@ def _counted(case: Case) -> Iterator[Traffic]:
         return originals["irecv"](tensor, **rest)
 
     def all_reduce(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        traffic.agreements += 1  # the mechanism reduces values by reduce-scatter and gather
+        _, group, is_async = args
+        traffic.add_all_reduce(nodes_of(group), tensor.nbytes, of_values=is_async)
         return originals["all_reduce"](tensor, *args, **rest)
 
     def note(name: str, full_at: int) -> Any:
         call = getattr(functions, name)
 
         def noted(*args: Any, **rest: Any) -> Any:
-            nodes = nodes_of(rest["group"])
-            nbytes = args[full_at].nbytes * (len(nodes) - 1) // len(nodes)
-            # Around the ring, from each rank to the next.
-            borders = sum(node != nodes[place - 1] for place, node in enumerate(nodes))
-            traffic.collectives += 1
-            traffic.nbytes += nbytes
-            traffic.across += nbytes * borders // len(nodes)
+            traffic.add_ring(nodes_of(rest["group"]), args[full_at].nbytes)
             return call(*args, **rest)
 
         return patch.object(functions, name, noted)

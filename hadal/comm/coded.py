@@ -17,7 +17,7 @@ from hadal.comm.codecs.codec import Codec
 from hadal.comm.codecs.feedback import ErrorFeedback
 from hadal.comm.collectives import slice_of, start_exchange
 from hadal.comm.factors import sum_into
-from hadal.comm.pending import Pending, at_end, followed_by
+from hadal.comm.pending import Pending
 from hadal.comm.ranks import Ranks
 
 # Exchanges of coded values have their own order, and so their own tag.
@@ -40,7 +40,7 @@ def start_coded_gather(
         for rank in range(ranks.size):
             codec.decode(slice_of(wire, rank, ranks), slice_of(full, rank, ranks))
 
-    return at_end(gather(wire), decode)
+    return gather(wire).then(decode)
 
 
 class Messages:
@@ -94,7 +94,7 @@ def start_coded_reduce_scatter(
     """
     total = torch.empty(1, out.numel(), dtype=_exact(full.dtype), device=full.device)
     pending = _start_sum(full.view(ranks.size, 1, -1), total, ranks, messages, "one", label)
-    return at_end(pending, lambda: sum_into(out, [total.view(-1)], factor, accumulate))
+    return pending.then(lambda: sum_into(out, [total.view(-1)], factor, accumulate))
 
 
 def start_coded_reduce_in_hops(
@@ -122,9 +122,9 @@ def start_coded_reduce_in_hops(
     def go_across() -> Pending:
         total = torch.empty(1, out.numel(), dtype=exact, device=full.device)
         second = _start_sum(totals.unsqueeze(1), total, across, messages, "across", label)
-        return at_end(second, lambda: sum_into(out, [total.view(-1)], factor, accumulate))
+        return second.then(lambda: sum_into(out, [total.view(-1)], factor, accumulate))
 
-    return followed_by(pending, go_across)
+    return pending.then(go_across)
 
 
 def _start_sum(
@@ -151,7 +151,7 @@ def _start_sum(
             for number in range(count):
                 codec.decode_add(found[other, number], totals[number])
 
-    return at_end(start_exchange(outgoing, incoming, ranks, label, _CODED), add_up)
+    return start_exchange(outgoing, incoming, ranks, label, _CODED).then(add_up)
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

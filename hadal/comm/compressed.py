@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hadal.comm.codecs.codec import Codec
 from hadal.comm.collectives import slice_of, start_all_gather, start_exchange
-from hadal.comm.pending import Pending, at_end, finished, followed_by
+from hadal.comm.pending import Pending, finished
 from hadal.comm.ranks import Ranks
 
 Put = Callable[[int, Tensor], None]
@@ -64,7 +64,7 @@ class CompressedMean:
         for number, wire in enumerate(leaving):
             self._encode(slice_of(mine, number, ranks), wire)
         pending = start_exchange(leaving, coming, ranks, label)
-        return followed_by(pending, lambda: self._start_spread(coming, put, label))
+        return pending.then(lambda: self._start_spread(coming, put, label))
 
     def _start_spread(self, coming: Sequence[Tensor], put: Put, label: str) -> Pending:
         """Average what has come for my slice, and send that to all."""
@@ -80,7 +80,7 @@ class CompressedMean:
                 codec.decode(slice_of(whole, number, ranks), values)
                 put(number * values.numel(), values)
 
-        return at_end(start_all_gather(whole, ranks, label), arrive)
+        return start_all_gather(whole, ranks, label).then(arrive)
 
     def _encode(self, values: Tensor, wire: Tensor) -> None:
         """Fill `wire`, and leave in `values` what it does not tell."""

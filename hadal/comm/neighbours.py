@@ -47,8 +47,6 @@ class Circle:
     """A number that only this group has."""
     neighbours: Mapping[int, Neighbour] = field(default_factory=dict)
     """By their rank in the group; who is not here is reached by the backend's sends."""
-    is_whole: bool = False
-    """Whether every rank of the group has all others here: the same on all of them."""
 
 
 @cache

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from hadal.comm.watchdog import missing_rank, watched
 from hadal.comm.works import failure
-from hadal.device import same_order
+from hadal.device import SideStream, same_order
 from hadal.errors import CommunicationError
 
 
@@ -23,65 +24,78 @@ class Work(Protocol):
         """Wait for its end."""
 
 
-def _nothing() -> None:
-    return None
-
-
-@dataclass
 class Pending:
-    """A started collective, in one phase or several."""
+    """A started collective: works to wait for, and what follows them, in order.
 
-    label: str
-    works: Sequence[Work] = ()
-    then: Callable[[], Pending | None] = _nothing
-    done: bool = field(default=False, init=False)
-    _watch: _Watch | None = field(default=None, init=False)
+    What follows is arithmetic, or starts another collective: then that one's works are waited for
+    before the rest follows.
+    """
+
+    def __init__(
+        self, label: str, works: Sequence[Work] = (), act: Callable[[], object] | None = None
+    ) -> None:
+        self.label = label
+        self.works = works
+        self.done = False
+        self._acts = deque(() if act is None else (act,))
+        self._ahead: _Ahead | None = None
+
+    def then(self, act: Callable[[], object]) -> Pending:
+        """Let `act` follow all that is under way; a Pending that it returns comes next."""
+        self._acts.append(act)
+        self.done = False
+        return self
 
     def advance(self) -> None:
-        """Wait for the present phase, do its arithmetic, and start the next one if there is one."""
+        """Wait for the present works, and let what follows do so, up to the next collective."""
         if self.done:
             return
         try:
             with watched(self.label, self.works):
-                if self._watch is None:
+                if self._ahead is None:
                     _wait_for(self.works)
                 else:
-                    self._watch.join()
-            following = self.then()
+                    self._ahead.wait()
+            self._go_on()
         except CommunicationError:
             raise  # it names itself
         except (RuntimeError, dist.DistError) as error:
             rank = missing_rank(self.works)
             whom = "" if rank is None else f"with rank {rank}"
             raise failure(self.label, error, whom) from error
-        self._watch = None
-        if following is None:
-            self.done = True
-            self.works, self.then = (), _nothing
-        else:
-            self.works, self.then = following.works, following.then
+
+    def _go_on(self) -> None:
+        self._ahead = None
+        while self._acts:
+            following = self._acts.popleft()()
+            if isinstance(following, Pending) and not following.done:
+                self.works = following.works
+                self._acts.extendleft(reversed(following._acts))
+                return
+        self.works, self.done = (), True
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether the present phase's values are here within `seconds`.
+        """Whether the present works end within `seconds`.
 
         For whoever must not wait for a rank that may be waiting for him.
         """
-        if self._watch is None:
-            self._watch = _Watch(self.works)
-        return self._watch.ended.wait(seconds)
+        if self._ahead is None:
+            # gloo's works cannot be asked, and can be waited for only once.
+            self._ahead = _Ahead(partial(_wait_for, self.works))
+        return self._ahead.ended.wait(seconds)
 
     def wait(self) -> None:
-        """Wait for all phases."""
+        """Wait for all of it."""
         while not self.done:
             self.advance()
 
 
-class _Watch:
-    """A thread that waits for works: gloo's cannot be asked, and can be waited for only once."""
+class _Ahead:
+    """A thread that does something whose end may be waited for, or looked at."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, act: Callable[[], None]) -> None:
         self.ended = threading.Event()
-        self._works = works
+        self._act = act
         self._in_order = same_order()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True).start()
@@ -89,15 +103,15 @@ class _Watch:
     def _run(self) -> None:
         try:
             with self._in_order():
-                _wait_for(self._works)
+                self._act()
         except BaseException as error:
-            # Of whatever kind: it is raised where the works are waited for, which would not end.
+            # Of whatever kind: it is raised where the end is waited for, which would not come.
             self._error = error
         finally:
             self.ended.set()
 
-    def join(self) -> None:
-        """Wait for the end, and raise what the works raised."""
+    def wait(self) -> None:
+        """Wait for the end, and raise what was raised."""
         self.ended.wait()
         if self._error is not None:
             raise self._error
@@ -115,91 +129,39 @@ def finished(label: str) -> Pending:
     return pending
 
 
-def at_end(pending: Pending, act: Callable[[], object]) -> Pending:
-    """Let `act` follow the last phase of a collective that is under way."""
-    following = pending.then
-
-    def then() -> Pending | None:
-        rest = following()
-        if rest is not None:
-            return at_end(rest, act)
-        act()
-        return None
-
-    pending.then = then
-    return pending
+# Whether the latest relayed collective has begun: they begin in the order in which they were asked
+# for, which is the same on all ranks.
+_begun = threading.Event()
+_begun.set()
 
 
-def followed_by(pending: Pending, start: Callable[[], Pending]) -> Pending:
-    """Let another collective follow the last phase of one that is under way."""
-    following = pending.then
-
-    def then() -> Pending:
-        rest = following()
-        return start() if rest is None else followed_by(rest, start)
-
-    pending.then = then
-    return pending
-
-
-class _Relay:
-    """Starts collectives that follow earlier ones, as soon as these have arrived.
-
-    One thread for all of a process, so that they start in the order in which they were asked for:
-    the same on all ranks.
-    """
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[_Relayed] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="hadal-relay", daemon=True).start()
-
-    def put(self, relayed: _Relayed) -> None:
-        self._asked.put(relayed)
-
-    def _run(self) -> None:
-        while True:
-            self._asked.get().start()
-
-
-class _Relayed:
-    """A collective in two hops, as one call under way."""
-
-    def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
-        self._first = first
-        self._start = start
-        self._begun = threading.Event()
-        self._following: Pending | None = None
-        self._error: Exception | None = None
-
-    def start(self) -> None:
-        try:
-            self._first.wait()
-            self._following = self._start()
-        except Exception as error:
-            # Raised where it is waited for.
-            self._error = error
-        self._begun.set()
-
-    def wait(self) -> None:
-        """Wait for the end of both hops."""
-        self._begun.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._following is not None  # it was begun
-        self._following.wait()
-
-
-_relay: _Relay | None = None
-
-
-def relayed(first: Pending, start: Callable[[], Pending]) -> Pending:
+def relayed(first: Pending, start: Callable[[], Pending], device: torch.device) -> Pending:
     """Let another collective follow `first` at once, and not where somebody comes to wait for it.
 
-    For ranks that may wait for the second one here before this one does.
+    On a host other ranks may wait for the second one before this one does: a thread starts it. An
+    accelerator's own order starts it, and nothing else that the device does waits for `first`.
     """
-    global _relay
-    if _relay is None:
-        _relay = _Relay()
-    work = _Relayed(first, start)
-    _relay.put(work)
-    return Pending(first.label, [work])
+    global _begun
+    if device.type != "cpu":
+        with _beside(device).current():
+            first.wait()
+            return start()
+    before, begun = _begun, threading.Event()
+    _begun = begun
+
+    def go() -> None:
+        try:
+            first.wait()
+            before.wait()
+            second = start()
+        finally:
+            begun.set()
+        second.wait()
+
+    return Pending(first.label, [_Ahead(go)])
+
+
+@cache
+def _beside(device: torch.device) -> SideStream:
+    """The order of work in which the second collective of two waits for the first."""
+    return SideStream(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hadal.comm.functions import all_gather_object
-from hadal.comm.neighbours import Circle, Identity, identity, meet
+from hadal.comm.neighbours import Circle, identity, meet
 from hadal.comm.start import local_rank, local_size, may_read_memory
 
 T = TypeVar("T")
@@ -87,11 +87,6 @@ class Ranks:
         found = dict(zip(self.others, theirs, strict=True))
         return [found.get(rank, mine) for rank in range(self.size)]
 
-    @property
-    def are_neighbours(self) -> bool:
-        """Whether all of them are on this host, and reach each other without the backend."""
-        return self.circle.is_whole
-
     def group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """The group whose backend carries `tensor` from where it is."""
         return self.host_group if tensor.device.type == "cpu" else self.group
@@ -151,17 +146,9 @@ def _find_circle(group: dist.ProcessGroup) -> Circle:
     size = dist.get_world_size(group)
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return Circle()
-    told: list[Identity] = _told_by_all(identity(reads=may_read_memory()), group)
-    circle = meet(told, dist.get_rank(group))
-    known = _told_by_all(len(circle.neighbours), group)
-    return replace(circle, is_whole=min(known) == size - 1)
-
-
-def _told_by_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank tells, before there is a `Ranks` that a collective could be given."""
-    told = [value] * dist.get_world_size(group)
-    all_gather_object(told, value, group, label="the meeting of neighbours")
-    return told
+    told: list[Any] = [identity(reads=may_read_memory())] * size
+    all_gather_object(told, told[0], group, label="the meeting of neighbours")
+    return meet(told, dist.get_rank(group))
 
 
 def get_local_rank() -> int:

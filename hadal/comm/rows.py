@@ -22,7 +22,7 @@ from hadal.comm.collectives import (
 )
 from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.pairs import exchange, receive, send
-from hadal.comm.pending import Pending, Work, followed_by
+from hadal.comm.pending import Pending, Work
 from hadal.comm.ranks import Ranks
 from hadal.device import read_on_host
 
@@ -107,7 +107,7 @@ def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str)
     # Rounded as it travels on: the arithmetic is that of the dense way.
     out = torch.empty_like(mine, dtype=wire.dtype) if is_narrow else mine
     pending = start_rows_reduce_scatter(full, out, ranks, scaled, False, label)
-    return followed_by(pending, lambda: _start_spread(full, out, ranks, back, label))
+    return pending.then(lambda: _start_spread(full, out, ranks, back, label))
 
 
 def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
@@ -213,7 +213,7 @@ def _start_by_collectives(
         if not _is_short(most * ranks.size, rows.shape[0], wire.row_numel, wire.dtype):
             return dense()
         if not most:
-            return Pending(label, then=lambda: act([_Rows(rows[:0], touched[:0])]))
+            return Pending(label, act=lambda: act([_Rows(rows[:0], touched[:0])]))
         numbers = touched.new_zeros(most * ranks.size)
         values = full.new_zeros(most * ranks.size * wire.row_numel, dtype=wire.dtype)
         packed = for_the_wire(rows[touched], wire.factors.before, wire.dtype).flatten()
@@ -235,9 +235,7 @@ def _start_by_collectives(
         works += start_all_gather(values, ranks, label).works
         return Pending(label, works, unpack)
 
-    gather = start_all_gather(counts, ranks, label)
-    gather.then = exchange
-    return gather
+    return start_all_gather(counts, ranks, label).then(exchange)
 
 
 def _between(piece: _Rows, first: int, stop: int) -> _Rows:

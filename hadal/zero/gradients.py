@@ -20,7 +20,7 @@ from hadal.comm.collectives import (
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors, sum_into
-from hadal.comm.pending import Pending, at_end, followed_by
+from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
 from hadal.zero.bucket import Bucket
 from hadal.zero.landing import HostMean
@@ -256,7 +256,7 @@ class Gradients:
         self._lands_next = last or not (self.partitioned and self.bucket.home.sums_on_device)
         self.state = Arrival.REDUCING
         if last and self._is_of_copy:
-            self._pending = followed_by(self._pending, self._start_second_hop)
+            self._pending.then(self._start_second_hop)
 
     def _count_update(self) -> None:
         """Before a reduction: what was lost is forgotten where its time is over."""
@@ -309,7 +309,7 @@ class Gradients:
             if self.reduction.stays:
                 # As large as if all ranks had brought the same: their mean is what it would be.
                 scale = self.share * bucket.ranks.size
-                return Pending(label, then=lambda: sum_into(full, [full], scale, False))
+                return Pending(label, act=lambda: sum_into(full, [full], scale, False))
             return self._start_whole(full, bucket.ranks, self._factors, label)
         if not self.partitioned:
             self._mean = slice_of(full, bucket.sharing.shards.rank, bucket.sharing.shards)
@@ -333,7 +333,7 @@ class Gradients:
         if accumulate and self.bucket.precision.rounds_early:
             # The mean is rounded to the dtype of the sum before it is added.
             mean = torch.empty_like(out)
-            return at_end(self._start_cut(full, mean, False, label), lambda: out.add_(mean))
+            return self._start_cut(full, mean, False, label).then(lambda: out.add_(mean))
         bucket, wire = self.bucket, self.bucket.precision.reduce
         shards = bucket.sharing.shards
         factors = self._factors.among(bucket.sharing.copies)

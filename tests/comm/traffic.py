@@ -11,10 +11,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hadal.comm import Ranks, collectives, functions, pairs, rows
+from hadal.comm import Ranks, functions, pairs, rows, transport
 
 # The tags of messages that carry no values: codes, and counts of rows.
-_OF_NUMBERS = (collectives._CODE, collectives._SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
+_OF_NUMBERS = (transport.CODE, transport.SMALL, rows._TO_OWNERS[0], rows._FROM_OWNERS[0])
 _CALLS = {
     "isend": (pairs, "_start_send"),
     "broadcast": (dist, "broadcast"),

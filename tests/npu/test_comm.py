@@ -12,7 +12,7 @@ from torch import Tensor
 
 import npu
 from hadal import comm
-from hadal.comm.collectives import start_all_gather
+from hadal.comm.collectives import gather_codes, start_all_gather, start_gather_in_hops
 from hadal.device import collective_backend, current_device
 from hadal.errors import CommunicationError
 
@@ -190,3 +190,55 @@ def _watched() -> list[float]:
 
 def test_a_thread_waits_in_the_same_order(npus: RankPools) -> None:
     assert npus(2).run(_watched) == [[1.0] * 4 + [2.0] * 4] * 2
+
+
+def _hops() -> list[list[float]]:
+    """Ranks of the second node come when those of the first have done other work of the device."""
+    world = comm.Ranks.world()
+    inside, across = world.in_blocks(2)
+    whole = torch.arange(float(4 * world.size))
+    other = torch.zeros(3, device="npu")
+    full = torch.full_like(whole, torch.nan).to("npu")
+    mine = slice(4 * world.rank, 4 * world.rank + 4)
+    full[mine].copy_(whole[mine])
+    is_first = world.rank < 2
+    with npu.asynchronous():
+        if is_first:
+            pending = start_gather_in_hops(full, across, inside, "a gather in hops")
+            other += 1
+            torch.npu.current_stream().synchronize()
+        gather_codes(0, world)
+        if not is_first:
+            pending = start_gather_in_hops(full, across, inside, "a gather in hops")
+            other += 1
+        pending.wait()
+        full += 1
+        torch.npu.current_stream().synchronize()
+    return [full.tolist(), other.tolist()]
+
+
+def test_other_work_does_not_wait_for_the_hop_between_nodes(npus: RankPools) -> None:
+    expected = [[value + 1.0 for value in range(16)], [1.0] * 3]
+    assert npus(4).run(_hops, timeout=60) == [expected] * 4
+
+
+def _messages_of_a_bucket(precision: str) -> dict[str, float]:
+    engine = runs.built(runs.config(0, precision, comms_logger={"enabled": True}))
+    buckets = len(engine._parts.runtime.gradients)
+    runs.advanced(engine, 1)
+    comm.reset_log()
+    runs.advanced(engine, 2, first=1)
+    rows = comm.log_summary()
+    engine.destroy()
+    assert buckets > 2
+    large = [row for row in rows if row.nbytes > 64]
+    return {
+        kind: sum(row.count for row in large if row.operation == kind) / buckets
+        for kind in {row.operation for row in large}
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stage_0_takes_one_message_for_each_bucket(precision: str, npus: RankPools) -> None:
+    updates = 2
+    assert npus(2).run(_messages_of_a_bucket, precision) == [{"all_reduce": updates}] * 2

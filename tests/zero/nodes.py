@@ -12,7 +12,7 @@ from engine.toys import engine_of
 from torch import Tensor, nn
 
 from hadal import comm
-from hadal.comm import Ranks, collectives, pairs
+from hadal.comm import Ranks, pairs, transport
 from hadal.zero.gathering import Phase
 
 from .test_gathering import CUT, DROPS, PADDED, blocks
@@ -24,7 +24,7 @@ ITEMSIZE = 4
 SHARD = PADDED // 4 * ITEMSIZE  # bytes of one rank's cut of a bucket over all ranks
 
 # Agreements between ranks: numbers, not values.
-WORDS = (collectives._CODE, collectives._SMALL)
+WORDS = (transport.CODE, transport.SMALL)
 # (what, to whom): bytes. "Weights" is every gather, "gradients" every reduction.
 Sent = Counter[tuple[str, str]]
 

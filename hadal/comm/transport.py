@@ -1,0 +1,141 @@
+"""How tensors travel between ranks: on the host in pairs, on an accelerator by its collectives.
+
+All that differs between the two stands here. A table has a row for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hadal.comm import functions
+from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.pairs import exchange
+from hadal.comm.pending import Pending, Work
+from hadal.comm.ranks import Ranks
+
+Tensors = Sequence[Tensor]
+
+# Messages in pairs are matched by their order within a tag: what is started in an order of its own
+# has a tag of its own.
+REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP = 11, 12, 13, 14, 15, 16, 17
+
+
+class Summands(NamedTuple):
+    """What makes a sum once the works are over: the sum of the pieces, times a last factor."""
+
+    works: Sequence[Work]
+    pieces: Tensors
+    after: float
+
+
+class Collectives:
+    """The collectives of an accelerator's backend. They are matched by their order alone."""
+
+    def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:
+        """Fill the rows from their ranks. Columns of a wider table are gathered by a copy."""
+        whole = table if table.is_contiguous() else table.new_empty(table.shape)
+        mine = whole[ranks.rank]
+        if whole is not table:
+            mine.copy_(table[ranks.rank])
+        flat = whole.view(-1)
+        work = functions.all_gather_into_tensor(flat, mine, ranks.group, True, label=label)
+        return Pending(label, [work], None if whole is table else lambda: table.copy_(whole))
+
+    def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
+        """Begin to sum my row; values have been multiplied with `before` already."""
+        operation, after = _backend_operation(*factors, ranks)
+        total, group = torch.empty_like(table[0]), ranks.group
+        work = functions.reduce_scatter_tensor(
+            total, table.view(-1), operation, group, True, label=label
+        )
+        return Summands([work], [total], after)
+
+    def all_reduce(
+        self, full: Tensor, wire: torch.dtype, factors: Factors, ranks: Ranks, label: str
+    ) -> Pending:
+        """Replace 1-D `full` by its sum, carried in `wire`: the same bits on all ranks."""
+        operation, after = _backend_operation(*factors, ranks)
+        sent = for_the_wire(full, factors.before, wire)
+        work = functions.all_reduce(sent, operation, ranks.group, True, label=label)
+        return Pending(label, [work], lambda: sum_into(full, [sent], after, False))
+
+    def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
+        """Send 1-D `out[r]` to each rank r; fill `found[r]` with what r sends."""
+        sent, lengths = torch.cat(list(out)), [one.numel() for one in found]
+        joined, leaving = sent.new_empty(sum(lengths)), [one.numel() for one in out]
+        work = functions.all_to_all_single(
+            joined, sent, lengths, leaving, ranks.group, True, label=label
+        )
+        parts = list(joined.split(lengths))
+        return Pending(label, [work], lambda: torch._foreach_copy_(list(found), parts))
+
+
+class Pairs(Collectives):
+    """Each rank sends every other one just the slice it needs, and does the arithmetic itself.
+
+    It adds up in float32, whatever the wire carries, in the order of the ranks, whichever slice is
+    its own: an element's sum does not depend on how its buffer is cut. gloo's own reduce-scatter
+    takes ten times as long.
+    """
+
+    def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:
+        """Send my row to all others, and receive theirs."""
+        leaving = [(table[ranks.rank], other) for other in ranks.others]
+        coming = [(table[other], other) for other in ranks.others]
+        return Pending(label, exchange("all_gather", table, leaving, coming, ranks, tag, label))
+
+    def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
+        """Send the others their rows, and receive what they have for mine."""
+        mine = table[ranks.rank]
+        pieces = ranks.by_rank(mine, [torch.empty_like(mine) for _ in ranks.others])
+        leaving = [(table[other], other) for other in ranks.others]
+        coming = [(pieces[other], other) for other in ranks.others]
+        works = exchange("reduce_scatter", table, leaving, coming, ranks, REDUCE, label)
+        return Summands(works, pieces, factors.after)
+
+    def all_reduce(
+        self, full: Tensor, wire: torch.dtype, factors: Factors, ranks: Ranks, label: str
+    ) -> Pending:
+        """Sum each slice on its owner, and gather the sums: in `wire`, but no wider than `full`."""
+        is_narrow = wire.itemsize < full.dtype.itemsize
+        at_owner, on_arrival = factors.at_owner_and_on_arrival(is_narrow)
+        carried = torch.empty_like(full, dtype=wire) if is_narrow else full
+        table = carried.view(ranks.size, -1)
+        sent = for_the_wire(full, factors.before, wire).view(ranks.size, -1)
+        works, pieces, _ = self.reduce(sent, factors, ranks, label)
+
+        def spread() -> Pending:
+            sum_into(table[ranks.rank], pieces, at_owner, False)
+            return self.gather(table, ranks, label, SPREAD)
+
+        pending = Pending(label, works, spread)
+        return pending.then(lambda: sum_into(full, [carried], on_arrival, False))
+
+    def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
+        """What is empty does not travel."""
+        found[ranks.rank].copy_(out[ranks.rank])
+        leaving = [(out[other], other) for other in ranks.others if out[other].numel()]
+        coming = [(found[other], other) for other in ranks.others if found[other].numel()]
+        return Pending(label, exchange("all_to_all", out, leaving, coming, ranks, tag, label))
+
+
+def _backend_operation(
+    before: float, after: float, ranks: Ranks
+) -> tuple[dist.ReduceOp.RedOpType, float]:
+    """What an accelerator's backend does itself, and what is left to multiply with afterwards."""
+    if (before, after) == Factors.of_mean(ranks.size):
+        return dist.ReduceOp.AVG, 1.0
+    return dist.ReduceOp.SUM, after
+
+
+_PAIRS, _COLLECTIVES = Pairs(), Collectives()
+
+
+def transport_of(tensor: Tensor, ranks: Ranks) -> Collectives:
+    """What carries `tensor` from where it is."""
+    return _PAIRS if ranks.exchanges_in_pairs(tensor.device) else _COLLECTIVES
