@@ -13,8 +13,11 @@ class Communication(Section):
 
     communication_data_type: Dtype | None = key(
         None,
-        "Dtype of gradients on the wire: fp16, bf16 or fp32; null: the one they are accumulated "
-        "in, which follows the model.",
+        "Dtype of gradients on the wire: fp16, bf16 or fp32. null: the one they are accumulated "
+        "in, which follows the model; on an accelerator 16-bit gradients then travel in fp32. Its "
+        "backend adds up in the dtype that travels and rounds after each rank, where CPUs add up "
+        "in fp32. That costs twice the bytes of a reduction, and one bucket in fp32 while it is "
+        "under way; bf16 or fp16 halves them, and sums are rounded.",
     )
     seq_parallel_communication_data_type: Dtype | None = key(
         "fp32", "The same, in its place, where sequence_parallel_size is more than 1."

@@ -12,7 +12,7 @@ class DataTypes(Section):
     grad_accum_dtype: Dtype | None = key(
         None,
         "Dtype in which micro-batches' gradients are summed, at every stage; null is the model's "
-        "dtype. Gradients travel in it too, unless `communication_data_type` is given.",
+        "dtype. Gradients travel in it too, unless `communication_data_type` says otherwise.",
     )
     param_dtype: Dtype | None = key(
         None, "Dtype of the weights; where given it must be the one that fp16 or bf16 implies."

@@ -41,7 +41,8 @@ class TorchAutocast(Section):
     lower_precision_safe_modules: Texts | None = key(
         None,
         "Import paths of module classes whose parameters' gradients travel in that dtype, others' "
-        "in their own; null means `torch.nn.Linear`, `Conv1d`, `Conv2d` and `Conv3d`. Where "
+        "in their own; null means `torch.nn.Linear`, `Conv1d`, `Conv2d` and `Conv3d`. On an "
+        "accelerator they are added up in it too; [] keeps sums in fp32. Where "
         "`communication_data_type` is given, all travel in that. Weights are gathered in their own "
         "dtype.",
     )

@@ -144,6 +144,7 @@ def precisions_of(
             parameter.dtype,
             None if parameter in exact else model_dtype(config),
             wire if travels_low else None,
+            device,
         )
 
     return precision_of
@@ -156,7 +157,11 @@ def _own(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> set[nn.Param
 
 
 def _precision(
-    config: Config, given: torch.dtype, cast: torch.dtype | None, wire: torch.dtype | None
+    config: Config,
+    given: torch.dtype,
+    cast: torch.dtype | None,
+    wire: torch.dtype | None,
+    device: torch.device,
 ) -> Precision:
     """The dtypes of what was given in `given`, is cast to `cast`, and may travel in `wire`."""
     compute = cast or given
@@ -173,7 +178,8 @@ def _precision(
         compute=compute,
         master=master,
         accumulate=accumulate,
-        reduce=wire_dtype(config, config.sequence_parallel_size) or _narrower(wire, accumulate),
+        reduce=wire_dtype(config, config.sequence_parallel_size)
+        or _own_wire(accumulate, wire, device),
         state=state,
         rounds_early=cast is not None and bool(config.data_types.early_rounding),
     )
@@ -203,8 +209,17 @@ def _keeps_masters(config: Config) -> bool:
     return not config.bf16.bf16_master_weights_and_grads
 
 
-def _narrower(wire: torch.dtype | None, own: torch.dtype) -> torch.dtype:
-    return wire if wire is not None and wire.itemsize < own.itemsize else own
+def _own_wire(
+    accumulate: torch.dtype, lowered: torch.dtype | None, device: torch.device
+) -> torch.dtype:
+    """The dtype on the wire where the configuration names none; autocast may name `lowered`.
+
+    Ranks on CPUs add up in fp32 what travels in 16 bits. The backend of an accelerator adds up in
+    the dtype that travels, and would round after each rank: there sums travel in fp32.
+    """
+    if lowered is not None and lowered.itemsize < accumulate.itemsize:
+        return lowered
+    return accumulate if device.type == "cpu" else torch.promote_types(accumulate, torch.float32)
 
 
 def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:

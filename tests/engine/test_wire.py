@@ -269,10 +269,10 @@ def configured(**keys: Any) -> Any:
     return load_config({"train_batch_size": 8, **keys})
 
 
-def wire_of(config: Any) -> torch.dtype:
+def wire_of(config: Any, device: str = "cpu") -> torch.dtype:
     """The dtype on the wire of a weight that is given in fp32."""
     model = nn.Linear(2, 2)
-    return precisions_of(config, model, torch.device("cpu"))(model.weight).reduce
+    return precisions_of(config, model, torch.device(device))(model.weight).reduce
 
 
 @pytest.mark.claims("communication_data_type")
@@ -291,6 +291,23 @@ def wire_of(config: Any) -> torch.dtype:
 )
 def test_without_a_word_the_wire_follows_the_model(keys: Any, dtype: torch.dtype) -> None:
     assert wire_of(configured(**keys)) is dtype
+
+
+@pytest.mark.claims("communication_data_type")
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_an_accelerator_adds_up_in_fp32_unless_another_dtype_is_named(kind: str) -> None:
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    config = configured(**{kind: {"enabled": True}})
+    assert wire_of(config, "cuda") is torch.float32
+    assert wire_of(configured(**{kind: {"enabled": True}}, communication_data_type=kind)) is named
+    config = configured(**{kind: {"enabled": True}}, data_types={"grad_accum_dtype": "bf16"})
+    assert wire_of(config, "cuda") is torch.float32
+    config = configured(torch_autocast={"enabled": True, "dtype": kind})
+    assert wire_of(config, "cuda") is named
+    config = configured(
+        torch_autocast={"enabled": True, "dtype": kind, "lower_precision_safe_modules": []}
+    )
+    assert wire_of(config, "cuda") is torch.float32
 
 
 @pytest.mark.claims("seq_parallel_communication_data_type")

@@ -135,9 +135,11 @@ class Hccl final : public c10d::Backend {
       Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return begin(OpType::ALLREDUCE, tensors, tensors, [this, v = views(tensors), options = options]() mutable {
       bool is_mean = options.reduceOp == c10d::ReduceOp::AVG;
+      bool scales = is_mean && is_short(v[0]);
       options.reduceOp = is_mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : options.reduceOp;
+      divide(v, scales);
       gloo_->allreduce(v, options)->wait();
-      divide(v, is_mean);
+      divide(v, is_mean && !scales);
     });
   }
 
@@ -294,7 +296,11 @@ class Hccl final : public c10d::Backend {
     }
   }
 
-  // In float, in the order of the ranks, and rounded once.
+  static bool is_short(const at::Tensor& tensor) {
+    return tensor.is_floating_point() && tensor.itemsize() < 4;
+  }
+
+  // In the order of the ranks, each addition rounded; what is short is divided before, as by NCCL.
   void reduce_scatter_now(at::Tensor& out, at::Tensor& in, c10d::ReduceScatterOptions options) {
     bool is_mean = options.reduceOp == c10d::ReduceOp::AVG;
     if (!is_mean && options.reduceOp != c10d::ReduceOp::SUM) {
@@ -305,12 +311,15 @@ class Hccl final : public c10d::Backend {
     auto mine = in.reshape({size_, out.numel()});
     std::vector<int64_t> even;
     gloo_->alltoall_base(parts, mine, even, even, c10d::AllToAllOptions())->wait();
-    bool is_short = out.is_floating_point() && out.itemsize() < 4;
-    auto sum = is_short ? parts[0].to(at::kFloat) : parts[0].clone();
+    bool scales = is_mean && is_short(out);
+    if (scales) {
+      parts.mul_(1.0 / size_);
+    }
+    auto sum = parts[0].clone();
     for (int rank = 1; rank < size_; ++rank) {
       sum.add_(parts[rank]);
     }
-    if (is_mean) {
+    if (is_mean && !scales) {
       sum.div_(size_);
     }
     out.copy_(sum.view(out.sizes()));

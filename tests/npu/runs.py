@@ -70,9 +70,6 @@ def config(
     }
     if precision != "fp32":
         made[precision] = {"enabled": True}
-        # Sums of micro-steps in 16 bits are rounded once more where a backend makes the means.
-        made["communication_data_type"] = "fp32"
-        made["data_types"] = {"grad_accum_dtype": "fp32"}
     if precision == "fp16":
         made["fp16"]["initial_scale_power"] = 8
     return {**made, **more}

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPools
+from torch import Tensor, nn
+
+import hadal
+from hadal.comm import get_rank
 
 from . import runs
 
@@ -79,8 +83,10 @@ CONFIGS["all that is measured"] = runs.config(
     steps_per_print=1,
 )
 # Whatever a backend makes of sums in 16 bits, one addition is not rounded twice.
-CONFIGS["16 bits on the wire"] = runs.config(2, "bf16", gradient_accumulation_steps=1)
-del CONFIGS["16 bits on the wire"]["communication_data_type"]
+CONFIGS["16 bits on the wire"] = runs.config(
+    2, "bf16", gradient_accumulation_steps=1, communication_data_type="bf16"
+)
+CONFIGS["sums in fp32"] = runs.config(2, "bf16", data_types={"grad_accum_dtype": "fp32"})
 
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -91,6 +97,52 @@ def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert here["norms"] == pytest.approx(there["norms"], rel=1e-7)
         for name, values in there["weights"].items():
             assert torch.equal(here["weights"][name], values), name
+
+
+class Given(nn.Module):
+    """A weight whose gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def stepped_once(stage: int, settings: dict[str, Any]) -> list[float]:
+    """After one step of SGD from zero: the negative mean of the ranks' gradients."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+        **settings,
+    }
+    engine, *_ = hadal.initialize(model=Given(), config=config)
+    # 1 and a unit in its last place in two halves: each alone is rounded away. The ranks take
+    # turns, so that no order of them keeps all.
+    is_mine = torch.arange(64) % 3 == get_rank()
+    gradient = torch.where(is_mine, 1.0, 2.0**-8).to(engine.device, torch.bfloat16)
+    engine.backward(engine(gradient))
+    engine.step()
+    found = runs.weights(engine)["weight"].float().tolist()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.claims("communication_data_type")
+@pytest.mark.parametrize("stage", range(4))
+def test_sums_of_16_bit_gradients_keep_what_cpus_keep(
+    stage: int, npus: RankPools, ranks: RankPools
+) -> None:
+    bf16 = {"bf16": {"enabled": True}, "gradient_allreduce_op": "sum" if stage < 3 else "mean"}
+    exact = -(1 + 2.0**-7)
+    expected = [exact if stage < 3 else float(torch.tensor(exact / 3).bfloat16())] * 64
+    assert ranks(3).run(stepped_once, stage, bf16) == [expected] * 3
+    assert npus(3).run(stepped_once, stage, bf16) == [expected] * 3
+    rounded = npus(3).run(stepped_once, stage, {**bf16, "communication_data_type": "bf16"})
+    assert all(found != expected for found in rounded)
 
 
 def on_disk(config: dict[str, Any], folder: Path) -> dict[str, Any]:
