@@ -34,8 +34,8 @@ from hadal.optim.step import FlatStepper
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import BucketPlan, Member
+from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision
-from hadal.zero.resting import Home
 from hadal.zero.sharing import Sharing
 
 # The share of a copy's bytes per second that AdamW must reach.
@@ -44,7 +44,7 @@ GOAL_CPU, GOAL_ACCELERATOR = 0.90, 0.85
 CLIP = 0.7
 F32, BF16 = torch.float32, torch.bfloat16
 
-_ON_DEVICE = Home()
+_ON_DEVICE = Offload()
 
 Action = Callable[[], object]
 Stopwatch = Callable[[], float]
@@ -112,7 +112,7 @@ class Row:
 
 
 def gradients_of(
-    numel: int, precisions: Precisions, device: torch.device, home: Home = _ON_DEVICE
+    numel: int, precisions: Precisions, device: torch.device, offload: Offload = _ON_DEVICE
 ) -> Gradients:
     """A bucket of one parameter, with a mean gradient as a reduction would have left it."""
     parameter = nn.Parameter(torch.randn(numel, device=device).to(precisions.weights))
@@ -125,7 +125,7 @@ def gradients_of(
         state=precisions.state,
     )
     sharing = Sharing.over(Ranks.world())
-    gradients = Gradients(Bucket(plan, precision, sharing, device, home=home))
+    gradients = Gradients(Bucket(plan, precision, sharing, device, offload=offload))
     gradients.count_as_zero()
     gradients.mean.normal_(std=1e-3)
     return gradients

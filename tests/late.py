@@ -20,7 +20,7 @@ from torch import Tensor
 from hadal import comm
 from hadal.engine import tiers
 from hadal.offload import crossing
-from hadal.zero import resting
+from hadal.zero import offload
 
 _HOST, _DEVICE = "leaving", "coming"
 
@@ -166,8 +166,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 @contextmanager
 def device() -> Iterator[None]:
     """Treat the host's memory as another one than the device's, and copy late between them."""
-    before = resting.is_host_memory, crossing.SideStream
-    resting.is_host_memory = tiers.is_host_memory = lambda device: False
+    before = offload.is_host_memory, crossing.SideStream
+    offload.is_host_memory = tiers.is_host_memory = lambda device: False
     crossing.SideStream = Stream  # type: ignore[assignment,misc]
     streams.clear()
     crossing._crossings.clear()
@@ -179,6 +179,6 @@ def device() -> Iterator[None]:
             for source, as_read in stream.reading.values():
                 _expect_alike(source, as_read)
     finally:
-        resting.is_host_memory, crossing.SideStream = before  # type: ignore[misc]
-        tiers.is_host_memory = resting.is_host_memory
+        offload.is_host_memory, crossing.SideStream = before  # type: ignore[misc]
+        tiers.is_host_memory = offload.is_host_memory
         crossing._crossings.clear()

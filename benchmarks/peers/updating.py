@@ -26,13 +26,13 @@ from optimizer import (
 
 import hadal
 from hadal.offload import BufferPool, DiskStore
-from hadal.offload.runs import DiskRun, one_update
 from hadal.offload.speed import Track
+from hadal.offload.tensors import DiskTensor, one_update
 from hadal.offload.walk import Stop, walk
 from hadal.optim.desk import block_numel
 from hadal.optim.on_disk import DiskSteps
-from hadal.zero.policy import Residence, Tier
-from hadal.zero.resting import Home
+from hadal.zero.offload import Offload
+from hadal.zero.policy import Tier
 from peers.launch import Interpreter, environment
 
 _HOST = torch.device("cpu")
@@ -118,8 +118,8 @@ def in_memory(update: Update, deepspeed: Interpreter | None) -> list[Row]:
     nbytes = _PRECISIONS.nbytes(_KIND.kept) * update.numel
     source = torch.randn(nbytes // 8)  # a copy reads and writes each byte
     target = torch.empty_like(source)
-    home = Home(Residence(optimizer=Tier.HOST))
-    ours, theirs = (gradients_of(update.numel, _PRECISIONS, _HOST, home) for _ in range(2))
+    offload = Offload(optimizer=Tier.HOST)
+    ours, theirs = (gradients_of(update.numel, _PRECISIONS, _HOST, offload) for _ in range(2))
     fused = {"fused": True}
     actions = {
         "Hadal": hadal_step(_KIND, ours, 1.0),
@@ -141,8 +141,8 @@ def on_disk(update: Update, folder: Path, seconds: float) -> list[Row]:
     with ExitStack() as stack:
         store = DiskStore(folder)
         stack.callback(store.close)
-        home = Home(Residence(optimizer=Tier.DISK), optimizer_disk=store)
-        gradients = gradients_of(update.numel, _PRECISIONS, _HOST, home)
+        offload = Offload(optimizer=Tier.DISK, optimizer_disk=store)
+        gradients = gradients_of(update.numel, _PRECISIONS, _HOST, offload)
         kinds = 1 + _KIND.kept
         nbytes = kinds * update.numel * _PRECISIONS.master.itemsize
         track = Track(store, nbytes // kinds)
@@ -170,7 +170,7 @@ class _Requests:
         kinds = 1 + _KIND.kept
         part = steps.part_numel(kinds, block_numel(_HOST))
         dtype = _PRECISIONS.master
-        self._runs = tuple(DiskRun(store, str(kind), numel, dtype) for kind in range(kinds))
+        self._runs = tuple(DiskTensor(store, str(kind), numel, dtype) for kind in range(kinds))
         self._stops = [Stop(self._runs, at, min(part, numel - at)) for at in range(0, numel, part)]
         self._pace = steps.pace
         self._pool = BufferPool(kinds * steps.pace.parts, min(part, numel) * dtype.itemsize)

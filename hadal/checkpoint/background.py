@@ -71,7 +71,7 @@ class Saver:
         """
         self.wait()
         job = begin(order, live)
-        is_async = live.rules.is_async and not live.rests_away
+        is_async = live.rules.is_async and not live.loads_on_use
         if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
             self._has_told = True
             _log.warning(

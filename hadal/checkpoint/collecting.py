@@ -32,7 +32,7 @@ from hadal.checkpoint.plain import encoded, encoded_state
 from hadal.checkpoint.shards import DTYPE_OF, DTYPES
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
-from hadal.offload.runs import RunCut
+from hadal.offload.tensors import StoredSlice
 from hadal.optim.pieces import Held
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
@@ -100,8 +100,8 @@ class Rows:
         self.state = [(name, values) for values, names in parsed for name in names]
 
 
-Values = Tensor | RunCut
-"""In memory, or where they rest on the disk."""
+Values = Tensor | StoredSlice
+"""In memory, or as they are stored elsewhere."""
 
 
 @dataclass(slots=True)
@@ -185,9 +185,9 @@ class _Collecting:
 
     def add_bucket(self, number: int, bucket: Bucket) -> None:
         """Weights, and masters beside them."""
-        master = bucket.master_at_rest if bucket.precision.keeps_master else None
+        master = bucket.master_source if bucket.precision.keeps_master else None
         # Whole weights that were stepped in shards: each rank has its own shard as well.
-        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard_at_rest, master)
+        self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard_source, master)
         if master is not None:
             self._add_run(bucket, number, MASTER, bucket.span[0], master)
 
@@ -253,8 +253,8 @@ class _Collecting:
         everywhere: list[tuple[str, str, Tensor]] = []
         for held in live.stepper.held():
             known = live.optimizer.state.get(held.values, {})
-            at_rest = live.stepper.at_rest(held)
-            self._add_elements(held, numbers[held.bucket], known, at_rest)
+            slices = live.stepper.slices(held)
+            self._add_elements(held, numbers[held.bucket], known, slices)
             odd = self._add_plain(held, known)
             if _is_cut(held.bucket):
                 for kind, name, value in odd:
@@ -266,11 +266,11 @@ class _Collecting:
         self.add_replicated(everywhere)
 
     def _add_elements(
-        self, held: Held, number: int, known: dict[str, Any], at_rest: Mapping[str, RunCut]
+        self, held: Held, number: int, known: dict[str, Any], slices: Mapping[str, StoredSlice]
     ) -> None:
         for key, value in known.items():
             if is_elementwise(key, value, held):
-                values = at_rest.get(key)
+                values = slices.get(key)
                 values = value.detach().reshape(-1) if values is None else values
                 self._add_run(held.bucket, number, state_kind(key), held.start, values)
 

@@ -85,9 +85,9 @@ class Live:
         return self.runtime.ranks
 
     @property
-    def rests_away(self) -> bool:
-        """Whether any state is in memory, as it is, for a while alone: what rests in files, say."""
-        return any(bucket.rests_away for bucket in self.runtime.buckets)
+    def loads_on_use(self) -> bool:
+        """Whether any state must be loaded before use (it is on a disk, or encoded)."""
+        return any(bucket.loads_on_use for bucket in self.runtime.buckets)
 
     def present(self, bucket: Bucket) -> AbstractContextManager[None]:
         """Have a bucket's weights, master and state in memory; what is written is kept."""

@@ -248,7 +248,7 @@ def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
     for bucket in live.runtime.buckets:
         uses_masters = live.rules.uses_masters
         readings = plan_bucket(bucket, found, source, uses_masters=uses_masters)
-        if bucket.rests_away:
+        if bucket.loads_on_use:
             deque(readings, maxlen=0)  # it raises what is to be raised
             plan.resting.append(bucket)
         else:

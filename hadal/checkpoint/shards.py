@@ -22,7 +22,7 @@ from hadal.checkpoint.direct import read_on
 from hadal.checkpoint.files import Chunk, Seal, open_regular, understanding, write_file
 from hadal.checkpoint.index import strict_json
 from hadal.errors import CheckpointError
-from hadal.offload.runs import RunCut
+from hadal.offload.tensors import StoredSlice
 
 DTYPES = {
     torch.float64: "F64",
@@ -60,7 +60,7 @@ class Writing:
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, Tensor | RunCut],
+    tensors: Mapping[str, Tensor | StoredSlice],
     texts: Mapping[str, str],
     writing: Writing | None = None,
 ) -> Seal:
@@ -79,7 +79,7 @@ def write_tensors(
 
 
 def _chunks(
-    path: Path, tensors: Mapping[str, Tensor | RunCut], texts: Mapping[str, str], nbytes: int
+    path: Path, tensors: Mapping[str, Tensor | StoredSlice], texts: Mapping[str, str], nbytes: int
 ) -> Iterator[Chunk]:
     rows = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     yield header_of(path, rows, texts)

@@ -17,7 +17,7 @@ from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.fitting import exact_kind
 from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Source
-from hadal.offload.runs import RunCut
+from hadal.offload.tensors import StoredSlice
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
 
@@ -93,14 +93,14 @@ def plan_bucket(
     weights = {
         name: _weight_kind(saved, exact[name], bucket, source) for name, saved in names.items()
     }
-    shard = _target(bucket.shard_at_rest)
-    at_rest = bucket.master_at_rest if bucket.precision.keeps_master else None
-    if at_rest is None:
+    shard = _target(bucket.shard_source)
+    kept = bucket.master_source if bucket.precision.keeps_master else None
+    if kept is None:
         yield from _plan_run(bucket, shard, weights, names, source)
         if bucket.has_own_master:
-            yield Rounding(_target(bucket.master_at_rest), shard)
+            yield Rounding(_target(bucket.master_source), shard)
         return
-    master = _target(at_rest)
+    master = _target(kept)
     yield from _plan_run(bucket, master, exact, names, source)
     saved = {name: kind for name, kind in weights.items() if kind != exact[name]}
     yield from _plan_run(bucket, shard, saved, names, source)
@@ -114,7 +114,7 @@ def plan_bucket(
             yield Rounding(shard[place], master[place])
 
 
-def _target(values: Tensor | RunCut | None) -> Tensor:
+def _target(values: Tensor | StoredSlice | None) -> Tensor:
     """Where to read to; what rests on the disk is only planned for while it is away."""
     assert values is not None  # it is trained
     if isinstance(values, Tensor):

@@ -16,7 +16,7 @@ from hadal.config.zero_optimization import ZeroOptimization
 from hadal.device import look_at
 from hadal.engine.policies import leaves_of, limits_of, partition_of, transport_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
-from hadal.engine.tiers import Homes
+from hadal.engine.tiers import Offloading
 from hadal.zero import access, apply, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
@@ -42,13 +42,13 @@ class Adopter:
         """The ranks among which every bucket is shared."""
         self._ranks = sharing.ranks
         self._device = device
-        self.homes = Homes(config, device)
-        """Where the buckets rest."""
+        self.offloading = Offloading(config, device)
+        """Where the buckets are stored between uses."""
         self._partition = partition_of(
             config,
             sharing.ranks.size,
-            keeps_weights_off=self.homes.keeps_weights_off,
-            lands_gradients=self.homes.lands_gradients,
+            keeps_weights_off=self.offloading.keeps_weights_off,
+            lands_gradients=self.offloading.lands_gradients,
         )
         self._limits = limits_of(config, sharing.shards.size)
         self._modules: WeakSet[nn.Module] = WeakSet()
@@ -87,7 +87,7 @@ class Adopter:
                     precision,
                     self.sharing,
                     self._device,
-                    self.homes.home_of(plan, self.sharing.shards.size, precision.accumulate),
+                    self.offloading.of(plan, self.sharing.shards.size, precision.accumulate),
                     transport_of(config, self.sharing.shards.size),
                 )
             bucket.reshard()

@@ -219,7 +219,7 @@ def _assemble(
         check_same(model, groups, _described(admitted, wishes), ranks)
     adopter = Adopter(model, config, topology.sharing, device)
     with told_to_all(world, "initialize", OffloadError):
-        adopter.homes.open_disks()
+        adopter.offloading.open_disks()
     with _among_parts(topology, world):
         runtime = _build_runtime(admitted, adopter, ranks)
     apply.watch_apply()
@@ -270,7 +270,7 @@ def _assemble(
             world=world,
             saving=saving_of(config),
             holds_collector=config.disable_python_gc,
-            homes=adopter.homes,
+            offloading=adopter.offloading,
             config=config,
         )
     )

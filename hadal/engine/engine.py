@@ -432,7 +432,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         finally:
             # Also where weights can be read from their disk no more: nothing of it stays behind.
             try:
-                self._parts.homes.close()
+                self._parts.offloading.close()
             finally:
                 if self._collector is not None:
                     self._collector()

@@ -140,9 +140,9 @@ class MovesStates(EngineBase):
         for bucket in runtime.buckets:
             if State.WEIGHTS in wanted:
                 yield from bucket.tensors_of_weights()
-            master = bucket.resting_master
+            master = bucket.stored_master
             if State.MASTERS in wanted and master is not None and bucket.has_own_master:
-                yield from [] if master.is_away else [master.values]
+                yield from [master.values] if master.is_present else []
         if State.GRADIENTS in wanted or State.GRADIENT_BUFFERS in wanted:
             for gradients in runtime.gradients:
                 yield from gradients.tensors()

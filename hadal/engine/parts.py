@@ -20,7 +20,7 @@ from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
 from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.report import Reporter
-from hadal.engine.tiers import Homes
+from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.optim.desk import Multiplier
 from hadal.optim.loss_scale import ScaleRule
@@ -66,7 +66,7 @@ class Parts:
     world: Ranks
     saving: Rules
     holds_collector: bool
-    homes: Homes
+    offloading: Offloading
     config: Config
 
     @property

@@ -1,10 +1,11 @@
-"""Where a model's shards rest, bucket by bucket, and the disks for what rests there."""
+"""Where a model's shards are stored between uses, bucket by bucket, and the disks for them."""
 
 from __future__ import annotations
 
 import logging
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +19,8 @@ from hadal.offload import BufferPool, DiskStore, settings_of
 from hadal.offload.walk import Pace
 from hadal.optim.on_disk import DiskSteps
 from hadal.zero.grouping import BucketPlan
-from hadal.zero.policy import STAGES, Residence, Tier
-from hadal.zero.resting import Home
+from hadal.zero.offload import Offload
+from hadal.zero.policy import STAGES, Tier
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 # Elements of one kind of state that are read at a time, at most: more makes no disk faster.
@@ -31,12 +32,12 @@ _SHARE_OF_FREE = 1 / 8
 _log = logging.getLogger(__name__)
 
 
-def residence_of(config: Config) -> Residence:
-    """Where the configuration lets shards rest."""
+def tiers_of(config: Config) -> Offload:
+    """The tiers that the configuration asks for, without disks."""
     zero = config.zero_optimization
     weights, optimizer = zero.offload_param, zero.offload_optimizer
     cuts_weights = STAGES[zero.stage].weights and weights is not None
-    return Residence(
+    return Offload(
         weights=_TIERS[weights.device] if cuts_weights and weights else Tier.DEVICE,
         optimizer=_TIERS[optimizer.device] if optimizer else Tier.DEVICE,
         pins_weights=bool(weights and weights.pin_memory),
@@ -45,7 +46,7 @@ def residence_of(config: Config) -> Residence:
 
 
 def disk_steps_of(config: Config) -> DiskSteps:
-    """How updates go through what rests on the disk."""
+    """How updates read and write what is stored on the disk."""
     zero = config.zero_optimization
     section = zero.offload_optimizer
     if section is None:
@@ -72,7 +73,7 @@ def weight_buffers_of(config: Config) -> tuple[int, int]:
 
 def warn_of_one_thread(config: Config, device: torch.device) -> None:
     """Warn if the host updates the weights of a device in one thread, and has cores to spare."""
-    if residence_of(config).optimizer is Tier.DEVICE or is_host_memory(device):
+    if tiers_of(config).optimizer is Tier.DEVICE or is_host_memory(device):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = (cores or 1) // (local_size() or 1)
@@ -85,17 +86,17 @@ def warn_of_one_thread(config: Config, device: torch.device) -> None:
         )
 
 
-class Homes:
-    """Gives every bucket its home; owns the disks.
+class Offloading:
+    """Says what of each bucket is offloaded, and where; owns the disks.
 
-    Weights rest in host memory up to `max_in_cpu` elements on this rank, and beyond them on the
+    Weights are kept in host memory up to `max_in_cpu` elements on this rank, and beyond them on the
     disk. With a `ratio` below 1 every so many buckets are updated on the device.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._residence = residence_of(config)
+        self._tiers = tiers_of(config)
         self._stores: dict[Path, DiskStore] = {}
         self._pool: BufferPool | None = None
         self._in_memory = 0
@@ -106,13 +107,13 @@ class Homes:
     @property
     def keeps_weights_off(self) -> bool:
         """Whether weights leave the memory that computes, between uses."""
-        tier = self._residence.weights
+        tier = self._tiers.weights
         return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(self._device))
 
     @property
     def lands_gradients(self) -> bool:
         """Whether gradients leave the memory that computes, for updates on the host."""
-        return self._residence.optimizer is not Tier.DEVICE and not is_host_memory(self._device)
+        return self._tiers.optimizer is not Tier.DEVICE and not is_host_memory(self._device)
 
     def open_disks(self) -> None:
         """Open every disk that may be needed, before ranks wait for each other.
@@ -122,14 +123,14 @@ class Homes:
         """
         zero = self._config.zero_optimization
         for tier, section in (
-            (self._residence.weights, zero.offload_param),
-            (self._residence.optimizer, zero.offload_optimizer),
+            (self._tiers.weights, zero.offload_param),
+            (self._tiers.optimizer, zero.offload_optimizer),
         ):
             if tier is Tier.DISK and section is not None:
                 self._store(section.nvme_path)
 
-    def home_of(self, plan: BucketPlan, shards: int, accumulate: torch.dtype) -> Home:
-        """Where a bucket rests that is cut over so many ranks.
+    def of(self, plan: BucketPlan, shards: int, accumulate: torch.dtype) -> Offload:
+        """Where a bucket that is cut over so many ranks is stored.
 
         `accumulate`: the dtype in which its gradients are summed up over micro-steps.
 
@@ -140,23 +141,20 @@ class Homes:
         later = self._optimizer_tier(plan)
         optimizer = later if plan.trainable else Tier.DEVICE
         if weights is later is Tier.DEVICE:
-            return Home()
+            return Offload()
         zero = self._config.zero_optimization
         on_disk = zero.offload_optimizer
-        return Home(
-            Residence(
-                weights,
-                optimizer,
-                self._residence.pins_weights,
-                self._residence.pins_optimizer,
-            ),
+        return replace(
+            self._tiers,
+            weights=weights,
+            optimizer=optimizer,
             weights_disk=self._weights_store() if weights is Tier.DISK else None,
             optimizer_disk=self._store(on_disk.nvme_path if on_disk else None)
             if later is Tier.DISK
             else None,
             weights_pool=self._pool if weights is Tier.DISK else None,
             sums_on_device=self._sums_on_device(-(-plan.numel // shards) * accumulate.itemsize),
-            later=later,
+            optimizer_later=later,
         )
 
     def _sums_on_device(self, nbytes: int) -> bool:
@@ -171,7 +169,7 @@ class Homes:
         return True
 
     def _weights_tier(self, plan: BucketPlan, shards: int) -> Tier:
-        tier, section = self._residence.weights, self._config.zero_optimization.offload_param
+        tier, section = self._tiers.weights, self._config.zero_optimization.offload_param
         if tier is Tier.DEVICE or section is None or not plan.partition.weights:
             return Tier.DEVICE
         if tier is Tier.HOST:
@@ -189,7 +187,7 @@ class Homes:
         return tier
 
     def _optimizer_tier(self, plan: BucketPlan) -> Tier:
-        tier, section = self._residence.optimizer, self._config.zero_optimization.offload_optimizer
+        tier, section = self._tiers.optimizer, self._config.zero_optimization.offload_optimizer
         if tier is Tier.DEVICE or section is None:
             return Tier.DEVICE
         if not plan.trainable:
@@ -204,7 +202,7 @@ class Homes:
 
     def _weights_store(self) -> DiskStore:
         section = self._config.zero_optimization.offload_param
-        assert section is not None  # it says that weights rest on the disk
+        assert section is not None  # it says that weights are on the disk
         if self._pool is None:
             count, nbytes = weight_buffers_of(self._config)
             self._pool = BufferPool(count, nbytes, pinned=section.pin_memory)

@@ -1,71 +1,46 @@
-"""A walk over what rests on the disk: a part is read, worked on in memory, and written."""
+"""A walk over tensors on a disk: each part is read, worked on in memory, and written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from hadal.errors import OffloadError
+from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.requests import Request
+from hadal.offload.tensors import Walked
 
-
-class Walked(Protocol):
-    """Values that are read a stretch at a time, and may be written."""
-
-    @property
-    def numel(self) -> int:
-        """How many there are."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Their dtype."""
-
-    def start_read(self, start: int, out: Tensor) -> Request | None:
-        """Begin to fill `out` with those from `start` on; None: it is done."""
-
-    def start_write(self, start: int, values: Tensor) -> Request | None:
-        """Begin to write those from `start` on; None: there is nothing to wait for."""
-
-
-class Buffers(Protocol):
-    """Where values are read into."""
-
-    def take_for(self, nbytes: int) -> Tensor:
-        """Aligned memory of so many bytes, or more."""
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Let others have it."""
+Buffers: TypeAlias = BufferPool | LooseBuffers
 
 
 class Stop(NamedTuple):
-    """One part of the way: the same elements of several runs, those that there are of each."""
+    """One part of the walk: the same elements of several tensors; some may end earlier."""
 
-    runs: tuple[Walked, ...]
+    tensors: tuple[Walked, ...]
     start: int
     numel: int
 
-    def numel_of(self, run: Walked) -> int:
-        """How many of them a run has."""
-        return min(self.numel, run.numel - self.start)
+    def numel_of(self, tensor: Walked) -> int:
+        """How many of the elements a tensor has."""
+        return min(self.numel, tensor.numel - self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What goes on while a part is worked on."""
+    """What the disk does while a part is worked on."""
 
     reads_ahead: bool = True
-    """Whether the next part is read meanwhile."""
+    """Whether it reads the next part."""
     writes_behind: bool = True
-    """Whether the last part is still written meanwhile."""
+    """Whether it still writes the last part."""
 
     @property
     def parts(self) -> int:
-        """How many parts are in memory at a time."""
+        """Parts in memory at a time."""
         return 1 + self.reads_ahead + self.writes_behind
 
 
@@ -101,10 +76,10 @@ class _Load:
 def walk(
     stops: Sequence[Stop], pool: Buffers, pace: Pace
 ) -> Iterator[tuple[Stop, Sequence[Tensor]]]:
-    """Each stop with its values (one 1-D tensor for each run), which are written when it is left.
+    """Yield each stop with its values (1-D, one for each tensor), and write them afterwards.
 
-    The pool must have a buffer for each run of the stops that are in memory at a time. What is
-    written counts when the runs are committed.
+    The pool must have a buffer for each tensor of the stops that are in memory at a time. Writes
+    count once the tensors are committed.
 
     Raises:
         OffloadError: the disk failed; whatever was under way is over.
@@ -122,8 +97,8 @@ def walk(
             if behind is not None:
                 behind.wait()
                 behind.release()
-            for run, values in zip(stop.runs, here.values, strict=True):
-                request = run.start_write(stop.start, values)
+            for tensor, values in zip(stop.tensors, here.values, strict=True):
+                request = tensor.start_write(stop.start, values)
                 if request is not None:
                     here.requests.append(request)
             behind, here = here, None
@@ -144,13 +119,13 @@ def walk(
 def _fetch(stop: Stop, pool: Buffers) -> _Load:
     load = _Load(pool)
     try:
-        for run in stop.runs:
-            nbytes = stop.numel_of(run) * run.dtype.itemsize
+        for tensor in stop.tensors:
+            nbytes = stop.numel_of(tensor) * tensor.dtype.itemsize
             buffer = pool.take_for(nbytes)
             load.buffers.append(buffer)
-            values = buffer[:nbytes].view(run.dtype)
+            values = buffer[:nbytes].view(tensor.dtype)
             load.values.append(values)
-            request = run.start_read(stop.start, values)
+            request = tensor.start_read(stop.start, values)
             if request is not None:
                 load.requests.append(request)
     except BaseException:

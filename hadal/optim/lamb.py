@@ -28,8 +28,7 @@ from hadal.comm.faults import is_same_everywhere
 from hadal.device import widest_float
 from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Sending
-from hadal.offload.runs import DiskRun, ReadOnly
-from hadal.offload.walk import Walked
+from hadal.offload.tensors import DiskTensor, ReadOnly, Walked
 from hadal.optim.desk import Multiplier, block_numel, blocks, scale_
 from hadal.optim.elementwise import Zeros
 from hadal.optim.norm import is_model_part
@@ -43,7 +42,7 @@ from hadal.optim.on_disk import (
 )
 from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
-from hadal.optim.state_on_disk import StateOnDisk
+from hadal.optim.state_on_disk import DiskState
 from hadal.optim.step import RestingStepper, as_one_step, refresh, wait_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
@@ -274,7 +273,7 @@ class LambStepper(RestingStepper):
                 )
                 for piece in pieces
             ]
-            self._rests.put(one.bucket, pieces)
+            self._disk_states.put(one.bucket, pieces)
 
     def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
@@ -283,7 +282,7 @@ class LambStepper(RestingStepper):
             OffloadError: the disk failed, on some rank; nothing has changed on any.
         """
         with as_one_step(self._optimizer):
-            if self._rests:
+            if self._disk_states:
                 self._step_on_disk(multiplier)
                 return
             sums = self._no_sums()
@@ -353,16 +352,16 @@ class LambStepper(RestingStepper):
             deferred.tell()
         wait_all([one.bucket.start_refresh() for one in on_disk])
 
-    def _begin_on_disk(self, on_disk: Mapping[Gradients, StateOnDisk]) -> dict[Gradients, _Begun]:
+    def _begin_on_disk(self, on_disk: Mapping[Gradients, DiskState]) -> dict[Gradients, _Begun]:
         """Those of which this rank has more than padding."""
         begun: dict[Gradients, _Begun] = {}
         for one, state in on_disk.items():
             pieces = state.begin(_begin)
             if pieces:
                 *_, moments = pieces[0]  # the same for all
-                begun[one] = _Begun(state.runs[0], moments, [own for _, own, _ in pieces])
+                begun[one] = _Begun(state.tensors[0], moments, [own for _, own, _ in pieces])
             if self._steps.clears_first:
-                for run in state.runs:
+                for run in state.tensors:
                     run.lay_out()
         return begun
 
@@ -382,7 +381,7 @@ class LambStepper(RestingStepper):
     ) -> None:
         """Read everything once more, the moments as they are now, and write the masters."""
         runs: dict[Gradients, list[Walked]] = {
-            one: [own.master, *(ReadOnly(run, reads_back=True) for run in own.runs)]
+            one: [own.master, *(ReadOnly(run, latest=True) for run in own.runs)]
             for one, own in begun.items()
         }
         with rewriting_in_turn() as rewriting:
@@ -419,8 +418,8 @@ class LambStepper(RestingStepper):
 class _Begun(NamedTuple):
     """An update of one bucket on the disk that was begun."""
 
-    master: DiskRun
-    runs: list[DiskRun]
+    master: DiskTensor
+    runs: list[DiskTensor]
     """Of the first and of the second moments."""
     moments: list[_Moments]
     """Of each piece."""

@@ -264,7 +264,7 @@ class MuonStepper(RestingStepper):
         for one in gradients:
             with one.bucket.present():
                 self._pieces[one] = self._lay(one)
-                self._rests.put(one.bucket, self._pieces[one], self._wholes.pieces(one))
+                self._disk_states.put(one.bucket, self._pieces[one], self._wholes.pieces(one))
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
@@ -296,7 +296,7 @@ class MuonStepper(RestingStepper):
             OffloadError: the disk failed, on some rank; nothing has changed on any.
         """
         with as_one_step(self._optimizer):
-            if self._rests:
+            if self._disk_states:
                 self._step_on_disk(multiplier)
                 return
             self._wholes.to_owners(multiplier)

@@ -15,12 +15,12 @@ from hadal.comm.faults import told_to_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.crossing import Sending
-from hadal.offload.runs import UNIT_NUMEL, DiskRun, one_update
-from hadal.offload.walk import Pace, Stop, Walked, walk
+from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, Walked, one_update
+from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.desk import Desk, Desks, blocks
 from hadal.optim.elementwise import Beginner, Update
 from hadal.optim.pieces import Piece
-from hadal.optim.state_on_disk import StateOnDisk
+from hadal.optim.state_on_disk import DiskState
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -67,7 +67,7 @@ class PartBuffers:
 
 @contextmanager
 def update_on_disk(
-    states: Sequence[StateOnDisk], model_parallel: Ranks | None = None
+    states: Sequence[DiskState], model_parallel: Ranks | None = None
 ) -> Iterator[None]:
     """Around an update of these buckets. All ranks must come to its end, whatever fails on them.
 
@@ -127,7 +127,7 @@ class Deferred:
 
 
 def step_on_disk(
-    on_disk: Mapping[Gradients, StateOnDisk],
+    on_disk: Mapping[Gradients, DiskState],
     begin: Beginner,
     desks: Desks,
     steps: DiskSteps,
@@ -142,14 +142,18 @@ def step_on_disk(
         _walk(on_disk, begin, desks, steps, buffers)
 
 
-def _runs_of(states: Iterable[StateOnDisk]) -> Iterator[DiskRun]:
+def _runs_of(states: Iterable[DiskState]) -> Iterator[DiskTensor]:
     for state in states:
-        yield from state.runs
-        yield from state.bucket.runs_of_weights
+        yield from state.tensors
+        yield from _disk_weights(state.bucket)
+
+
+def _disk_weights(bucket: Bucket) -> list[DiskTensor]:
+    return [] if bucket.disk_weights is None else [bucket.disk_weights]
 
 
 def _walk(
-    on_disk: Mapping[Gradients, StateOnDisk],
+    on_disk: Mapping[Gradients, DiskState],
     begin: Beginner,
     desks: Desks,
     steps: DiskSteps,
@@ -160,11 +164,11 @@ def _walk(
     if steps.clears_first:
         for run in (run for pieces in begun.values() for *_, runs in pieces for run in runs):
             run.lay_out()
-    runs = {one: state.runs for one, state in on_disk.items()}
+    runs = {one: state.tensors for one, state in on_disk.items()}
     with rewriting_in_turn() as rewriting:
         for one, stop, values in walk_parts(runs, desk.numel, steps, buffers):
             rewriting(one.bucket)
-            parts = dict(zip(stop.runs, values, strict=True))
+            parts = dict(zip(stop.tensors, values, strict=True))
             _step_part(one, stop, parts, begun[one], desk, desks.sending)
 
 
@@ -214,7 +218,7 @@ def rewriting_in_turn() -> Iterator[Callable[[Bucket], None]]:
 
 
 def walk_whole(
-    batches: Sequence[Sequence[StateOnDisk]], steps: DiskSteps
+    batches: Sequence[Sequence[DiskState]], steps: DiskSteps
 ) -> Generator[list[Tensor], None, None]:
     """Masters, and all that the optimizer remembers, of one batch of buckets after the other.
 
@@ -224,15 +228,15 @@ def walk_whole(
     """
     stops = []
     for batch in batches:
-        runs = tuple(run for state in batch for run in state.runs)
+        runs = tuple(run for state in batch for run in state.tensors)
         stops.append(Stop(runs, 0, max(run.numel for run in runs)))
     ways = iter(batches)
     for stop, values in walk(stops, LooseBuffers(pinned=steps.pins), steps.pace):
         batch, read, first = next(ways), [], 0
         for state in batch:
-            read.append(values[first : first + len(state.runs)])
+            read.append(values[first : first + len(state.tensors)])
             first += len(read[-1])
-        assert first == len(stop.runs)  # runs are laid in `collect` alone
+        assert first == len(stop.tensors)  # runs are laid in `collect` alone
         yield [state.show_all(own) for state, own in zip(batch, read, strict=True)]
         for state, own in zip(batch, read, strict=True):
             state.collect(own, lays_out=steps.clears_first)
@@ -243,7 +247,7 @@ def _largest_nbytes(stops: Iterable[Stop]) -> int:
     return max(
         -(-stop.numel // UNIT_NUMEL) * UNIT_NUMEL * run.dtype.itemsize
         for stop in stops
-        for run in stop.runs
+        for run in stop.tensors
     )
 
 
@@ -251,11 +255,11 @@ def _step_part(
     one: Gradients,
     stop: Stop,
     values: Mapping[Walked, Tensor],
-    begun: Sequence[tuple[Piece, Update, list[DiskRun]]],
+    begun: Sequence[tuple[Piece, Update, list[DiskTensor]]],
     desk: Desk,
     sending: Sending | None,
 ) -> None:
-    bucket, master = one.bucket, values[stop.runs[0]]
+    bucket, master = one.bucket, values[stop.tensors[0]]
     bucket.absorb_edits_into(master, stop.start)
     first, last = stop.start, stop.start + stop.numel
     for piece, update, runs in begun:
@@ -267,7 +271,7 @@ def _step_part(
             bucket.put_weights(low, master[cut], sending)
 
 
-def _restore_weights(states: Iterable[StateOnDisk], error: BaseException) -> None:
+def _restore_weights(states: Iterable[DiskState], error: BaseException) -> None:
     """Round weights in memory once more from the masters as they were."""
     try:
         for state in states:
@@ -291,7 +295,7 @@ def bring_weights_to_disk(
     Raises:
         OffloadError: it did not come to its end, on some rank; masters have changed already.
     """
-    runs = [run for one in gradients for run in one.bucket.runs_of_weights]
+    runs = [run for one in gradients for run in _disk_weights(one.bucket)]
     if not runs:
         for one in gradients:
             step(one)

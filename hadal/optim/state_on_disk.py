@@ -1,4 +1,4 @@
-"""What the optimizer remembers of one bucket, where it rests on the disk beside the masters."""
+"""Masters and optimizer state on the disk, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError
 from hadal.offload.buffers import aligned
-from hadal.offload.runs import DiskRun, RunCut, one_update
 from hadal.offload.store import DiskStore
+from hadal.offload.tensors import DiskTensor, StoredSlice, one_update
 from hadal.optim.elementwise import Zeros
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Held, Piece
@@ -30,176 +30,28 @@ class Begun(Protocol):
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What the optimizer remembers, each as long as the tensor."""
+        """The optimizer's state, each as long as the tensor."""
 
 
 BegunT = TypeVar("BegunT", bound=Begun)
 
 
-class StateRuns:
-    """What the optimizer remembers of a few tensors, laid end to end: a run for each kind of state.
+class Kind(NamedTuple):
+    """One tensor of state: of all flat pieces of a bucket, or of all whole ones."""
 
-    Only what is kept for each element rests on the disk: its shape is that of the tensor. Counts of
-    steps, and whatever has another shape, stay in memory. At rest the optimizer finds placeholders
-    of the right shape, which hold NaN.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        bucket: Bucket,
-        pieces: Sequence[Piece],
-        numel: int,
-        disk: DiskStore,
-    ) -> None:
-        self.pieces = pieces
-        self.numel = numel
-        """Elements from the start of the first piece to the end of the last, gaps included."""
-        self._optimizer = optimizer
-        self._bucket = bucket
-        self._disk = disk
-        self._runs: dict[str, DiskRun] = {}
-
-    @property
-    def runs(self) -> list[DiskRun]:
-        """Those of the state so far."""
-        return [*self._runs.values()]
-
-    def by_kind(self) -> Iterator[tuple[str, DiskRun]]:
-        """Which kind of state each run holds, in the order of `runs`."""
-        yield from self._runs.items()
-
-    def state(self, piece: Piece) -> dict[str, Any]:
-        """What the optimizer has of a piece."""
-        state: dict[str, Any] = self._optimizer.state.get(piece.values, {})
-        return state
-
-    def elementwise(self, piece: Piece) -> list[str]:
-        """The kinds of state that are kept for each element of a piece."""
-        shape = piece.values.shape
-        return [
-            key
-            for key, value in self.state(piece).items()
-            if isinstance(value, Tensor) and value.shape == shape and key != "step"
-        ]
-
-    def cuts(self, piece: Piece) -> dict[str, RunCut]:
-        """Where each kind of state of a piece rests."""
-        keys = self.elementwise(piece)
-        return {key: RunCut(self._runs[key], piece.start, piece.stop) for key in keys}
-
-    # ---- in memory for a while -------------------------------------------------------------------
-
-    def read(self) -> dict[str, Tensor]:
-        """All of it, in host memory: 1-D, by kind."""
-        return {key: run.read() for key, run in self._runs.items()}
-
-    def show(self, known: Mapping[str, Tensor]) -> None:
-        """Let the optimizer find these values, by kind."""
-        for piece in self.pieces:
-            state = self.state(piece)
-            for key in self.elementwise(piece):
-                state[key] = known[key][piece.start : piece.stop].view(piece.values.shape)
-
-    def hide(self) -> None:
-        """Leave placeholders."""
-        for piece in self.pieces:
-            state = self.state(piece)
-            for key in self.elementwise(piece):
-                state[key] = placeholder(piece, state[key].dtype)
-
-    def write(self, *, except_in: Mapping[str, Tensor] | None = None) -> None:
-        """Write what the optimizer has, one kind after the other, each leaving a placeholder.
-
-        It counts when the runs are committed. What belongs to a kind of `except_in` is put there
-        instead, for who writes that.
-        """
-        pieces = [(piece, self.elementwise(piece)) for piece in self.pieces]
-        for key in dict.fromkeys(chain.from_iterable(keys for _, keys in pieces)):
-            holders = [piece for piece, keys in pieces if key in keys]
-            if except_in is not None and key in except_in:
-                self._gather(key, holders, except_in[key])
-            else:
-                self._write(key, holders)
-            for piece in holders:
-                state = self.state(piece)
-                state[key] = placeholder(piece, state[key].dtype)
-
-    def _write(self, key: str, holders: Sequence[Piece]) -> None:
-        """Write one kind of state; zeros where a piece has none."""
-        dtype = self.state(holders[0])[key].dtype
-        memory = aligned(max(self.numel, 1) * dtype.itemsize).view(dtype)[: self.numel].zero_()
-        self._gather(key, holders, memory)
-        self.run_of(key, dtype, 0.0).write_next(memory)
-
-    def _gather(self, key: str, holders: Sequence[Piece], memory: Tensor) -> None:
-        for piece in holders:
-            value = self.state(piece)[key]
-            if value.dtype != memory.dtype:
-                raise OptimizerError(
-                    f"{type(self._optimizer).__name__} changed the dtype of its state {key!r} of"
-                    f" {self._bucket.name} from {memory.dtype} to {value.dtype}: state on the disk"
-                    ' keeps its dtype; give zero_optimization.offload_optimizer.device "cpu"'
-                )
-            place = memory[piece.start : piece.stop]
-            if value.data_ptr() != place.data_ptr():
-                place.copy_(value.detach().reshape(-1))
-
-    def run_of(self, key: str, dtype: torch.dtype, fill: float) -> DiskRun:
-        """The run of one kind of state, made where there is none of that dtype."""
-        run = self._runs.get(key)
-        if run is None or run.dtype != dtype:
-            if run is not None:
-                run.free()
-            name = f"the {key} of {self._bucket.name}"
-            run = self._runs[key] = DiskRun(self._disk, name, self.numel, dtype, fill)
-        return run
-
-    def lay_out_new(self) -> None:
-        """Write zeros for what the optimizer remembers for the first time."""
-        for piece in self.pieces:
-            for key in self.elementwise(piece):
-                if key not in self._runs:
-                    self.run_of(key, self.state(piece)[key].dtype, 0.0).lay_out()
-
-    def is_written(self, key: str) -> bool:
-        """Whether values of this kind lie on the disk."""
-        return key in self._runs and not self._runs[key].is_blank
-
-    def drop_unused(self) -> None:
-        """Free the runs of what the optimizer remembers of no piece any more."""
-        used = {key for piece in self.pieces for key in self.elementwise(piece)}
-        for key in [key for key in self._runs if key not in used]:
-            self._runs.pop(key).free()
-
-    # ---- taking back -----------------------------------------------------------------------------
-
-    def memory(self) -> Memory:
-        """What the optimizer has of each piece in memory, as it is at rest: a copy."""
-        return [self._copied(piece) for piece in self.pieces]
-
-    def _copied(self, piece: Piece) -> dict[str, Any]:
-        rests = self.elementwise(piece)
-        return {
-            key: value if key in rests else _copied(value)
-            for key, value in self.state(piece).items()
-        }
-
-    def take_back(self, memory: Memory) -> None:
-        """Let the optimizer have what it had."""
-        for piece, state in zip(self.pieces, memory, strict=True):
-            if state:
-                self._optimizer.state[piece.values] = state
-            else:
-                self._optimizer.state.pop(piece.values, None)
+    key: str
+    """The optimizer's own name of it."""
+    is_whole: bool
 
 
-class StateOnDisk:
-    """The masters and the optimizer's memory of one bucket.
+class DiskState:
+    """The masters and the optimizer state of one bucket, on a disk.
 
     `pieces` are flat cuts of the master, `wholes` are whole parameters that this rank owns, laid
-    end to end. At rest the optimizer finds placeholders, of the values too; inside `present` it
-    finds its memory, and the values of flat cuts. Whole values are brought to their owner for an
+    end to end. State that has one value for each element is on the disk, one tensor for each kind;
+    counts of steps, and whatever has another shape, stay in memory. Between uses the optimizer
+    finds placeholders of the right shape, which hold NaN, of the values too; inside `present` it
+    finds its state, and the values of flat cuts. Whole values are brought to their owner for an
     update alone.
     """
 
@@ -213,54 +65,107 @@ class StateOnDisk:
     ) -> None:
         self.optimizer = optimizer
         self.bucket = bucket
-        self.numel = bucket.span[1] - bucket.span[0]
-        """Elements of the bucket's span."""
-        self.flat = StateRuns(optimizer, bucket, pieces, self.numel, disk)
-        self.whole = StateRuns(optimizer, bucket, wholes, wholes[-1].stop if wholes else 0, disk)
+        self._flat = [*pieces]
+        self._wholes = [*wholes]
+        self._pieces = [(piece, False) for piece in pieces] + [(piece, True) for piece in wholes]
+        self._disk = disk
+        self._tensors: dict[Kind, DiskTensor] = {}
         self._is_shown = False
-        with one_update(lambda: self.runs_of_state):
+        with one_update(self._state_tensors):
             self.write_all()
 
-    @property
-    def _parts(self) -> tuple[StateRuns, StateRuns]:
-        return self.flat, self.whole
+    # ---- what is where ---------------------------------------------------------------------------
+
+    def _state_tensors(self) -> list[DiskTensor]:
+        return [*self._tensors.values()]
 
     @property
-    def runs_of_state(self) -> list[DiskRun]:
-        """The runs of the state so far."""
-        return [run for part in self._parts for run in part.runs]
+    def tensors(self) -> list[DiskTensor]:
+        """The master, and the kinds of state so far."""
+        master = self.bucket.stored_master
+        assert master is not None and master.on_disk is not None  # it is trained, on a disk
+        return [master.on_disk, *self._tensors.values()]
 
-    @property
-    def runs(self) -> list[DiskRun]:
-        """The master's run, and those of the state so far."""
-        master = self.bucket.resting_master
-        assert master is not None and master.run is not None  # its home is the disk
-        return [master.run, *self.runs_of_state]
+    def _numel(self, is_whole: bool) -> int:
+        """Elements of a kind, gaps between the pieces included."""
+        if is_whole:
+            return self._wholes[-1].stop
+        return self.bucket.span[1] - self.bucket.span[0]
+
+    def _state(self, piece: Piece) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state.get(piece.values, {})
+        return state
+
+    def _elementwise(self, piece: Piece) -> list[str]:
+        """The keys of state that has one value for each element of a piece."""
+        shape = piece.values.shape
+        return [
+            key
+            for key, value in self._state(piece).items()
+            if isinstance(value, Tensor) and value.shape == shape and key != "step"
+        ]
+
+    def _by_kind(self) -> dict[Kind, list[Piece]]:
+        """The pieces that the optimizer has a kind of state of, for each kind."""
+        found: dict[Kind, list[Piece]] = {}
+        for piece, is_whole in self._pieces:
+            for key in self._elementwise(piece):
+                found.setdefault(Kind(key, is_whole), []).append(piece)
+        return found
+
+    def slices(self, held: Held) -> dict[str, StoredSlice]:
+        """The stored state, by key, of a tensor in the optimizer's param groups."""
+        for piece, is_whole in self._pieces:
+            if piece.values is held.values:
+                return {
+                    key: StoredSlice(self._tensors[Kind(key, is_whole)], piece.start, piece.stop)
+                    for key in self._elementwise(piece)
+                }
+        return {}
+
+    def _tensor_of(self, kind: Kind, dtype: torch.dtype, fill: float = 0.0) -> DiskTensor:
+        """The tensor of one kind of state, made if there is none of that dtype."""
+        found = self._tensors.get(kind)
+        if found is None or found.dtype != dtype:
+            if found is not None:
+                found.free()
+            name = f"the {kind.key} of {self.bucket.name}"
+            numel = self._numel(kind.is_whole)
+            found = self._tensors[kind] = DiskTensor(self._disk, name, numel, dtype, fill)
+        return found
+
+    def drop_unused(self) -> None:
+        """Free the tensors of kinds that the optimizer has of no piece any more."""
+        used = self._by_kind()
+        for kind in [kind for kind in self._tensors if kind not in used]:
+            self._tensors.pop(kind).free()
+
+    # ---- in memory for a while -------------------------------------------------------------------
 
     @contextmanager
     def present(self, *, writes: bool = True) -> Iterator[None]:
         """Have masters and state in memory; what is written into them is kept.
 
-        Where the body raises nothing is. Inside another `present`, that one decides.
+        If the body raises nothing is. An outer `present` decides for those inside.
         """
         if self._is_shown:
             yield
             return
         before = self.memory()
         try:
-            # What was written counts once the masters are written, too.
-            with one_update(lambda: self.runs_of_state), self.bucket.present(writes=writes):
+            # State that was written counts once the masters are written, too.
+            with one_update(self._state_tensors), self.bucket.present(writes=writes):
                 master = self.bucket.master
                 assert master is not None  # it is trained, and present
-                self._show_values(master)
-                for part in self._parts:
-                    part.show(part.read())
+                self._show(master, {kind: one.read() for kind, one in self._tensors.items()})
                 self._is_shown = True
                 yield
                 if writes:
                     self.write_all()
                 else:
-                    self._hide()
+                    for kind, pieces in self._by_kind().items():
+                        self._hide_state(kind.key, pieces)
+                    self._hide_values()
             if writes:
                 self.drop_unused()
         except BaseException:
@@ -269,128 +174,149 @@ class StateOnDisk:
         finally:
             self._is_shown = False
 
-    def _show_values(self, master: Tensor) -> None:
-        for piece in self.flat.pieces:
+    def _show(self, master: Tensor, known: Mapping[Kind, Tensor]) -> None:
+        """Let the optimizer find these values and this state."""
+        for piece in self._flat:
             piece.values.data = master[piece.start : piece.stop]
+        for kind, pieces in self._by_kind().items():
+            for piece in pieces:
+                values = known[kind][piece.start : piece.stop]
+                self._state(piece)[kind.key] = values.view(piece.values.shape)
 
     def _hide_values(self) -> None:
-        for piece in chain(self.flat.pieces, self.whole.pieces):
+        for piece, _ in self._pieces:
             piece.values.data = placeholder(piece, piece.values.dtype)
 
-    def write_all(self) -> None:
-        """Write what the optimizer has in memory, and leave placeholders.
+    def _hide_state(self, key: str, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            state = self._state(piece)
+            state[key] = placeholder(piece, state[key].dtype)
 
-        It counts when the runs are committed.
+    def write_all(self, *, except_in: Mapping[Kind, Tensor] | None = None) -> None:
+        """Write the state in memory, one kind after the other, and leave placeholders.
+
+        It counts once the tensors are committed. Kinds in `except_in` are copied there; the caller
+        writes them.
         """
-        for part in self._parts:
-            part.write()
+        for kind, pieces in self._by_kind().items():
+            out = None if except_in is None else except_in.get(kind)
+            if out is None:
+                # Zeros where a piece has none.
+                dtype, numel = self._state(pieces[0])[kind.key].dtype, self._numel(kind.is_whole)
+                out = aligned(max(numel, 1) * dtype.itemsize).view(dtype)[:numel].zero_()
+                self._gather(kind.key, pieces, out)
+                self._tensor_of(kind, dtype).write_next(out)
+            else:
+                self._gather(kind.key, pieces, out)
+            self._hide_state(kind.key, pieces)
         self._hide_values()
 
-    def _hide(self) -> None:
-        for part in self._parts:
-            part.hide()
-        self._hide_values()
-
-    def cuts(self, held: Held) -> dict[str, RunCut]:
-        """Where each kind of state rests of what the optimizer has in its param groups."""
-        for part in self._parts:
-            for piece in part.pieces:
-                if piece.values is held.values:
-                    return part.cuts(piece)
-        return {}
+    def _gather(self, key: str, pieces: Sequence[Piece], out: Tensor) -> None:
+        for piece in pieces:
+            value = self._state(piece)[key]
+            if value.dtype != out.dtype:
+                raise OptimizerError(
+                    f"{type(self.optimizer).__name__} changed the dtype of its state {key!r} of"
+                    f" {self.bucket.name} from {out.dtype} to {value.dtype}: state on the disk"
+                    ' keeps its dtype; give zero_optimization.offload_optimizer.device "cpu"'
+                )
+            place = out[piece.start : piece.stop]
+            if value.data_ptr() != place.data_ptr():
+                place.copy_(value.detach().reshape(-1))
 
     def read_each(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
-        """Each piece, and copies of what rests of it, one kind in memory after the other."""
-        for part in self._parts:
-            found: dict[int, dict[str, Tensor]] = {}
-            for key, run in part.by_kind():
-                values = run.read()
-                for place, piece in enumerate(part.pieces):
-                    if key in part.elementwise(piece):
-                        own = values[piece.start : piece.stop].view(piece.values.shape).clone()
-                        found.setdefault(place, {})[key] = own
-            for place, kinds in found.items():
-                yield part.pieces[place], kinds
+        """Yield each piece with copies of its state, reading one kind after the other."""
+        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        by_kind = self._by_kind()
+        for kind, tensor in self._tensors.items():
+            values = tensor.read()
+            for piece in by_kind.get(kind, ()):
+                own = values[piece.start : piece.stop].view(piece.values.shape).clone()
+                found.setdefault(piece.values, {})[kind.key] = own
+        for piece, _ in self._pieces:
+            if piece.values in found:
+                yield piece, found[piece.values]
 
     # ---- in an update ----------------------------------------------------------------------------
 
     def memory(self) -> Memory:
-        """What the optimizer has of each piece in memory: counts, and placeholders."""
-        return [state for part in self._parts for state in part.memory()]
+        """A copy of what the optimizer has of each piece in memory: counts, and placeholders."""
+        return [self._copied(piece) for piece, _ in self._pieces]
+
+    def _copied(self, piece: Piece) -> dict[str, Any]:
+        on_disk = self._elementwise(piece)
+        return {
+            key: value if key in on_disk else _copied(value)
+            for key, value in self._state(piece).items()
+        }
 
     def take_back(self, memory: Memory) -> None:
-        """After what failed: as `memory` was before it, at rest."""
-        count = len(self.flat.pieces)
-        self.flat.take_back(memory[:count])
-        self.whole.take_back(memory[count:])
+        """Restore what `memory` returned before something failed."""
+        for (piece, _), state in zip(self._pieces, memory, strict=True):
+            if state:
+                self.optimizer.state[piece.values] = state
+            else:
+                self.optimizer.state.pop(piece.values, None)
         self._hide_values()
 
     def show_all(self, values: Sequence[Tensor]) -> Tensor:
-        """Let the optimizer find what was read of `runs`; returns the master."""
-        master, *rest = values
-        known = iter(rest)
-        for part in self._parts:
-            part.show({key: next(known) for key, _ in part.by_kind()})
-        self._show_values(master)
+        """Let the optimizer find what was read of `tensors`; returns the master."""
+        master, *state = values
+        self._show(master, dict(zip(self._tensors, state, strict=True)))
         return master
 
     def collect(self, values: Sequence[Tensor], *, lays_out: bool) -> None:
-        """Put what the optimizer has into what was read of `runs`, for who writes that.
+        """Put the state in memory into what was read of `tensors`; the caller writes that.
 
-        New kinds of state get runs and are written; `lays_out`: as zeros before that.
+        New kinds of state are written here; with `lays_out` their tensors are filled with zeros
+        first.
         """
-        known = iter(values[1:])
-        for part in self._parts:
-            buffers = {key: next(known) for key, _ in part.by_kind()}
-            if lays_out:
-                part.lay_out_new()
-            part.write(except_in=buffers)
-        self._hide_values()
-
-    def drop_unused(self) -> None:
-        """Free the runs of what the optimizer remembers of no piece any more."""
-        for part in self._parts:
-            part.drop_unused()
+        buffers = dict(zip(self._tensors, values[1:], strict=True))
+        if lays_out:
+            for kind, pieces in self._by_kind().items():
+                if kind not in self._tensors:
+                    self._tensor_of(kind, self._state(pieces[0])[kind.key].dtype).lay_out()
+        self.write_all(except_in=buffers)
 
     def begin(
         self, begin: Callable[[Group, State, Zeros], BegunT]
-    ) -> list[tuple[Piece, BegunT, list[DiskRun]]]:
-        """Begin an update of every flat piece; each with the runs of its state, in its order."""
-        flat, begun = self.flat, []
-        flat.drop_unused()
-        to_fill: list[tuple[Piece, str, float]] = []
-        for piece in flat.pieces:
+    ) -> list[tuple[Piece, BegunT, list[DiskTensor]]]:
+        """Begin an update of every flat piece; each with the tensors of its state, in its order."""
+        self.drop_unused()
+        begun, to_fill = [], []
+        for piece in self._flat:
             state = self.optimizer.state[piece.values]
-            known = set(flat.elementwise(piece))
+            known = set(self._elementwise(piece))
             zero = partial(torch.zeros, 1, dtype=self.bucket.precision.state_dtype)
             update = begin(self.optimizer.param_groups[piece.group], state, zero)
             keys = [next(k for k, v in state.items() if v is own) for own in update.state]
-            runs = []
+            tensors = []
             for key in keys:
+                kind = Kind(key, is_whole=False)
                 fill = 0.0 if key in known else float(state[key])
-                if key not in known and flat.is_written(key):
+                if key not in known and kind in self._tensors and not self._tensors[kind].is_blank:
                     to_fill.append((piece, key, fill))
-                runs.append(flat.run_of(key, state[key].dtype, fill))
+                tensors.append(self._tensor_of(kind, state[key].dtype, fill))
                 state[key] = placeholder(piece, state[key].dtype)
-            begun.append((piece, update, runs))
+            begun.append((piece, update, tensors))
         if to_fill:
             # Other pieces have left values there.
             with self.present():
                 for piece, key, fill in to_fill:
-                    flat.state(piece)[key].fill_(fill)
+                    self._state(piece)[key].fill_(fill)
         return begun
 
 
-class RestingStates:
-    """What of an optimizer's memory rests on the disk, bucket by bucket.
+class DiskStates:
+    """The buckets of an optimizer whose masters and state are on a disk.
 
-    `state_dict` of the optimizer reads it into host memory, one bucket after the other, and
-    `load_state_dict` writes it; both are each rank's own, as those of state in memory.
+    `state_dict` of the optimizer reads them into host memory, one bucket after the other, and
+    `load_state_dict` writes them; both are each rank's own, as those of state in memory.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._states: dict[Bucket, StateOnDisk] = {}
+        self._states: dict[Bucket, DiskState] = {}
         self._before: tuple[list[Memory], list[dict[str, Any]]] | None = None
 
     def __bool__(self) -> bool:
@@ -399,18 +325,18 @@ class RestingStates:
     def put(
         self, bucket: Bucket, pieces: Sequence[Piece] = (), wholes: Sequence[Piece] = ()
     ) -> None:
-        """Let rest what the optimizer remembers of a bucket, where its home is the disk."""
-        disk = bucket.home.disk_of_state
+        """Move the optimizer's state of a bucket to the disk, if it is offloaded there."""
+        disk = bucket.offload.disk_of_state
         if disk is None:
             return
         if not self._states:
             self._optimizer.register_state_dict_post_hook(self._read_into)
             self._optimizer.register_load_state_dict_pre_hook(self._remember)
             self._optimizer.register_load_state_dict_post_hook(self._write_loaded)
-        self._states[bucket] = StateOnDisk(self._optimizer, bucket, pieces, disk, wholes)
+        self._states[bucket] = DiskState(self._optimizer, bucket, pieces, disk, wholes)
 
-    def of(self, bucket: Bucket) -> StateOnDisk | None:
-        """What rests of a bucket; None where it is in memory."""
+    def of(self, bucket: Bucket) -> DiskState | None:
+        """The state of a bucket on the disk; None if it is in memory."""
         return self._states.get(bucket)
 
     @contextmanager
@@ -420,15 +346,15 @@ class RestingStates:
         with bucket.present(writes=writes) if state is None else state.present(writes=writes):
             yield
 
-    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
-        """Where state rests of what the optimizer has in its param groups, by key."""
+    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
+        """The stored state, by key, of a tensor in the optimizer's param groups."""
         state = self.of(held.bucket)
-        return {} if state is None else state.cuts(held)
+        return {} if state is None else state.slices(held)
 
     # ---- torch's own way to save and load --------------------------------------------------------
 
     def _read_into(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
-        """Put what rests on the disk in the place of placeholders."""
+        """Replace placeholders by the state on the disk."""
         numbers: dict[int, int] = {}
         for values in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             numbers.setdefault(id(values), len(numbers))
@@ -447,7 +373,7 @@ class RestingStates:
         (memories, groups), self._before = self._before, None
         states = [*self._states.values()]
         try:
-            with one_update(lambda: chain.from_iterable(s.runs_of_state for s in states)):
+            with one_update(lambda: chain.from_iterable(s.tensors[1:] for s in states)):
                 for state in states:
                     state.write_all()
         except BaseException:

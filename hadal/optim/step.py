@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
-from hadal.offload.runs import RunCut
+from hadal.offload.tensors import StoredSlice
 from hadal.optim.desk import Desks, Multiplier, blocks, scale_
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS
@@ -28,7 +28,7 @@ from hadal.optim.on_disk import (
     walk_whole,
 )
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
-from hadal.optim.state_on_disk import RestingStates, StateOnDisk
+from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -53,8 +53,8 @@ class Stepper(Protocol):
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
 
-    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
-        """Where state rests on the disk of what the optimizer has in its param groups, by key."""
+    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
+        """The state on the disk, by key, of a tensor in the optimizer's param groups."""
 
 
 class StepperInMemory:
@@ -64,29 +64,29 @@ class StepperInMemory:
         """Have a bucket's weights in memory too; what is written into them is kept."""
         return bucket.present(writes=writes)
 
-    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
+    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
         """Nothing: all state is in memory."""
         return {}
 
 
 class RestingStepper:
-    """What steppers share whose masters and state may rest on the disk."""
+    """Base of steppers whose masters and state may be on the disk."""
 
     def __init__(self, optimizer: Optimizer, steps: DiskSteps) -> None:
         self._steps = steps
-        self._rests = RestingStates(optimizer)
+        self._disk_states = DiskStates(optimizer)
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
-        return self._rests.present(bucket, writes=writes)
+        return self._disk_states.present(bucket, writes=writes)
 
-    def at_rest(self, held: Held) -> Mapping[str, RunCut]:
-        """Where state rests on the disk of what the optimizer has in its param groups, by key."""
-        return self._rests.at_rest(held)
+    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
+        """The state on the disk, by key, of a tensor in the optimizer's param groups."""
+        return self._disk_states.slices(held)
 
-    def _on_disk(self, gradients: Iterable[Gradients]) -> dict[Gradients, StateOnDisk]:
-        """Those whose state rests on the disk, with what rests of them."""
-        pairs = ((one, self._rests.of(one.bucket)) for one in gradients)
+    def _on_disk(self, gradients: Iterable[Gradients]) -> dict[Gradients, DiskState]:
+        """Those whose state is on the disk, with that state."""
+        pairs = ((one, self._disk_states.of(one.bucket)) for one in gradients)
         return {one: state for one, state in pairs if state is not None}
 
 
@@ -114,7 +114,7 @@ class FlatStepper(RestingStepper):
         for one in gradients:
             with one.bucket.present():
                 self._pieces[one] = lay_pieces(self._optimizer, one)
-                self._rests.put(one.bucket, self._pieces[one])
+                self._disk_states.put(one.bucket, self._pieces[one])
         self._gradients += gradients
 
     def step(self, multiplier: Multiplier) -> None:
@@ -128,7 +128,7 @@ class FlatStepper(RestingStepper):
         if begin is None:
             refuse_other_state_dtype(self._optimizer, self._gradients)
             refuse_disk_beside_memory(self._optimizer, self._gradients)
-            if self._rests:
+            if self._disk_states:
                 self._step_whole_buckets(multiplier)
             else:
                 self._step_at_once(multiplier)
@@ -143,7 +143,7 @@ class FlatStepper(RestingStepper):
             step_on_disk(on_disk, begin, desks, self._steps, self._part_buffers)
             refreshing += [one.bucket.start_refresh() for one in on_disk]
         in_memory = [one for one in ordered if one not in on_disk]
-        if any(one.bucket.weights_on_disk for one in in_memory):
+        if any(one.bucket.disk_weights is not None for one in in_memory):
             bring_weights_to_disk(in_memory, lambda one: self._step_bucket(one, begin, desks))
             refreshing += [one.bucket.start_refresh() for one in in_memory]
         else:
@@ -240,7 +240,7 @@ def batched(gradients: Iterable[Gradients], *, at_once: bool) -> list[list[Gradi
 
 def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
     """Raise `OptimizerError` where state should rest on the disk, but must be in memory."""
-    if any(one.bucket.home.disk_of_state is not None for one in gradients):
+    if any(one.bucket.offload.disk_of_state is not None for one in gradients):
         raise OptimizerError(
             f"{type(optimizer).__name__} keeps its state in memory, and"
             ' zero_optimization.offload_optimizer.device "nvme" wants it on the disk; choose'
@@ -250,7 +250,7 @@ def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
 
 def refuse_disk_beside_memory(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
     """Raise `OptimizerError` where an update of state in two places could not be taken back."""
-    rests = [one.bucket.home.disk_of_state is not None for one in gradients]
+    rests = [one.bucket.offload.disk_of_state is not None for one in gradients]
     if any(rests) and not all(rests):
         raise OptimizerError(
             f"{type(optimizer).__name__} does not go with"

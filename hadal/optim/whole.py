@@ -23,7 +23,7 @@ from hadal.optim.on_disk import (
     walk_whole,
 )
 from hadal.optim.pieces import Held, Piece
-from hadal.optim.state_on_disk import StateOnDisk
+from hadal.optim.state_on_disk import DiskState
 from hadal.optim.step import RestingStepper, batched, has_step_hooks, refresh, wait_all
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -234,9 +234,9 @@ class WholeParameters:
 
 
 def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
-    place, resting = bucket.layout.slots[slot], bucket.resting_master
-    if resting is not None and resting.is_on_disk:
-        return nn.Parameter(torch.full((), torch.nan, dtype=resting.dtype).expand(place.shape))
+    place, stored = bucket.layout.slots[slot], bucket.stored_master
+    if stored is not None and stored.on_disk is not None:
+        return nn.Parameter(torch.full((), torch.nan, dtype=stored.dtype).expand(place.shape))
     master = _master_of(bucket)
     if not bucket.partition.optimizer:
         return nn.Parameter(master[place.offset : place.stop].view(place.shape))
@@ -340,7 +340,7 @@ class WholeStepper(RestingStepper):
         for group, members in zip(optimizer.param_groups, parameters, strict=True):
             hand_over(optimizer, group, members, self._wholes)
         for one in gradients:
-            self._rests.put(one.bucket, wholes=self._wholes.pieces(one))
+            self._disk_states.put(one.bucket, wholes=self._wholes.pieces(one))
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Take up the buckets of the newest param group, whose parameters are `members`."""
@@ -348,7 +348,7 @@ class WholeStepper(RestingStepper):
         self._wholes.add(gradients)
         hand_over(self._optimizer, self._optimizer.param_groups[-1], members, self._wholes)
         for one in gradients:
-            self._rests.put(one.bucket, wholes=self._wholes.pieces(one))
+            self._disk_states.put(one.bucket, wholes=self._wholes.pieces(one))
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
@@ -364,7 +364,7 @@ class WholeStepper(RestingStepper):
         Raises:
             OffloadError: the disk failed, on some rank; nothing has changed on any.
         """
-        if self._rests:
+        if self._disk_states:
             optimizer = self._optimizer
             at_once = type(optimizer) not in _ONE_BY_ONE or has_step_hooks(optimizer)
             on_disk = self._on_disk(self._gradients)
@@ -383,7 +383,7 @@ class WholeStepper(RestingStepper):
 
 
 def step_wholes_on_disk(
-    on_disk: Mapping[Gradients, StateOnDisk],
+    on_disk: Mapping[Gradients, DiskState],
     batches: Sequence[Sequence[Gradients]],
     wholes: WholeParameters,
     step: Callable[[Sequence[Gradients]], None],

@@ -15,18 +15,18 @@ from hadal.comm.collectives import broadcast_, start_gather_in_pieces
 from hadal.comm.pending import Pending
 from hadal.device import look_at
 from hadal.offload.crossing import Sending
-from hadal.offload.runs import DiskRun, RunCut
-from hadal.zero.coded_resting import CodedResting
+from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan
 from hadal.zero.layout import Layout, lay_out
 from hadal.zero.node_copy import NodeCopy
+from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Transport
-from hadal.zero.resting import Home, Resting
 from hadal.zero.sharing import Sharing
+from hadal.zero.stored import Stored
 from hadal.zero.views import Views, views_of
 
-_ON_DEVICE = Home()
+_ON_DEVICE = Offload()
 _AS_THEY_ARE = Transport()
 
 
@@ -53,8 +53,8 @@ class Bucket:
     Where weights travel coded, `full` holds what was decoded of them, on every rank the same, and
     the shard stays what it is. An `exact` gather brings the shards themselves.
 
-    `home` says where shard and master rest. What rests on the disk, or coded, is a tensor only
-    inside `present`; gathers read it by themselves.
+    `offload` says where shard and master are stored. What is on the disk, or encoded, is a tensor
+    inside `present` alone; gathers read it by themselves.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Bucket:
         precision: Precision,
         sharing: Sharing,
         device: torch.device,
-        home: Home = _ON_DEVICE,
+        offload: Offload = _ON_DEVICE,
         transport: Transport = _AS_THEY_ARE,
     ) -> None:
         self.name = plan.name
-        self.home = home
+        self.offload = offload
         self.transport = transport
         is_frozen = not plan.trainable and transport.frozen is not None
         self._codec = transport.frozen if is_frozen else transport.gather
@@ -96,7 +96,7 @@ class Bucket:
         self.state = Weights.FULL
         self.on_gather: Callable[[Tensor, range], None] | None = None
         """Is shown what was gathered, for this rank's use or for the others', and by whom."""
-        self._steps_off = home.lands_off(device)
+        self._steps_off = offload.lands_off(device)
         # Of whole weights as the last update left them, where masters lie in another memory.
         self._digest: Tensor | None = None
         self._is_suspect = True
@@ -115,7 +115,7 @@ class Bucket:
             self.precision,
             self.sharing,
             self.device,
-            self.home.when_trained() if plan.trainable else self.home,
+            self.offload.when_trained() if plan.trainable else self.offload,
             self.transport,
         )
 
@@ -141,36 +141,32 @@ class Bucket:
             look_at(parameter, place.view(slot.shape))
         broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
         self.full: Tensor = given.to(self.precision.compute)
-        with self.home.as_one(self.ranks, f"laying {self.name} down"):
-            self._lay_to_rest(given)
+        with self.offload.as_one(self.ranks, f"laying {self.name} down"):
+            self._store(given)
         self._views = Views(self.parameters, self.layout, self.full, self.ranks.rank)
 
-    def _lay_to_rest(self, given: Tensor) -> None:
+    def _store(self, given: Tensor) -> None:
         start, stop = self.span
-        self._shard = self._rest(self.full[start:stop])
-        self._master: Resting | None = None
+        self._shard = self.offload.store_weights(
+            f"the weights of {self.name}",
+            self.full[start:stop],
+            is_cut=self.partition.weights,
+            encodes=None if self.trainable else self.transport.frozen,
+        )
+        self._master: Stored | None = None
         if self.trainable:
             self._master = self._shard
             if self.has_own_master:
                 first = self.full if self.precision.rounds_early else given
                 values = first[start:stop].to(self.precision.master, copy=True)
-                self._master = self.home.rest_master(f"the masters of {self.name}", values)
+                self._master = self.offload.store_master(f"the masters of {self.name}", values)
 
-    def _rest(self, mine: Tensor) -> Resting:
-        """Put my cut of the weights where it rests."""
-        name, is_cut = f"the weights of {self.name}", self.partition.weights
-        resting = self.home.rest_weights(name, mine, is_cut=is_cut)
-        frozen = None if self.trainable else self.transport.frozen
-        if frozen is None or not is_cut or resting.is_on_disk:
-            return resting
-        return CodedResting(name, resting.values, frozen)
-
-    # ---- where it rests --------------------------------------------------------------------------
+    # ---- stored ----------------------------------------------------------------------------------
 
     @property
     def has_own_master(self) -> bool:
         """Whether there is a master beside the weights."""
-        apart = self.home.parts_master(self.device, is_cut=self.partition.weights)
+        apart = self.offload.parts_master(self.device, is_cut=self.partition.weights)
         return self.trainable and (self.precision.keeps_master or apart)
 
     @property
@@ -184,28 +180,28 @@ class Bucket:
         return None if self._master is None else self._master.values
 
     @property
-    def resting_master(self) -> Resting | None:
-        """The master where it rests."""
+    def stored_master(self) -> Stored | None:
+        """The master as it is stored."""
         return self._master
 
     @property
-    def weights_on_disk(self) -> bool:
-        """Whether my cut of the weights rests in a file."""
-        return self._shard.is_on_disk
+    def disk_weights(self) -> DiskTensor | None:
+        """My cut of the weights on the disk; None if it is elsewhere."""
+        return self._shard.on_disk
 
     @property
-    def shard_at_rest(self) -> Tensor | RunCut:
-        """My cut of the weights where it rests."""
-        return self._shard.at_rest
+    def shard_source(self) -> Tensor | StoredSlice:
+        """My cut of the weights in memory, or what reads it in parts."""
+        return self._shard.source
 
     @property
-    def master_at_rest(self) -> Tensor | RunCut | None:
-        """The master where it rests."""
-        return None if self._master is None else self._master.at_rest
+    def master_source(self) -> Tensor | StoredSlice | None:
+        """The master in memory, or what reads it in parts."""
+        return None if self._master is None else self._master.source
 
     def settle(self) -> None:
         """Put the user's edits into a master on the disk too, which else the next update does."""
-        if self._master is None or not self._master.is_away or self.partition.weights:
+        if self._master is None or self._master.is_present or self.partition.weights:
             return
         with self._master.present(writes=False) as master:
             is_changed = absorb_into(master, self.full[self.span[0] : self.span[1]])
@@ -214,27 +210,22 @@ class Bucket:
                 pass
 
     @property
-    def rests_away(self) -> bool:
-        """Whether anything of this bucket is in memory, as it is, inside `present` alone."""
-        comes = self._master is not None and self._master.comes_and_goes
-        return comes or self._shard.comes_and_goes
-
-    @property
-    def runs_of_weights(self) -> list[DiskRun]:
-        """My cut of the weights on the disk, if it rests there."""
-        return [] if self._shard.run is None else [self._shard.run]
+    def loads_on_use(self) -> bool:
+        """Whether shard or master is in memory inside `present` alone."""
+        loads = self._master is not None and self._master.loads_on_use
+        return loads or self._shard.loads_on_use
 
     @property
     def steps_on(self) -> torch.device:
         """Where updates of this bucket are made."""
-        return self.home.steps_on(self.device)
+        return self.offload.steps_on(self.device)
 
     @contextmanager
     def present(self, *, writes: bool = True) -> Iterator[None]:
         """Have shard and master in memory, with the user's edits; what is written is kept."""
         with ExitStack() as stack:
             stack.enter_context(self._shard.present(writes=writes))
-            was_away = self._master is not None and self._master.is_away
+            was_away = self._master is not None and not self._master.is_present
             if self._master is not None and self._master is not self._shard:
                 stack.enter_context(self._master.present(writes=writes))
             if was_away:
@@ -255,14 +246,14 @@ class Bucket:
 
         What the user has written into them since the last update is lost.
         """
-        if self._master is not None and not self._shard.is_away:
+        if self._master is not None and self._shard.is_present:
             with self._master.present(writes=False) as master:
                 self.put_weights(0, master)
 
     def read_ahead(self) -> None:
         """Begin to read what the next gather needs of the disk, if there is room to."""
         if self.state is Weights.SHARDED and not self.node_copy.is_current:
-            self._shard.start_reading()
+            self._shard.read_ahead()
 
     def forget_ahead(self) -> None:
         """What was read ahead is not wanted any more."""
@@ -295,7 +286,7 @@ class Bucket:
         """What weights take of memory: my cut of them, and all that is gathered."""
         if self.state is Weights.FULL:
             yield self.full
-        yield from self._shard.held
+        yield from self._shard.memory
         if self.node_copy.kept is not None:
             yield self.node_copy.kept
         if self._arrived is not None:
@@ -363,7 +354,7 @@ class Bucket:
 
     @property
     def _compares_for_nothing(self) -> bool:
-        return self.device.type == "cpu" and (self.is_rounded or not self._shard.is_away)
+        return self.device.type == "cpu" and (self.is_rounded or self._shard.is_present)
 
     def serve(self, *, exact: bool = False) -> None:
         """Give my shard to ranks that gather this bucket while I do not use it."""
@@ -424,7 +415,7 @@ class Bucket:
 
         `sending` was begun for an update, when the device had been given all that reads them.
         """
-        if self._steps_off == self._shard.lies_off:
+        if self._steps_off == self._shard.is_offloaded:
             self.shard[start : start + values.numel()].copy_(values)
         elif self._steps_off:
             way = sending or self.start_sending()
@@ -435,7 +426,7 @@ class Bucket:
 
     def start_sending(self) -> Sending | None:
         """Begin to send new weights to the device; None where updates are made there."""
-        crossing = self.home.crossing(self.device) if self._steps_off else None
+        crossing = self.offload.crossing(self.device) if self._steps_off else None
         return None if crossing is None else crossing.sending()
 
     def start_refresh(self) -> Pending | None:
@@ -473,7 +464,7 @@ class Bucket:
                 return
         else:
             self._is_suspect = self._digest is None or not torch.equal(self._digest, digest(mine))
-            is_away = self._master is not None and self._master.is_away
+            is_away = self._master is not None and not self._master.is_present
             if is_away or not self._is_suspect:
                 return
         if self._master is not None and self.has_own_master:

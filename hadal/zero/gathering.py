@@ -114,7 +114,7 @@ class Gathering:
         """Know nothing but the buckets."""
         numels = [bucket.layout.numel for bucket in self._buckets]
         kept = kept_until_backward(numels, self._limits)
-        self._reads_ahead = max((bucket.home.reads_ahead for bucket in self._buckets), default=0)
+        self._reads_ahead = max((bucket.offload.reads_ahead for bucket in self._buckets), default=0)
         self._kept = {bucket for bucket, keep in zip(self._buckets, kept, strict=True) if keep}
         self._paths.restart([bucket.name for bucket in self._buckets], numels)
 

@@ -253,7 +253,7 @@ class Gradients:
         self._count_update()
         self._pending = self._start(self.full, self._label)
         self._is_of_copy = self.bucket.sharing.replicas is not None
-        self._lands_next = last or not (self.partitioned and self.bucket.home.sums_on_device)
+        self._lands_next = last or not (self.partitioned and self.bucket.offload.sums_on_device)
         self.state = Arrival.REDUCING
         if last and self._is_of_copy:
             self._pending.then(self._start_second_hop)

@@ -36,8 +36,8 @@ from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.hooks import ReadWatcher
 from hadal.zero.kinds import is_foreign
-from hadal.zero.policy import Partition, Precision, Residence, Tier
-from hadal.zero.resting import Home
+from hadal.zero.offload import Offload
+from hadal.zero.policy import Partition, Precision, Tier
 from hadal.zero.sharing import Sharing
 
 _CUT_WEIGHTS = Partition(weights=True)
@@ -65,7 +65,7 @@ class _Nursery:
         self._moves = False
 
     def bear(
-        self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, home: Home
+        self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, offload: Offload
     ) -> list[Bucket]:
         """Cut the values of new parameters over the ranks."""
         by_dtype: dict[torch.dtype, list[Member]] = {}
@@ -75,7 +75,7 @@ class _Nursery:
                 member = Member(f"{name}[{len(by_dtype)}]", parameter, -1)
                 by_dtype.setdefault(parameter.dtype, []).append(member)
         return [
-            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), sharing, home)
+            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), sharing, offload)
             for dtype, members in by_dtype.items()
         ]
 
@@ -85,10 +85,10 @@ class _Nursery:
         members: list[Member],
         precision: Precision,
         sharing: Sharing,
-        home: Home,
+        offload: Offload,
     ) -> Bucket:
         plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
-        bucket = Bucket(plan, precision, sharing, current_device(), home=home)
+        bucket = Bucket(plan, precision, sharing, current_device(), offload=offload)
         bucket.reshard()
         for parameter in bucket.parameters:
             self.bucket_of[parameter] = bucket
@@ -111,7 +111,7 @@ class _Nursery:
             with self._own_moves():
                 bucket.unshard()
                 precision = Precision(dtype, given, dtype, dtype)
-                self._lay_down(bucket.name, members, precision, bucket.sharing, bucket.home)
+                self._lay_down(bucket.name, members, precision, bucket.sharing, bucket.offload)
                 bucket.leave_disk()
 
     # ---- seeing what was given -------------------------------------------------------------------
@@ -124,7 +124,7 @@ class _Nursery:
             given = torch.empty(
                 bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
             )
-            reading = bucket.home.as_one(bucket.ranks, f"reading {bucket.name}")
+            reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
             with reading, bucket.present(writes=False):
                 assert bucket.master is not None  # it is trained
                 given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
@@ -146,7 +146,7 @@ class _Nursery:
                 if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
                     view.copy_(parameter.detach())
             broadcast_(given, 0, bucket.ranks, label)
-            writing = bucket.home.as_one(bucket.ranks, f"writing {bucket.name}")
+            writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
             with writing, bucket.present():
                 assert bucket.master is not None  # it was revealed
                 bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
@@ -337,7 +337,9 @@ class Init:
         )
         birth = birth_of(_one_of(config_dict_or_path=config_dict_or_path, config=config))
         self._birth = birth if dtype is None else replace(birth, dtype=dtype)
-        self._home = _home_of(birth, tier_of(birth, remote_device), pins=pin_memory or birth.pins)
+        self._offload = _offload_of(
+            birth, tier_of(birth, remote_device), pins=pin_memory or birth.pins
+        )
         self._born: list[Bucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
         init_distributed()
@@ -393,7 +395,7 @@ class Init:
 
     def _bear_all(self, module: nn.Module) -> None:
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
-        self._born += _nursery.bear(fresh, type(module).__name__, self._sharing, self._home)
+        self._born += _nursery.bear(fresh, type(module).__name__, self._sharing, self._offload)
         for parameter in fresh if self._asked else ():
             _nursery.asked[parameter] = self._asked
         if not self._birth.gathers_in_apply:
@@ -475,16 +477,15 @@ def _refuse_unbuilt(**given: Any) -> None:
 _disks: dict[str, DiskStore] = {}
 
 
-def _home_of(birth: Birth, tier: Tier, *, pins: bool) -> Home:
-    """Where shards, and values as they were given, rest until `initialize`."""
-    residence = Residence(tier, tier, pins, pins)
+def _offload_of(birth: Birth, tier: Tier, *, pins: bool) -> Offload:
+    """Where shards, and values as they were given, are stored until `initialize`."""
     if tier is not Tier.DISK:
-        return Home(residence)
+        return Offload(tier, tier, pins, pins)
     assert birth.nvme_path is not None  # `tier_of` has looked
     if birth.nvme_path not in _disks:
         _disks[birth.nvme_path] = DiskStore(birth.nvme_path, birth.io)
     disk = _disks[birth.nvme_path]
-    return Home(residence, weights_disk=disk, optimizer_disk=disk)
+    return Offload(tier, tier, pins, pins, weights_disk=disk, optimizer_disk=disk)
 
 
 def _one_of(**given: Any) -> Any:

@@ -7,16 +7,16 @@ from torch import Tensor
 from hadal.device import Event
 from hadal.offload.crossing import Arrival, Crossing
 from hadal.zero.bucket import Bucket
-from hadal.zero.resting import Home
+from hadal.zero.offload import Offload
 
 
 class HostMean:
     """Host memory for a mean that leaves the device, and what is under way with it."""
 
-    def __init__(self, home: Home, crossing: Crossing) -> None:
+    def __init__(self, offload: Offload, crossing: Crossing) -> None:
         self.values: Tensor | None = None
         """The last mean that has left the device, once `wait` has returned."""
-        self._home = home
+        self._offload = offload
         self._crossing = crossing
         self._under_way: Event | None = None
         self._coming: Arrival | None = None
@@ -24,14 +24,14 @@ class HostMean:
     @classmethod
     def of(cls, bucket: Bucket) -> HostMean | None:
         """None where updates are made in the device's memory."""
-        home, device = bucket.home, bucket.device
-        crossing = home.crossing(device) if home.lands_off(device) else None
-        return None if crossing is None else cls(home, crossing)
+        offload, device = bucket.offload, bucket.device
+        crossing = offload.crossing(device) if offload.lands_off(device) else None
+        return None if crossing is None else cls(offload, crossing)
 
     def land(self, mean: Tensor) -> Tensor:
         """Begin to copy `mean` to the host; returns where it will be."""
         if self.values is None:
-            self.values = self._home.gradient_memory(mean.numel(), mean.dtype)
+            self.values = self._offload.gradient_memory(mean.numel(), mean.dtype)
         self._under_way = self._crossing.land(mean, self.values, after=self._under_way)
         return self.values
 

@@ -61,29 +61,14 @@ class Precision:
 
 
 class Tier(Enum):
-    """Where values rest between uses."""
+    """A kind of memory that values are stored in between uses."""
 
     DEVICE = auto()
-    """In the memory that computes."""
+    """The memory that computes."""
     HOST = auto()
-    """In the memory of the host; the same where a CPU computes."""
+    """The memory of the host; the same if a CPU computes."""
     DISK = auto()
-    """In files."""
-
-
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """Where a rank's shards rest (ZeRO-Offload, Ren 2021; ZeRO-Infinity, Rajbhandari 2021)."""
-
-    weights: Tier = Tier.DEVICE
-    """Weights that are sharded between uses."""
-    optimizer: Tier = Tier.DEVICE
-    """Masters and what the optimizer remembers. Off the device, the host makes the update and
-    gradients are summed up there."""
-    pins_weights: bool = False
-    """Whether host memory for weights is page-locked."""
-    pins_optimizer: bool = False
-    """Whether host memory for gradients and optimizer state is."""
+    """Files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +117,7 @@ class Transport:
     """Of weights that are sharded, where forward and backward use them; None: as they are. For all
     other uses they travel as they are."""
     frozen: Codec | None = None
-    """Of those of them that are not trained: they rest in it too. None: as all others."""
+    """Of those of them that are not trained: they are stored encoded too. None: as all others."""
     refresh_numel: int = 2**63 - 1
     """Elements gathered at a time of weights that are whole but were stepped in shards."""
     reduce: Codec | None = None

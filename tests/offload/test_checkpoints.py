@@ -11,7 +11,7 @@ from ranks import RankPools
 from torch import Tensor
 
 import hadal
-from hadal.offload.runs import DiskRun, RunCut
+from hadal.offload.tensors import DiskTensor, StoredSlice
 
 from .test_tiers import config_of, model_of, small_blocks, state_of, train
 
@@ -119,12 +119,12 @@ def read_cuts(path: str) -> None:
 
     with DiskStoreOf(DiskStore(path)) as store:
         values = torch.arange(10_001, dtype=torch.float32)
-        run = DiskRun(store, "numbers", values.numel(), values.dtype)
-        assert bool((RunCut(run)[3:7].numel() == 4) and run.read().eq(0).all())
+        run = DiskTensor(store, "numbers", values.numel(), values.dtype)
+        assert bool((StoredSlice(run)[3:7].numel() == 4) and run.read().eq(0).all())
         run.write(values)
         for start, stop in ((0, 10_001), (5, 4097), (4096, 8192), (9000, 10_001), (7, 7)):
             for nbytes in (1, 40_000, 1 << 20):
-                parts = [part.clone() for part in RunCut(run)[start:stop].parts(nbytes)]
+                parts = [part.clone() for part in StoredSlice(run)[start:stop].parts(nbytes)]
                 joined = torch.cat(parts) if parts else values[:0]
                 assert torch.equal(joined, values[start:stop])
 

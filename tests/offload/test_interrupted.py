@@ -19,11 +19,11 @@ from hadal import comm, utils
 from hadal.errors import HadalError, OffloadError
 from hadal.offload.file import DiskFile
 from hadal.offload.requests import Region
-from hadal.offload.runs import DiskRun
 from hadal.offload.store import DiskStore
+from hadal.offload.tensors import DiskTensor
 from hadal.optim import on_disk
 from hadal.optim.step import FlatStepper
-from hadal.zero.resting import Resting
+from hadal.zero.stored import Stored
 
 from .test_tiers import WIDTH, config_of, model_of, small_blocks, state_of, train, trained
 
@@ -142,16 +142,17 @@ def begin_later_without_room(path: str, way: str) -> str:
     else:
         model[1].requires_grad_(False)
     engine, optimizer, *_ = hadal.initialize(model=model, config=config)
-    plain = DiskRun.write_next
+    plain = DiskTensor.write_next
 
-    def write_next(run: DiskRun, values: Tensor) -> None:
+    def write_next(run: DiskTensor, values: Tensor) -> None:
         if comm.get_rank() == 1:
             raise OffloadError("no room for the masters")
         plain(run, values)
 
-    DiskRun.write_next = write_next  # type: ignore[method-assign]
+    DiskTensor.write_next = write_next  # type: ignore[method-assign]
     # What a bucket lays down is written by another way.
-    write, DiskRun.write = DiskRun.write, lambda run, values: plain(run, values) or run.commit()  # type: ignore[method-assign,assignment]
+    write = DiskTensor.write
+    DiskTensor.write = lambda run, values: plain(run, values) or run.commit()  # type: ignore
     try:
         with pytest.raises(OffloadError) as found:
             if way == "the first backward":
@@ -160,7 +161,7 @@ def begin_later_without_room(path: str, way: str) -> str:
                 model[1].requires_grad_(True)
                 optimizer.add_param_group({"params": list(model[1].parameters())})
     finally:
-        DiskRun.write_next, DiskRun.write = plain, write  # type: ignore[method-assign]
+        DiskTensor.write_next, DiskTensor.write = plain, write  # type: ignore[method-assign]
     engine.destroy()
     return str(found.value)
 
@@ -227,16 +228,16 @@ def raise_inside(path: str, fails: str) -> None:
     before = state_of(engine)
     stepper, optimizer = engine._training.stepper, engine.optimizer
     bucket = engine._parts.runtime.gradients[0].bucket
-    plain, has_run = Resting.present, []
+    plain, has_run = Stored.present, []
 
     @contextmanager
-    def present(resting: Resting, **given: Any) -> Iterator[Tensor]:
-        with plain(resting, **given) as values:
+    def present(stored: Stored, **given: Any) -> Iterator[Tensor]:
+        with plain(stored, **given) as values:
             yield values
             if has_run and fails == "the masters":
                 raise OffloadError("now")
 
-    Resting.present = present  # type: ignore[method-assign]
+    Stored.present = present  # type: ignore[method-assign]
     try:
         with pytest.raises(OffloadError, match=r"^now$"), stepper.present(bucket):
             bucket.master.fill_(3.0)
@@ -248,7 +249,7 @@ def raise_inside(path: str, fails: str) -> None:
             if fails == "the body":
                 raise OffloadError("now")
     finally:
-        Resting.present = plain  # type: ignore[method-assign]
+        Stored.present = plain  # type: ignore[method-assign]
     assert has_run
     for mine, theirs in zip(state_of(engine), before, strict=True):
         assert torch.equal(mine, theirs)
@@ -343,7 +344,7 @@ def test_a_run_that_finds_half_its_room_keeps_none(tmp_path: Path) -> None:
 
     store.allocate = allocate  # type: ignore[method-assign]
     with pytest.raises(OffloadError, match="no room"):
-        DiskRun(store, "moments", 4096, torch.float32)
+        DiskTensor(store, "moments", 4096, torch.float32)
     assert given and not store.nbytes
     store.close()
 

@@ -19,11 +19,11 @@ import hadal
 from hadal import comm, utils
 from hadal.config import load_config
 from hadal.engine import tiers
-from hadal.engine.tiers import residence_of
+from hadal.engine.tiers import tiers_of
 from hadal.errors import OffloadError, OptimizerError, UnbuiltConfigError
 from hadal.optim import desk
 from hadal.optim.one_bit import OneBitAdam
-from hadal.zero import resting
+from hadal.zero import offload, stored
 from hadal.zero.policy import Tier
 
 WIDTH = 96
@@ -174,12 +174,12 @@ def test_one_rank_alone_offloads_too(ranks: RankPools, tmp_path: Path) -> None:
 @contextmanager
 def apart() -> Iterator[None]:
     """Treat the host's memory as another one than the device's, so that everything is copied."""
-    before = resting.is_host_memory
-    resting.is_host_memory = tiers.is_host_memory = lambda device: False
+    before = offload.is_host_memory
+    offload.is_host_memory = tiers.is_host_memory = lambda device: False
     try:
         yield
     finally:
-        resting.is_host_memory = tiers.is_host_memory = before
+        offload.is_host_memory = tiers.is_host_memory = before
 
 
 def compare_apart(stage: int, dtype: str, path: str) -> None:
@@ -209,7 +209,7 @@ def host_bytes(path: str, ratio: float) -> tuple[int, int]:
         engine, *_ = hadal.initialize(model=model_of(), config=config)
         train(engine, 2)
         buckets = [b for b in engine._parts.runtime.buckets if b.trainable]
-        off = [b for b in buckets if b.home.residence.optimizer is Tier.HOST]
+        off = [b for b in buckets if b.offload.optimizer is Tier.HOST]
         engine.destroy()
     return sum(b.layout.numel for b in buckets), sum(b.layout.numel for b in off)
 
@@ -225,13 +225,13 @@ def test_the_host_updates_its_share(ranks: RankPools, tmp_path: Path) -> None:
 def pinned_numel(path: str, **sections: Any) -> dict[tuple[bool, torch.dtype], int]:
     """Elements of host memory that were asked for, by whether they are page-locked, and dtype."""
     found: Counter[tuple[bool, torch.dtype]] = Counter()
-    plain = resting.host_empty
+    plain = offload.host_empty
 
     def spy(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
         found[pinned, dtype] += numel
         return plain(numel, dtype, pinned=pinned)
 
-    resting.host_empty = spy
+    offload.host_empty = spy
     try:
         with apart():
             config = config_of(3, "bf16", "cpu", "cpu", path, **sections)
@@ -240,7 +240,7 @@ def pinned_numel(path: str, **sections: Any) -> dict[tuple[bool, torch.dtype], i
             train(engine, 1)
             engine.destroy()
     finally:
-        resting.host_empty = plain
+        offload.host_empty = plain
     return dict(found)
 
 
@@ -279,18 +279,16 @@ def test_old_names_of_offloading_mean_the_host() -> None:
     base = {"train_batch_size": 4}
     zero: dict[str, Any] = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
     config = load_config({**base, "zero_optimization": zero})
-    found = residence_of(config)
+    found = tiers_of(config)
     assert (found.weights, found.optimizer) == (Tier.HOST, Tier.HOST)
-    off = residence_of(
-        load_config({**base, "zero_optimization": {"stage": 2, "cpu_offload": False}})
-    )
+    off = tiers_of(load_config({**base, "zero_optimization": {"stage": 2, "cpu_offload": False}}))
     assert (off.weights, off.optimizer) == (Tier.DEVICE, Tier.DEVICE)
     pinned = {**zero, "cpu_offload_use_pin_memory": False}
     notes = load_config({**base, "zero_optimization": pinned}).notes
     assert any("cpu_offload_use_pin_memory" in note for note in notes)
     low = load_config({**base, "zero_optimization": {"stage": 2, "cpu_offload_param": True}})
     assert any("has no effect at stage 2" in note for note in low.notes)
-    assert residence_of(low).weights is Tier.DEVICE
+    assert tiers_of(low).weights is Tier.DEVICE
 
 
 def test_what_is_not_built_says_so_and_what_steers_it_says_that_it_does_nothing() -> None:
@@ -334,23 +332,23 @@ def test_what_speaks_of_a_disk_says_that_it_does_nothing_in_memory() -> None:
 def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
     """What an update takes of host memory and of the disk."""
     from hadal.offload import buffers, store
-    from hadal.offload.runs import DiskRun
+    from hadal.offload.tensors import DiskTensor
 
     pools: list[tuple[int, int]] = []
     reads: list[int] = []
     writes: list[int] = []
     underway: list[int] = []
     plain_pool = buffers.BufferPool.__init__
-    plain_read, plain_write = DiskRun.start_read, DiskRun.start_write
+    plain_read, plain_write = DiskTensor.start_read, DiskTensor.start_write
 
     def pool(self: Any, count: int, nbytes: int, **named: Any) -> None:
         pools.append((count, nbytes))
         plain_pool(self, count, nbytes, **named)
 
-    def read(self: Any, start: int, out: Tensor) -> Any:
+    def read(self: Any, start: int, out: Tensor, **more: Any) -> Any:
         reads.append(out.numel())
         underway.append(len(writes))
-        return plain_read(self, start, out)
+        return plain_read(self, start, out, **more)
 
     def write(self: Any, start: int, values: Tensor) -> Any:
         writes.append(values.numel())
@@ -361,14 +359,14 @@ def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
         engine, *_ = hadal.initialize(model=model_of(), config=config)
         buffers.BufferPool.__init__ = pool
         train(engine, 1)
-        DiskRun.start_read, DiskRun.start_write = read, write
+        DiskTensor.start_read, DiskTensor.start_write = read, write
         try:
             train(engine, 1, 1)
         finally:
             buffers.BufferPool.__init__ = plain_pool
-            DiskRun.start_read, DiskRun.start_write = plain_read, plain_write
+            DiskTensor.start_read, DiskTensor.start_write = plain_read, plain_write
         files = [file for file in Path(path).rglob("*") if file.is_file() and file.stat().st_size]
-        assert isinstance(engine._parts.homes._stores[Path(path)], store.DiskStore)
+        assert isinstance(engine._parts.offloading._stores[Path(path)], store.DiskStore)
         engine.destroy()
     [(count, nbytes)], largest = pools, max(reads)  # kept from one update to the next
     return {
@@ -406,30 +404,30 @@ def test_the_way_over_the_disk_is_bounded_and_pipelined(ranks: RankPools, tmp_pa
 
 
 def peak_of_reading(path: str, buffer_count: int, max_in_cpu: int) -> dict[str, int]:
-    from hadal.offload.runs import DiskRun
+    from hadal.offload.tensors import DiskTensor
 
     ahead = {"count": 0}
-    plain = resting.Resting.start_reading
+    plain = stored.Stored.read_ahead
 
     def start(self: Any) -> None:
         plain(self)
-        ahead["count"] += self._ahead is not None
+        ahead["count"] += self._ahead is not None and self._ahead._buffer is not None
 
     weights = {"buffer_count": buffer_count, "max_in_cpu": max_in_cpu}
     config = config_of(3, "bf16", None, "nvme", path, offload_param=weights)
     engine, *_ = hadal.initialize(model=model_of(), config=config)
     buckets = engine._parts.runtime.buckets
-    on_disk = [b for b in buckets if b.weights_on_disk]
+    on_disk = [b for b in buckets if b.disk_weights is not None]
     train(engine, 2)
-    resting.Resting.start_reading = start
+    stored.Stored.read_ahead = start
     try:
         train(engine, 1, 2)
     finally:
-        resting.Resting.start_reading = plain
-    assert all(isinstance(b._shard.run, DiskRun) for b in on_disk)
+        stored.Stored.read_ahead = plain
+    assert all(isinstance(b.disk_weights, DiskTensor) for b in on_disk)
     largest = max((b._shard.numel for b in on_disk), default=0)
     in_memory = sum(
-        b._shard.numel for b in buckets if b.partition.weights and not b.weights_on_disk
+        b._shard.numel for b in buckets if b.partition.weights and b.disk_weights is None
     )
     engine.destroy()
     return {"disk": len(on_disk), "ahead": ahead["count"], "in": in_memory, "largest": largest}
@@ -462,10 +460,10 @@ def too_large(path: str) -> None:
 
 
 def first_update_writes(path: str, fast_init: bool) -> list[int]:
-    from hadal.offload.runs import DiskRun
+    from hadal.offload.tensors import DiskTensor
 
     starts: list[int] = []
-    plain = DiskRun.start_write
+    plain = DiskTensor.start_write
 
     def write(self: Any, start: int, values: Tensor) -> Any:
         starts.append(values.numel())
@@ -474,11 +472,11 @@ def first_update_writes(path: str, fast_init: bool) -> list[int]:
     offload = {"fast_init": fast_init}
     config = config_of(2, "bf16", "nvme", None, path, offload_optimizer=offload)
     engine, *_ = hadal.initialize(model=model_of(), config=config)
-    DiskRun.start_write = write
+    DiskTensor.start_write = write
     try:
         train(engine, 1)
     finally:
-        DiskRun.start_write = plain
+        DiskTensor.start_write = plain
     state = state_of(engine)
     engine.destroy()
     return [sum(starts), *[float(one.double().sum()) for one in state]]
@@ -559,14 +557,14 @@ def test_edits_of_whole_weights_reach_masters_on_the_disk(ranks: RankPools, tmp_
 
 def fail_in_the_middle(path: str) -> None:
     """One rank's disk fails in the middle of an update: nothing has changed on any rank."""
-    from hadal.offload.runs import DiskRun
+    from hadal.offload.tensors import DiskTensor
 
     with small_blocks():
         engine, *_ = hadal.initialize(
             model=model_of(), config=config_of(2, "bf16", "nvme", None, path)
         )
         train(engine, 2)
-        before, plain, calls = state_of(engine), DiskRun.start_write, [0]
+        before, plain, calls = state_of(engine), DiskTensor.start_write, [0]
 
         def write(self: Any, start: int, values: Tensor) -> Any:
             calls[0] += 1
@@ -576,12 +574,12 @@ def fail_in_the_middle(path: str) -> None:
                 raise OffloadError(f"{path}: the disk is gone")
             return request
 
-        DiskRun.start_write = write
+        DiskTensor.start_write = write
         try:
             with pytest.raises(OffloadError, match="the disk is gone"):
                 train(engine, 1, 2)
         finally:
-            DiskRun.start_write = plain
+            DiskTensor.start_write = plain
         for mine, theirs in zip(state_of(engine), before, strict=True):
             assert torch.equal(mine, theirs)
         train(engine, 2, 2)

@@ -19,7 +19,7 @@ from torch import Tensor
 import hadal
 from hadal import comm, utils
 from hadal.errors import OffloadError
-from hadal.offload.runs import DiskRun
+from hadal.offload.tensors import DiskTensor
 
 from .test_tiers import config_of, model_of, small_blocks, train
 
@@ -213,7 +213,7 @@ def add_later(kind: str, stage: int, path: str) -> None:
         torch_optimizer.add_param_group(group)
         train(engine, 2, 2)
         buckets = [one.bucket for one in engine._parts.runtime.gradients]
-        assert {b.home.disk_of_state is None for b in buckets} == {optimizer is None}
+        assert {b.offload.disk_of_state is None for b in buckets} == {optimizer is None}
         found.append(remembered(engine))
         engine.destroy()
     assert_alike(*found)
@@ -232,9 +232,9 @@ def test_later_groups_rest_on_the_disk_too(
 @contextmanager
 def failing_write(number: int, error: BaseException) -> Iterator[None]:
     """On the last rank this write of an update does not come to its end."""
-    plain, calls = DiskRun.start_write, [0]
+    plain, calls = DiskTensor.start_write, [0]
 
-    def write(run: DiskRun, start: int, values: Tensor) -> Any:
+    def write(run: DiskTensor, start: int, values: Tensor) -> Any:
         request = plain(run, start, values)
         calls[0] += 1
         if calls[0] == number:
@@ -243,11 +243,11 @@ def failing_write(number: int, error: BaseException) -> Iterator[None]:
         return request
 
     if comm.get_rank() == comm.get_world_size() - 1:
-        DiskRun.start_write = write  # type: ignore[method-assign]
+        DiskTensor.start_write = write  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DiskRun.start_write = plain  # type: ignore[method-assign]
+        DiskTensor.start_write = plain  # type: ignore[method-assign]
 
 
 def fail_in_the_middle(kind: str, stage: int, dtype: str, path: str) -> None:

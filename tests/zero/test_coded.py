@@ -583,7 +583,7 @@ def adapted() -> Wide:
 
 def held_nbytes(engine: Any) -> int:
     buckets = [b for b in engine._parts.runtime.buckets if not b.trainable]
-    return sum(t.nbytes for bucket in buckets for t in bucket._shard.held)
+    return sum(t.nbytes for bucket in buckets for t in bucket._shard.memory)
 
 
 def hold_frozen(settings: dict[str, Any], folder: str) -> None:

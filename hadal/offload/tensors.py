@@ -1,0 +1,240 @@
+"""1-D tensors on a disk, in two generations: the last committed one, and the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hadal.errors import OffloadError
+from hadal.offload.buffers import aligned
+from hadal.offload.requests import Request
+from hadal.offload.store import DiskStore
+
+# Elements: reads and writes of a part begin at a multiple of it, whatever the dtype. Direct
+# transfers begin at multiples of 4096 bytes.
+UNIT_NUMEL = 4096
+_PART_NUMEL = 1 << 24
+
+
+class DiskTensor:
+    """A 1-D tensor in a store.
+
+    Writes count from `commit` on; `rollback` drops them. So an update that fails leaves everything
+    as it was before, for twice the space on the disk. Until the first commit all elements are
+    `fill`, and the disk is not read.
+    """
+
+    def __init__(
+        self, store: DiskStore, name: str, numel: int, dtype: torch.dtype, fill: float = 0.0
+    ) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self._fill = fill
+        self._store = store
+        nbytes = numel * dtype.itemsize
+        self._regions = [store.allocate(name, nbytes)]
+        try:
+            self._regions.append(store.allocate(name, nbytes))
+        except OffloadError:
+            self.free()
+            raise
+        self._committed: int | None = None
+        self._is_dirty = False
+
+    @classmethod
+    def of(cls, store: DiskStore, name: str, values: Tensor) -> DiskTensor:
+        """Store `values`, from any memory, and commit them."""
+        made = cls(store, name, values.numel(), values.dtype)
+        made.write(values)
+        return made
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing was committed yet."""
+        return self._committed is None
+
+    @property
+    def _next(self) -> int:
+        return 0 if self._committed is None else 1 - self._committed
+
+    def start_read(self, start: int, out: Tensor, *, latest: bool = False) -> Request | None:
+        """Begin to fill `out` (1-D, aligned memory) with the elements from `start` on.
+
+        They are those of the last commit; with `latest`, what was written since, if anything was.
+        None: `out` is filled already.
+        """
+        generation = self._next if latest and self._is_dirty else self._committed
+        if generation is None or not out.numel():
+            out.fill_(self._fill)
+            return None
+        offset = start * self.dtype.itemsize
+        return self._store.start_read(self._regions[generation], offset, _bytes(out))
+
+    def start_write(self, start: int, values: Tensor) -> Request:
+        """Begin to write `values` (1-D, aligned memory), which must stay until that is done."""
+        self._is_dirty = True
+        region = self._regions[self._next]
+        return self._store.start_write(region, start * self.dtype.itemsize, _bytes(values))
+
+    def commit(self) -> None:
+        """Make what was written count; without writes nothing changes."""
+        if self._is_dirty:
+            self._committed, self._is_dirty = self._next, False
+
+    def rollback(self) -> None:
+        """Drop what was written since the last commit."""
+        self._is_dirty = False
+
+    def read(self) -> Tensor:
+        """Return all elements as they were last written, in host memory of their own."""
+        out = self._memory()
+        request = self.start_read(0, out, latest=True)
+        if request is not None:
+            request.wait()
+        return out
+
+    def write(self, values: Tensor) -> None:
+        """Write all elements, from any memory, and commit them."""
+        self.write_next(values)
+        self.commit()
+
+    def write_next(self, values: Tensor) -> None:
+        """Write all elements, from any memory."""
+        if values.device.type != "cpu" or values.data_ptr() % UNIT_NUMEL:
+            values = self._memory().copy_(values)
+        if self.numel:
+            self.start_write(0, values).wait()
+        self._is_dirty = True
+
+    def _memory(self) -> Tensor:
+        return aligned(max(self.numel, 1) * self.dtype.itemsize).view(self.dtype)[: self.numel]
+
+    def lay_out(self) -> None:
+        """Write and commit what it begins with, if it is blank."""
+        if self.is_blank and self.numel:
+            part = aligned(min(self.numel, _PART_NUMEL) * self.dtype.itemsize).view(self.dtype)
+            part.fill_(self._fill)
+            for start in range(0, self.numel, _PART_NUMEL):
+                self.start_write(start, part[: self.numel - start]).wait()
+            self.commit()
+
+    def free(self) -> None:
+        """Give its space on the disk back."""
+        for region in self._regions:
+            self._store.free(region)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadOnly:
+    """A disk tensor that a walk reads and does not write."""
+
+    source: DiskTensor
+    latest: bool = False
+    """Whether to read what was written since the last commit."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.source.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.source.dtype
+
+    def start_read(self, start: int, out: Tensor) -> Request | None:
+        """Begin to fill `out` with the elements from `start` on; None: it is done."""
+        return self.source.start_read(start, out, latest=self.latest)
+
+    def start_write(self, start: int, values: Tensor) -> None:
+        """Write nothing."""
+
+
+Walked: TypeAlias = DiskTensor | ReadOnly
+
+
+class Readable(Protocol):
+    """A 1-D tensor that can be read in parts: on a disk, or encoded."""
+
+    numel: int
+    dtype: torch.dtype
+
+    def start_read(self, start: int, out: Tensor, /) -> Request | None:
+        """Begin to fill `out` with the elements from `start` on; None: it is done."""
+
+
+class StoredSlice:
+    """A slice of a tensor that is not in memory: has a dtype and a shape, and is read in parts."""
+
+    def __init__(self, source: Readable, start: int = 0, stop: int | None = None) -> None:
+        self._source = source
+        self._start = start
+        self._stop = source.numel if stop is None else stop
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self._source.dtype
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The shape as a tensor."""
+        return (self.numel(),)
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self._stop - self._start
+
+    def element_size(self) -> int:
+        """Bytes of one element."""
+        return self._source.dtype.itemsize
+
+    def __getitem__(self, place: slice) -> StoredSlice:
+        start, stop, _ = place.indices(self.numel())
+        return StoredSlice(self._source, self._start + start, self._start + max(start, stop))
+
+    def parts(self, nbytes: int) -> Iterator[Tensor]:
+        """Yield all elements in order, in parts of about so many bytes; each lasts until the next.
+
+        Raises:
+            OffloadError: they cannot be read.
+        """
+        step = max(1, nbytes // self.element_size() // UNIT_NUMEL) * UNIT_NUMEL
+        memory = aligned(step * self.element_size()).view(self.dtype)
+        at = self._start
+        while at < self._stop:
+            # Reads begin at a page.
+            first = at // UNIT_NUMEL * UNIT_NUMEL
+            out = memory[: min(step, self._source.numel - first)]
+            request = self._source.start_read(first, out)
+            if request is not None:
+                request.wait()
+            stop = min(self._stop, first + out.numel())
+            yield out[at - first : stop - first]
+            at = stop
+
+
+@contextmanager
+def one_update(tensors: Callable[[], Iterable[DiskTensor]]) -> Iterator[None]:
+    """Commit all these tensors at the end of the context, or roll all back if it raises.
+
+    `tensors` is called at the end: an update may add some.
+    """
+    try:
+        yield
+    except BaseException:
+        for tensor in tensors():
+            tensor.rollback()
+        raise
+    for tensor in tensors():
+        tensor.commit()

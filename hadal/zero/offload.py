@@ -1,0 +1,130 @@
+"""Where the shards of one bucket are stored between uses: on the device, the host or a disk."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.codecs.codec import Codec
+from hadal.comm.faults import told_to_all
+from hadal.device import host_empty, is_host_memory
+from hadal.errors import OffloadError
+from hadal.offload.buffers import BufferPool
+from hadal.offload.crossing import Crossing, crossing_of
+from hadal.offload.store import DiskStore
+from hadal.offload.tensors import DiskTensor
+from hadal.zero.policy import Tier
+from hadal.zero.stored import EncodedTensor, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The tiers of one bucket's shards (ZeRO-Offload, Ren 2021; ZeRO-Infinity, Rajbhandari 2021).
+
+    By default everything is on the device.
+    """
+
+    weights: Tier = Tier.DEVICE
+    """Weights that are sharded between uses."""
+    optimizer: Tier = Tier.DEVICE
+    """Masters and the optimizer's state. Off the device, the host makes the update."""
+    pins_weights: bool = False
+    """Whether host memory for weights is pinned."""
+    pins_optimizer: bool = False
+    """Whether host memory for gradients and optimizer state is pinned."""
+    sums_on_device: bool = False
+    """Whether sharded gradients are summed up on the device, and leave it once an update."""
+    optimizer_later: Tier = Tier.DEVICE
+    """The tier of masters and state of what is frozen now and trained later."""
+    weights_disk: DiskStore | None = None
+    weights_pool: BufferPool | None = None
+    """Buffers to read weights from the disk into."""
+    optimizer_disk: DiskStore | None = None
+
+    def when_trained(self) -> Offload:
+        """The same for parameters that are trained from now on."""
+        return replace(self, optimizer=self.optimizer_later)
+
+    @property
+    def reads_ahead(self) -> int:
+        """How many buckets of weights may be read from the disk ahead of their gathers."""
+        return 0 if self.weights_pool is None else self.weights_pool.count
+
+    @property
+    def disk_of_state(self) -> DiskStore | None:
+        """The disk of masters and optimizer state, if they are on one."""
+        return self.optimizer_disk if self.optimizer is Tier.DISK else None
+
+    def as_one(self, ranks: Ranks, what: str) -> AbstractContextManager[None]:
+        """A context in which a disk's fault on one of these ranks is raised on all of them.
+
+        No other collective is called inside. Without a disk, none is.
+        """
+        if self.weights_disk is None and self.optimizer_disk is None:
+            return nullcontext()
+        return told_to_all(ranks, what, OffloadError)
+
+    def steps_on(self, device: torch.device) -> torch.device:
+        """The device that updates what computes on `device`."""
+        return torch.device("cpu") if self.lands_off(device) else device
+
+    def lands_off(self, device: torch.device) -> bool:
+        """Whether gradients leave the memory of `device` for an update on the host."""
+        return self.optimizer is not Tier.DEVICE and not is_host_memory(device)
+
+    def crossing(self, device: torch.device) -> Crossing | None:
+        """The copies between `device` and the host; None if one memory serves both."""
+        if is_host_memory(device):
+            return None
+        return crossing_of(device, pins=self.pins_weights or self.pins_optimizer)
+
+    def parts_master(self, device: torch.device, *, is_cut: bool) -> bool:
+        """Whether a master is kept beside weights of its own dtype.
+
+        On the disk it always is: there an update that fails can be taken back.
+        """
+        if self.optimizer is Tier.DISK or (is_cut and self.weights is Tier.DISK):
+            return True
+        in_host = is_cut and self.weights is Tier.HOST and not is_host_memory(device)
+        return in_host != self.lands_off(device)
+
+    def store_weights(
+        self, name: str, values: Tensor, *, is_cut: bool, encodes: Codec | None
+    ) -> Stored:
+        """Store my shard; whole weights are views. `encodes`: unless it is on the disk."""
+        if not is_cut:
+            return Stored(name, values)
+        crossing = self.crossing(values.device)
+        if self.weights is Tier.DISK:
+            assert self.weights_disk is not None  # it is their tier
+            on_disk = DiskTensor.of(self.weights_disk, name, values)
+            return Stored(name, values, on_disk, self.weights_pool, crossing)
+        if self.weights is Tier.HOST and crossing is not None:
+            values = _in_host(values, pinned=self.pins_weights)
+        else:
+            values, crossing = values.clone(), None
+        if encodes is not None:
+            return Stored(name, values, EncodedTensor(values, encodes))
+        return Stored(name, values, crossing=crossing)
+
+    def store_master(self, name: str, values: Tensor) -> Stored:
+        """Store values that the optimizer updates; `values` may be kept."""
+        if self.optimizer is Tier.DISK:
+            assert self.optimizer_disk is not None  # it is their tier
+            return Stored(name, values, DiskTensor.of(self.optimizer_disk, name, values))
+        if self.lands_off(values.device):
+            # Not pinned: new weights are cast into pinned staging buffers on their way.
+            values = _in_host(values, pinned=False)
+        return Stored(name, values)
+
+    def gradient_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory for the mean of gradients that leave the device; uninitialised."""
+        return host_empty(numel, dtype, pinned=self.pins_optimizer)
+
+
+def _in_host(values: Tensor, *, pinned: bool) -> Tensor:
+    return host_empty(values.numel(), values.dtype, pinned=pinned).copy_(values)
