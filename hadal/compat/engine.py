@@ -152,12 +152,12 @@ class DeepSpeedEngine(Accessors):
         """
         if lr_kwargs:
             raise unbuilt("engine.step(lr_kwargs=...)")
-        before, skipped = self.global_steps, self.skipped_steps
+        before = self.global_steps
         self._was_applied = False
         super().step()
         if self.global_steps == before:
             return
-        self._was_applied = self.skipped_steps == skipped
+        self._was_applied = True
         if isinstance(self._outer, PlainOptimizer):
             self._outer._opt_called = True  # a schedule that hangs on it asks
         self.tput_timer.end_update(self.train_batch_size())
@@ -168,7 +168,7 @@ class DeepSpeedEngine(Accessors):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: not within an accumulation, nor skipped."""
-        return self._was_applied
+        return self._was_applied and not self.overflow
 
     def get_global_grad_norm(self) -> Norm | None:
         """As `hadal.Engine.get_global_grad_norm`; the number also has `item()`."""

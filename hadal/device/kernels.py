@@ -2,9 +2,9 @@
 
 All tensors of a call are 1-D, of one dtype and length, on one device. `divisor` is a float32 scalar
 tensor there by which the gradient is divided first; the gradient is then overwritten with the
-quotient. A `step` is a float32 scalar tensor that already counts this update and is not changed, so
-that one update can be made in several blocks. The arithmetic is done in float32 where the tensors
-have 16 bits.
+quotient. `overflowed` is such a scalar too: if it is 1, nothing changes. A `step` is a float32
+scalar tensor that already counts this update and is not changed, so that one update can be made in
+several blocks. The arithmetic is done in float32 where the tensors have 16 bits.
 
 An element gets the same bits wherever it lies in a call. On CPUs torch computes the elements behind
 the last whole vector one by one, with other roundings (without fused multiply-adds) than those in
@@ -71,6 +71,7 @@ def fused_adam_(
     step: Tensor,
     rule: AdamRule,
     divisor: Tensor | None = None,
+    overflowed: Tensor | None = None,
 ) -> None:
     """One Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update in place, one kernel.
 
@@ -94,6 +95,7 @@ def fused_adam_(
             amsgrad=bool(largest),
             maximize=rule.maximize,
             grad_scale=divisor,
+            found_inf=overflowed,
         )
 
 
@@ -102,9 +104,9 @@ def fused_sgd_(
     gradient: Tensor,
     momentum: Tensor | None,
     rule: SgdRule,
-    *,
     is_first: bool,
     divisor: Tensor | None = None,
+    overflowed: Tensor | None = None,
 ) -> None:
     """One SGD update in place, with momentum (Sutskever 2013) where there is some, one kernel.
 
@@ -125,6 +127,7 @@ def fused_sgd_(
             maximize=rule.maximize,
             is_first_step=is_first,
             grad_scale=divisor,
+            found_inf=overflowed,
         )
 
 
@@ -135,6 +138,7 @@ def fused_adagrad_(
     step: Tensor,
     rule: AdagradRule,
     divisor: Tensor | None = None,
+    overflowed: Tensor | None = None,
 ) -> None:
     """One Adagrad (Duchi 2011) update in place, one kernel."""
     with _whole_vectors([parameter, gradient, square_sum]) as pieces:
@@ -149,6 +153,7 @@ def fused_adagrad_(
             eps=rule.eps,
             maximize=rule.maximize,
             grad_scale=divisor,
+            found_inf=overflowed,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -20,9 +21,10 @@ from hadal.engine.collector import hold_collector
 from hadal.engine.direct import DirectBackward
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
-from hadal.engine.parts import Counters, Cycle, Parts
+from hadal.engine.parts import Counters, Cycle, Finding, Parts
 from hadal.engine.reading import Collate
 from hadal.engine.topology import Topology
+from hadal.engine.undecided import Undecided
 from hadal.errors import UsageError
 from hadal.optim.loss_scale import ScaleState, first_scale
 from hadal.optim.step import Stepper
@@ -55,6 +57,10 @@ class EngineBase(nn.Module):
         self._scale: ScaleState = first_scale(parts.scale_rule)
         self._counters = Counters()
         self._cycle = Cycle()
+        self._undecided: Undecided | None = None
+        """The last update, until the host knows whether the device has skipped it."""
+        self._skipped: Undecided | None = None
+        """The last update, if the device has skipped it and that is not reported yet."""
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
         self._saver = Saver(parts.world)
@@ -89,6 +95,7 @@ class EngineBase(nn.Module):
             }
 
     def _live(self) -> Live:
+        self._learn_of_skip()
         scalars = {"counters": asdict(self._counters), "scale": list(self._scale)}
         return self._parts.live(self._training, self._loader, scalars)
 
@@ -188,6 +195,7 @@ class EngineBase(nn.Module):
     @property
     def skipped_steps(self) -> int:
         """Updates skipped because gradients were not finite."""
+        self._learn_of_skip()
         return self._counters.skipped_steps
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -258,17 +266,30 @@ class EngineBase(nn.Module):
         None before the first update, and where `compute_grad_norm` is false; infinity where the
         update was skipped because they overflowed.
         """
+        self._learn_of_skip()
         return self._cycle.last.norm
 
     @property
     def clip_coefficient(self) -> float:
         """What the last update's gradients were multiplied with to clip them; 1.0: nothing."""
+        self._learn_of_skip()
         return self._cycle.last.clip
 
     @property
     def overflow(self) -> bool:
         """Whether the last update was skipped because gradients were not finite."""
+        self._learn_of_skip()
         return self._cycle.last.overflow
+
+    def _learn_of_skip(self) -> None:
+        """Read whether the device has skipped the last update, and take back what followed it."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and undecided.was_skipped():
+            undecided.undo()
+            self._counters.skipped_steps += 1
+            norm = None if undecided.found.measured is None else math.inf
+            self._cycle.last = Finding(norm, overflow=True)
+            self._skipped = undecided
 
     @property
     def loss_scale(self) -> float:

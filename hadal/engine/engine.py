@@ -11,16 +11,17 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from hadal.device import give_back_freed_memory
+from hadal.device import give_back_freed_memory, start_reading
 from hadal.engine.checkpoints import SavesCheckpoints
 from hadal.engine.compile import compile_module
 from hadal.engine.giving import GivesWeights
 from hadal.engine.moving import MovesStates
-from hadal.engine.parts import Training
+from hadal.engine.parts import Finding, Training
 from hadal.engine.report import Progress
-from hadal.engine.update import measure, moved_scale
+from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
+from hadal.engine.update import late_finding, measure, moved_scale
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
-from hadal.optim.desk import Multiplier
+from hadal.optim.step import FlatStepper
 from hadal.zero import access
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
@@ -297,13 +298,15 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def _update(self, samples: int) -> None:
         parts, training, counters = self._parts, self._training, self._counters
         assert training is not None  # a backward came before
+        self._tell_skipped()
         with parts.clocks.late_reduce:
             parts.runtime.reduce_all()
         with parts.clocks.step:
             parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
             parts.runtime.reshard_all()
             factor, self._cycle.factor = self.gradient_factor, None
-            found = measure(parts, factor)
+            later = not self._cycle.skips_next and decides_on_device(parts, training)
+            found = measure(parts, factor, later=later)
             if self._cycle.skips_next:
                 self._cycle.skips_next = False
                 found = found if found.overflow else replace(found, overflow=True, is_asked=True)
@@ -311,9 +314,11 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             if found.overflow:
                 counters.skipped_steps += 1
             else:
-                self._step_weights(training, found.multiplier(factor))
-                if training.schedule is not None:
-                    training.schedule.step()
+                self._step_weights(training, found, factor)
+                undo = step_schedule(training)
+                if found.overflowed is not None:
+                    flag = start_reading(found.overflowed, "whether the last gradients overflowed")
+                    self._undecided = Undecided(counters.global_steps, found, flag, undo)
             parts.runtime.clear_gradients()
         counters.global_steps += 1
         counters.global_samples += samples
@@ -327,18 +332,31 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             skipped, times = counters.skipped_steps, parts.clocks.last
             parts.experiment.end_update(counters.global_steps, samples, skipped, times)
 
-    def _step_weights(self, training: Training, multiplier: Multiplier) -> None:
+    def _tell_skipped(self) -> None:
+        """Report that the device has skipped the last update. All ranks must call it together."""
+        self._learn_of_skip()
+        skipped, self._skipped = self._skipped, None
+        if skipped is not None:
+            found = late_finding(skipped.found, self._parts)
+            self._scale = moved_scale(self._scale, found, skipped.number, self._parts)
+
+    def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
         runtime = self._parts.runtime
         try:
             with runtime.holding_frozen():
-                training.stepper.step(multiplier)
+                multiplier = found.multiplier(factor)
+                if found.overflowed is None:
+                    training.stepper.step(multiplier)
+                else:
+                    assert isinstance(training.stepper, FlatStepper)  # `decides_on_device`
+                    training.stepper.step(multiplier, found.overflowed)
         except BaseException:
             # The next update must not begin with what this one could not use.
             runtime.clear_gradients()
             raise
 
     def _progress(self) -> Progress:
-        skipped, norm = self._counters.skipped_steps, self._cycle.last.norm
+        skipped, norm = self.skipped_steps, self._cycle.last.norm
         return Progress(skipped, self.get_lr(), self.get_mom(), norm)
 
     @contextmanager

@@ -24,7 +24,7 @@ from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.optim.desk import Multiplier
 from hadal.optim.loss_scale import ScaleRule
-from hadal.optim.norm import clip_coefficient
+from hadal.optim.norm import RowNorms, clip_coefficient
 from hadal.optim.step import Stepper
 from hadal.zero.hooks import Hooks
 from hadal.zero.regroup import renamed
@@ -121,8 +121,12 @@ class Finding:
     """The norm to which they are clipped; 0: they are not."""
     clip_on_device: Tensor | None = None
     """The factor that clips them, if the host does not know it yet."""
+    overflowed: Tensor | None = None
+    """Whether they are not finite, if the device decides by it and the host does not know."""
+    rows: RowNorms | None = None
+    """Where the host then looks for the parameter."""
     overflow: bool = False
-    """Whether the update is skipped because they are not finite."""
+    """Whether the update is skipped because they are not finite, as far as the host knows."""
     culprit: str | None = None
     """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
     is_asked: bool = False

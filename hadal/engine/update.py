@@ -9,41 +9,52 @@ from hadal.comm.collectives import gather_objects
 from hadal.device import is_host_memory, read_on_host, start_reading
 from hadal.engine.parts import Finding, Parts
 from hadal.optim.loss_scale import ScaleState, next_scale
-from hadal.optim.norm import clip_on_device, global_norm
-from hadal.optim.overflow import first_overflow, has_overflow
+from hadal.optim.norm import RowNorms, clip_on_device, global_norm
+from hadal.optim.overflow import first_overflow, first_row_overflow, has_overflow
 
 _log = logging.getLogger(__name__)
 
 _NORM = "the norm of the gradients"
 
 
-def measure(parts: Parts, scale: float) -> Finding:
+def measure(parts: Parts, scale: float, *, later: bool = False) -> Finding:
     """Compute norm and overflow of the mean gradients of a loss that was multiplied with `scale`.
 
     All ranks must call it together, and find the same. On an accelerator the host waits only to
-    learn whether gradients overflowed, if an update may be skipped for that.
+    learn whether gradients overflowed, if an update may be skipped for that; `later`: not even
+    then, because the device decides.
     """
     gradients, model_parallel = parts.runtime.gradients, parts.topology.model_parallel
-    if not parts.computes_norm:
-        blown = parts.skip_overflow and has_overflow(gradients, parts.ranks, model_parallel)
-        return Finding(overflow=True, culprit=_culprit(parts)) if blown else Finding()
-    norm = global_norm(gradients, parts.topology.sharing, model_parallel) / scale
-    limit = parts.gradient_clipping
-    if not parts.skip_overflow and not is_host_memory(norm.device):
-        return Finding(
-            start_reading(norm, _NORM), limit, clip_on_device(norm, limit) if limit else None
-        )
-    value = float(read_on_host(norm, _NORM))
-    blown = parts.skip_overflow and not math.isfinite(value)
-    if parts.skip_overflow and model_parallel is not None:
-        # The norm counts on the first rank alone what is not marked as a part: look at it all.
-        blown = has_overflow(gradients, parts.ranks, model_parallel) or blown
-    # A NaN says no more than infinity, and callers look for that.
-    return (
-        Finding(math.inf, overflow=True, culprit=_culprit(parts))
-        if blown
-        else Finding(value, limit)
-    )
+    limit, norm, rows = parts.gradient_clipping, None, RowNorms()
+    if parts.computes_norm:
+        norm = global_norm(gradients, parts.topology.sharing, model_parallel, rows) / scale
+    overflowed = None
+    # The norm counts on the first rank alone what is not marked as a part.
+    if parts.skip_overflow and (norm is None or model_parallel is not None):
+        overflowed = has_overflow(gradients, parts.ranks, model_parallel)
+    if parts.skip_overflow and norm is not None:
+        is_infinite = norm.isfinite().logical_not()
+        overflowed = is_infinite if overflowed is None else is_infinite.logical_or(overflowed)
+    if overflowed is not None and not (later and not is_host_memory(overflowed.device)):
+        if bool(read_on_host(overflowed, "whether gradients overflowed")):
+            # A NaN says no more than infinity, and callers look for that.
+            infinite = None if norm is None else math.inf
+            return Finding(infinite, overflow=True, culprit=_culprit(parts))
+        overflowed = None
+    if norm is None:
+        return Finding(overflowed=overflowed)
+    if is_host_memory(norm.device):
+        return Finding(float(norm), limit)
+    clip = clip_on_device(norm, limit) if limit else None
+    return Finding(start_reading(norm, _NORM), limit, clip, overflowed, rows)
+
+
+def late_finding(found: Finding, parts: Parts) -> Finding:
+    """The finding of an update that the device has skipped. All ranks must call it together."""
+    names = [name for name, _ in parts.model.named_parameters()]
+    culprit = None if found.rows is None else first_row_overflow(found.rows, names, parts.ranks)
+    near = None if culprit is None else f"{culprit} (or of a parameter stored beside it)"
+    return Finding(None if found.measured is None else math.inf, overflow=True, culprit=near)
 
 
 def _culprit(parts: Parts) -> str | None:

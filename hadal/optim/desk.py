@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hadal.offload.crossing import Sending
-from hadal.optim.elementwise import Update
+from hadal.optim.elementwise import Scaling, Update
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
 # in float32 stays in the cache between these, on an accelerator enough to keep it busy.
@@ -61,7 +61,9 @@ def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
 class Desk:
     """Where the blocks of one update are worked on: a buffer for each that must be cast."""
 
-    def __init__(self, device: torch.device, multiplier: Multiplier) -> None:
+    def __init__(
+        self, device: torch.device, multiplier: Multiplier, overflowed: Tensor | None = None
+    ) -> None:
         self.numel = block_numel(device)
         self._device = device
         self._multiplier = multiplier
@@ -72,6 +74,7 @@ class Desk:
         else:
             inverse = 1 / multiplier if multiplier else float("inf")
             self._divisor = torch.full((), inverse, dtype=torch.float32, device=device)
+        self._overflowed = None if overflowed is None else overflowed.to(torch.float32)
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def apply(self, update: Update, gradient: Tensor, owned: Sequence[Tensor]) -> None:
@@ -81,7 +84,7 @@ class Desk:
             exact = torch.promote_types(exact, torch.float32)
         scaled, divisor = self._lay_gradient(gradient, exact)
         work = [self._lay(place, block, exact) for place, block in enumerate(owned)]
-        update.apply(work[0], scaled, work[1:], divisor)
+        update.apply(work[0], scaled, work[1:], Scaling(divisor, self._overflowed))
         for block, laid in zip(owned, work, strict=True):
             if laid is not block:
                 block.copy_(laid)
@@ -110,8 +113,14 @@ class Desk:
 class Desks:
     """The desks of one update, one for each memory that updates are made in."""
 
-    def __init__(self, multiplier: Multiplier, sending: Sending | None = None) -> None:
+    def __init__(
+        self,
+        multiplier: Multiplier,
+        sending: Sending | None = None,
+        overflowed: Tensor | None = None,
+    ) -> None:
         self._multiplier = multiplier
+        self._overflowed = overflowed
         self.sending = sending
         """The way of new weights to the device, where that is not where they are made."""
         self._desks: dict[torch.device, Desk] = {}
@@ -119,5 +128,5 @@ class Desks:
     def on(self, device: torch.device) -> Desk:
         """The desk of a device."""
         if device not in self._desks:
-            self._desks[device] = Desk(device, self._multiplier)
+            self._desks[device] = Desk(device, self._multiplier, self._overflowed)
         return self._desks[device]

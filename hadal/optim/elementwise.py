@@ -21,14 +21,24 @@ Zeros = Callable[[], Tensor]
 """Makes a tensor of zeros like the run, in the dtype that state is kept in."""
 
 
+class Scaling(NamedTuple):
+    """What an update applies to gradients: float32 scalars of their device."""
+
+    divisor: Tensor | None = None
+    """Divides them; None: nothing does."""
+    overflowed: Tensor | None = None
+    """Leaves everything as it is if it is 1; None, or 0: nothing is skipped. torch's fused kernels
+    alone read it."""
+
+
 class Update(NamedTuple):
     """One update of one run of elements: begun once, then applied to each block of the run."""
 
     state: tuple[Tensor, ...]
     """What the optimizer remembers, each as long as the run."""
-    apply: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], None]
-    """Change a block in place: its values, gradient, state, and the gradient's divisor (a float32
-    scalar tensor, or None). All but the last have one dtype. The gradient may be overwritten."""
+    apply: Callable[[Tensor, Tensor, Sequence[Tensor], Scaling], None]
+    """Change a block in place: its values, by its gradient, and state, all of one dtype. The
+    gradient may be overwritten."""
     in_float32: bool = False
     """Whether blocks of 16 bits must be cast, because `apply` rounds more than once in theirs."""
 
@@ -48,4 +58,4 @@ class ElementwiseOptimizer(OwnOptimizer):
         """Make one update of a whole parameter."""
         values = parameter.detach()
         update = self.begin(group, self.state[parameter], partial(torch.zeros_like, values))
-        update.apply(values, gradient, update.state, None)
+        update.apply(values, gradient, update.state, Scaling())

@@ -19,7 +19,7 @@ from hadal.device import (
     fused_adam_,
     fused_sgd_,
 )
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Update, Zeros
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Scaling, Update, Zeros
 from hadal.optim.own import Group, State
 
 
@@ -46,11 +46,9 @@ def begin_adam(
         maximize=bool(group["maximize"]),
     )
 
-    def apply(
-        values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
-    ) -> None:
+    def apply(values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling) -> None:
         largest = owned[2] if len(owned) == 3 else None
-        fused_adam_(values, gradient, (owned[0], owned[1]), largest, count, rule, divisor)
+        fused_adam_(values, gradient, (owned[0], owned[1]), largest, count, rule, *scaling)
 
     return Update(tuple(state[name] for name in names), apply)
 
@@ -69,11 +67,9 @@ def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
     if rule.momentum and is_first:
         state["momentum_buffer"] = zeros()
 
-    def apply(
-        values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
-    ) -> None:
+    def apply(values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling) -> None:
         momentum = owned[0] if owned else None
-        fused_sgd_(values, gradient, momentum, rule, is_first=is_first, divisor=divisor)
+        fused_sgd_(values, gradient, momentum, rule, is_first, *scaling)
 
     # The kernel's numbers are wrong in 16 bits on a CPU (torch 2.13): it skips elements.
     return Update((state["momentum_buffer"],) if rule.momentum else (), apply, in_float32=True)
@@ -92,10 +88,8 @@ def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:
         maximize=bool(group["maximize"]),
     )
 
-    def apply(
-        values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
-    ) -> None:
-        fused_adagrad_(values, gradient, owned[0], count, rule, divisor)
+    def apply(values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling) -> None:
+        fused_adagrad_(values, gradient, owned[0], count, rule, *scaling)
 
     return Update((state["sum"],), apply)
 

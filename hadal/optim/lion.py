@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.optim.elementwise import ElementwiseOptimizer, Update, Zeros
+from hadal.optim.elementwise import ElementwiseOptimizer, Scaling, Update, Zeros
 from hadal.optim.own import Group, State
 
 
@@ -42,10 +42,10 @@ class Lion(ElementwiseOptimizer):
         spare: list[Tensor] = []
 
         def apply(
-            values: Tensor, gradient: Tensor, owned: Sequence[Tensor], divisor: Tensor | None
+            values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling
         ) -> None:
-            if divisor is not None:
-                gradient.div_(divisor)
+            if scaling.divisor is not None:
+                gradient.div_(scaling.divisor)
             if not spare or spare[0].numel() < values.numel():
                 spare[:] = [torch.empty_like(values)]
             direction = spare[0][: values.numel()] if values.dim() == 1 else spare[0]

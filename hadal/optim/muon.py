@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
 from hadal.optim.desk import Multiplier, block_numel, scale_
+from hadal.optim.elementwise import Scaling
 from hadal.optim.fused import begin_adam
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.own import Group, OwnOptimizer
@@ -145,7 +146,7 @@ class Muon(OwnOptimizer):
         numel = block_numel(values.device)
         for given, block, *owned in zip(*(run.split(numel) for run in runs), strict=True):
             gradient = scale_(given.to(values.dtype, copy=True), multiplier)
-            update.apply(block, gradient, owned, None)
+            update.apply(block, gradient, owned, Scaling())
 
 
 def _first_of(*rates: float | None) -> float:

@@ -17,13 +17,20 @@ from hadal.zero.sharing import Sharing
 
 # Squares are summed in float32 along rows of so many elements; the rows' sums are added in float64,
 # which keeps digits.
-_ROW_NUMEL = 1 << 12
+ROW_NUMEL = 1 << 12
 # Elements that a CPU casts together: so few that they stay in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
 
 
+RowNorms = dict[Gradients, tuple[int, Tensor]]
+"""For each bucket the first element of what this rank counts, and the norms of its rows."""
+
+
 def global_norm(
-    gradients: Sequence[Gradients], sharing: Sharing, model_parallel: Ranks | None = None
+    gradients: Sequence[Gradients],
+    sharing: Sharing,
+    model_parallel: Ranks | None = None,
+    rows: RowNorms | None = None,
 ) -> Tensor:
     """The L2 norm of all mean gradients, each counted once; one small sum over a copy's ranks.
 
@@ -34,7 +41,8 @@ def global_norm(
     of all ranks' norms, which the norm of the mean does not exceed.
 
     `model_parallel` ranks hold parts of one model: their parts are counted too. A parameter that
-    all of them hold counts on the first one only.
+    all of them hold counts on the first one only. `rows` is filled with the norms of rows, except
+    on such ranks.
     """
     found: dict[Gradients, list[Tensor]] = {}
     ranks = sharing.shards
@@ -47,11 +55,13 @@ def global_norm(
         span = one.bucket.span if stays else one.bucket.layout.span(ranks.rank)
         if model_parallel is None or model_parallel.rank == 0:
             mine_of = list(_norms(mine))
+            if rows is not None:
+                rows[one] = span[0], torch.cat(mine_of)
         else:
             mine_of = list(_norms_of_parts(one.bucket, mine, span))
         found[one] = [norm / ranks.size**0.5 for norm in mine_of] if stays else mine_of
     norms = [norm for one in gradients for norm in found[one]]
-    total = torch.zeros((), dtype=torch.float64, device=_device_of_sum(gradients))
+    total = torch.zeros((), dtype=torch.float64, device=device_of_sum(gradients))
     for device in dict.fromkeys(norm.device for norm in norms):
         # The host waits at most once for each device, which may not have float64.
         here = torch.cat([norm for norm in norms if norm.device == device])
@@ -64,7 +74,7 @@ def global_norm(
     return total.sqrt_()
 
 
-def _device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
+def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
     """The same kind of device on all ranks, even on one that has nothing to add."""
     devices = {one.bucket.steps_on for one in gradients}
     if len(devices) == 1:
@@ -98,8 +108,8 @@ def _norms(values: Tensor) -> Iterator[Tensor]:
         buffer = torch.empty(step, dtype=exact)
     for part in values.split(step):
         block = part if buffer is None else buffer[: part.numel()].copy_(part)
-        whole = block.numel() // _ROW_NUMEL * _ROW_NUMEL
-        rows = block[:whole].view(-1, _ROW_NUMEL)
+        whole = block.numel() // ROW_NUMEL * ROW_NUMEL
+        rows = block[:whole].view(-1, ROW_NUMEL)
         yield torch.linalg.vector_norm(rows, dim=1, dtype=exact)
         yield torch.linalg.vector_norm(block[whole:].view(1, -1), dim=1, dtype=exact)
 

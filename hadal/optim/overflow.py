@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import gather_codes
+from hadal.comm.collectives import gather_codes, sum_
 from hadal.device import read_on_host
+from hadal.optim.norm import ROW_NUMEL, RowNorms, device_of_sum
 from hadal.zero.gradients import Gradients
 
 
 def has_overflow(
     gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
-) -> bool:
+) -> Tensor:
     """Whether any mean gradient on any rank is not finite: for updates that compute no norm.
 
-    The ranks that hold the other parts of the model take part. The host waits at most once for
-    each device that has gradients.
+    The ranks that hold the other parts of the model take part. The flag is on the accelerator if
+    all gradients are there.
     """
-    finite: dict[torch.device, list[Tensor]] = {}
+    device = device_of_sum(gradients)
+    found = torch.zeros((), device=device)
     for one in gradients:
         if one.mean.numel():
             # The extremes need no mask as long as the gradient; a NaN is both.
             extremes = torch.stack(torch.aminmax(one.mean))
-            finite.setdefault(one.mean.device, []).append(extremes.isfinite().all())
-    mine = not all(
-        bool(read_on_host(torch.stack(each).all(), "the search for overflowed gradients"))
-        for each in finite.values()
-    )
-    found = any(gather_codes(int(mine), ranks))
+            if one.mean.device != device:
+                extremes = read_on_host(extremes, "the extremes of the gradients")
+            found += extremes.isfinite().all().logical_not()
+    sum_(found, ranks, "the search for overflowed gradients")
     if model_parallel is not None:
-        found = any(gather_codes(int(found), model_parallel))
-    return found
+        sum_(found, model_parallel, "the search for overflowed gradients")
+    return found > 0
 
 
 def first_overflow(
@@ -56,4 +56,25 @@ def _not_finite(one: Gradients) -> Iterator[str]:
     for part in layout.fragments(*one.bucket.span):
         values = one.mean[part.offset : part.offset + part.numel]
         if not bool(torch.isfinite(values).all()):
+            yield layout.slots[part.slot].name
+
+
+def first_row_overflow(rows: RowNorms, names: Sequence[str], ranks: Ranks) -> str | None:
+    """As `first_overflow`, by the norms of rows, when the gradients are gone already.
+
+    Parameters that share a row cannot be told apart.
+    """
+    place = {name: number for number, name in enumerate(names)}
+    near = (_near(one, start, norms) for one, (start, norms) in rows.items())
+    mine = [place[name] for found in near for name in found]
+    first = min(gather_codes(min(mine, default=len(names)), ranks))
+    return names[first] if first < len(names) else None
+
+
+def _near(one: Gradients, start: int, norms: Tensor) -> Iterator[str]:
+    layout = one.bucket.layout
+    finite = read_on_host(norms, "the norms of the gradients' rows").isfinite()
+    for row in finite.logical_not().nonzero().flatten().tolist():
+        low = start + row * ROW_NUMEL
+        for part in layout.fragments(low, min(low + ROW_NUMEL, layout.numel)):
             yield layout.slots[part.slot].name

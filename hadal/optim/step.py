@@ -17,7 +17,7 @@ from hadal.errors import OptimizerError
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.desk import Desks, Multiplier, blocks, scale_
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
-from hadal.optim.fused import BEGINNERS
+from hadal.optim.fused import BEGINNERS, UncorrectedAdam
 from hadal.optim.on_disk import (
     DiskSteps,
     PartBuffers,
@@ -117,8 +117,29 @@ class FlatStepper(RestingStepper):
                 self._disk_states.put(one.bucket, self._pieces[one])
         self._gradients += gradients
 
-    def step(self, multiplier: Multiplier) -> None:
+    @property
+    def may_skip_on_device(self) -> bool:
+        """Whether `step` takes a flag on the device for the next update.
+
+        Only torch's fused kernels read it, and only for state that exists already: a first update
+        that is skipped must not make any.
+        """
+        optimizer = self._optimizer
+        takes_flag = type(optimizer) is UncorrectedAdam or type(optimizer) in BEGINNERS
+        if not takes_flag or _beginner_of(optimizer, self._gradients) is None:
+            return False
+        on_device = {one.bucket.steps_on for one in self._gradients}
+        if len(on_device) != 1 or is_host_memory(*on_device):
+            return False
+        is_plain = not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+        pieces = (piece for pieces in self._pieces.values() for piece in pieces)
+        stateless = {n for n, g in enumerate(optimizer.param_groups) if g.get("momentum") == 0}
+        return is_plain and all(p.group in stateless or optimizer.state[p.values] for p in pieces)
+
+    def step(self, multiplier: Multiplier, overflowed: Tensor | None = None) -> None:
         """Make one update with the mean gradients times `multiplier`.
+
+        `overflowed` is a flag on the device: if it is 1, nothing changes; see `may_skip_on_device`.
 
         Raises:
             OffloadError: the disk failed, on some rank. Where masters rest on the disk nothing has
@@ -136,7 +157,7 @@ class FlatStepper(RestingStepper):
         ordered = _in_order(self._gradients)
         ways = (one.bucket.start_sending() for one in ordered)
         # It follows what the device was given so far, and not the updates that it is given now.
-        desks = Desks(multiplier, next(filter(None, ways), None))
+        desks = Desks(multiplier, next(filter(None, ways), None), overflowed)
         refreshing: list[Pending | None] = []
         on_disk = self._on_disk(ordered)
         if on_disk:
@@ -150,9 +171,19 @@ class FlatStepper(RestingStepper):
             for one in in_memory:
                 self._step_bucket(one, begin, desks)
                 refreshing.append(one.bucket.start_refresh())
+        if overflowed is not None:
+            self._uncount(overflowed)
         # A scheduler that was made by torch asks whether the optimizer has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         wait_all(refreshing)
+
+    def _uncount(self, overflowed: Tensor) -> None:
+        """Take the update out of the counts of steps if the kernels have skipped it."""
+        states = (self._optimizer.state[p.values] for ps in self._pieces.values() for p in ps)
+        counts = [state["step"] for state in states if "step" in state]
+        if counts:
+            # A list: torch would read a single tensor on the host.
+            torch._foreach_sub_(counts, [overflowed.to(torch.float32)] * len(counts))
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """None: the optimizer has flat cuts of the masters, and no parameter for itself."""

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from engine.logs import logged
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -142,6 +143,36 @@ def waited(
                     engine.get_global_grad_norm()
         engine.destroy()
     return found
+
+
+def overflowing(config: dict[str, Any]) -> dict[str, Any]:
+    """A training whose third of five updates overflows on one rank; nobody asks meanwhile."""
+    is_here = current_device().type == "npu"
+    with contextlib.ExitStack() as stack:
+        if is_here:
+            stack.enter_context(npu.asynchronous())
+            stack.enter_context(npu.with_float64())
+        lines = stack.enter_context(logged())
+        engine = built({**config, "scheduler": SCHEDULER})
+        for update in range(5):
+            for number, tokens in enumerate(batches(get_rank(), 1, update)):
+                outputs = engine(tokens.to(engine.device)[:, :-1])
+                is_bad = update == 2 and number == 1 and get_rank() == 1
+                engine.backward(outputs.float().square().mean() * (torch.inf if is_bad else 1.0))
+                engine.step()
+        told = {"rates": engine.get_lr(), "skipped": engine.skipped_steps}
+        told["overflow"] = engine.overflow
+        state = [*engine.optimizer.state.values()]
+        told["steps"] = sorted({float(one["step"]) for one in state if "step" in one})
+        told["weights"] = weights(engine)
+        engine.destroy()
+        return {**told, "lines": [line for line in lines if "skipped:" in line]}
+
+
+SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": {"total_num_steps": 9, "warmup_max_lr": 0.01, "warmup_num_steps": 1},
+}
 
 
 def weights(engine: Any) -> dict[str, Tensor]:

@@ -12,8 +12,9 @@ import npu
 
 from . import runs
 
-# By stage: waits in the backward of both micro-steps, and in the update.
-COUNTS = {0: (2, 11), 1: (2, 11), 2: (4, 11), 3: (4, 4)}
+# By stage: waits in the backward of both micro-steps, and in the update. In the latter fp16 waits
+# once more, to decide about the loss scale.
+COUNTS = {0: (2, 10), 1: (2, 10), 2: (4, 10), 3: (4, 3)}
 
 
 def told(found: dict[str, list[str]]) -> str:
@@ -28,11 +29,17 @@ def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
     config = runs.config(stage, precision, wall_clock_breakdown=True)
     for found in npus(2).run(runs.waited, config):
         counts = {phase: len(waits) for phase, waits in found.items()}
-        wanted = {"forward": 0, "backward": backward, "step": 0, "update": update}
+        last = update + (precision == "fp16")
+        wanted = {"forward": 0, "backward": backward, "step": 0, "update": last}
         assert counts == wanted, told(found)
 
 
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+NO_NORM = {
+    "gradient_clipping": 0.0,
+    "zero_optimization": {**runs.TINY, "stage": 2, "compute_grad_norm": False},
+}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +48,14 @@ UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
         (UNCHECKED, False, 0),
         (UNCHECKED, True, 1),
         ({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
-        ({"gradient_clipping": 0.0}, False, 1),
+        ({}, False, 0),
+        ({}, True, 1),
+        ({"gradient_clipping": 0.0}, False, 0),
+        (NO_NORM, False, 0),
+        (SGD, False, 0),
+        # Their kernels read no flag, or the next loss needs the scale: the host must decide.
+        ({"optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 1),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, False, 1),
         ({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
         ({**UNCHECKED, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, False, 0),
         ({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),
@@ -54,6 +68,26 @@ def test_the_step_of_the_optimizer(
     for found in npus(2).run(runs.waited, {**runs.config(2, "bf16"), **changed}, asks):
         mine = [one for one in found["update"] if " in zero/" not in one]
         assert len(mine) in ({0, 1} if asks else {waits}), told(found)  # it may be there already
+
+
+@pytest.mark.parametrize(("stage", "changed"), [(0, {}), (2, SGD), (3, {})])
+def test_an_update_that_the_device_skips(
+    stage: int, changed: dict[str, Any], npus: RankPools, ranks: RankPools
+) -> None:
+    """The host learns of it an update later; weights, counts and rates are those of CPUs."""
+    config = {**runs.config(stage, "bf16"), **changed}
+    wanted = ranks(2).run(runs.overflowing, config)
+    found = npus(2).run(runs.overflowing, config)
+    for here, there in zip(found, wanted, strict=True):
+        assert here["skipped"] == there["skipped"] == 1
+        assert not here["overflow"]
+        assert here["rates"] == there["rates"] and here["steps"] == there["steps"]
+        for name, values in there["weights"].items():
+            assert torch.equal(here["weights"][name], values), name
+    start, end = "update 2 skipped: the gradient of tokens.weight", " is not finite; loss scale 1"
+    assert wanted[0]["lines"] == [f"{start}{end}, now 1"]
+    # It looks in rows of gradients, and cannot tell parameters apart that share one.
+    assert found[0]["lines"] == [f"{start} (or of a parameter stored beside it){end}, now 1"]
 
 
 def _all_kinds() -> list[str]:

@@ -355,7 +355,7 @@ def test_the_norm_is_exact_to_float32(numel, dtype, scale):
     gradients = laid_out([leaf], 1, same_precision(dtype))
     give(gradients, [leaf], [leaf.detach().clone()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm, "_ROW_NUMEL", 16)
+        patch.setattr(norm, "ROW_NUMEL", 16)
         patch.setattr(norm, "_CPU_BLOCK_NUMEL", 50)
         found = float(global_norm([gradients, gradients], ALONE))
     assert found == pytest.approx(math.sqrt(2) * float(leaf.detach().double().norm()), rel=1e-6)

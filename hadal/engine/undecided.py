@@ -1,0 +1,60 @@
+"""Updates that an accelerator skips by itself if gradients overflowed; the host learns it later.
+
+To decide on the host, it would have to wait until the device has computed all gradients, and the
+device would then wait for its next work. Kernels that read the flag on the device leave masters and
+state as they are, and the host reads the flag before the next update, or when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hadal.device import Reading
+from hadal.engine.parts import Finding, Parts, Training
+from hadal.optim.step import FlatStepper
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """An update of which the host does not know whether the device has skipped it."""
+
+    number: int
+    """Which update it was (from 0)."""
+    found: Finding
+    overflowed: Reading
+    undo: Callable[[], None]
+    """Takes back the step of the schedule."""
+
+    def was_skipped(self) -> bool:
+        """Read the flag; all ranks find the same."""
+        return bool(self.overflowed.values() > 0)
+
+
+def decides_on_device(parts: Parts, training: Training) -> bool:
+    """Whether the device may decide about the next update, with the bits of the host's decision."""
+    if not parts.skip_overflow or parts.scale_rule.dynamic:
+        return False
+    stepper, schedule = training.stepper, training.schedule
+    if schedule is not None and not hasattr(schedule, "load_state_dict"):
+        return False
+    return isinstance(stepper, FlatStepper) and stepper.may_skip_on_device
+
+
+def step_schedule(training: Training) -> Callable[[], None]:
+    """Step the schedule, if there is one; the returned function takes that back."""
+    schedule = training.schedule
+    if schedule is None:
+        return lambda: None
+    groups = training.optimizer.param_groups
+    state: Mapping[str, Any] = schedule.state_dict()
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    schedule.step()
+
+    def undo() -> None:
+        schedule.load_state_dict(state)
+        for group, before in zip(groups, options, strict=False):  # groups may have been added
+            group.update(before)
+
+    return undo
