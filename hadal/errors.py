@@ -82,4 +82,4 @@ class CheckpointError(HadalError, OSError):
 
 
 class OffloadError(HadalError, OSError):
-    """What rests off the device cannot be put there or fetched: a disk's fault, or no room."""
+    """Offloaded state cannot be written or read: a disk's fault, or no room."""

@@ -31,7 +31,7 @@ class _Staging:
         return {
             name: self._copied(f"{prefix}.{name}", value)
             for name, value in tensors.items()
-            if isinstance(value, Tensor)  # nothing rests on a disk, or the save is not detached
+            if isinstance(value, Tensor)  # nothing is on a disk, or the save is not detached
         }
 
     def _copied(self, name: str, value: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Saver:
         if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
             self._has_told = True
             _log.warning(
-                "checkpoint.async_save: state that rests on the disk, or as int8, is not copied to"
+                "checkpoint.async_save: state on the disk, or stored as int8, is not copied to"
                 " host memory, so that training waits until the checkpoint is written"
             )
         if not is_async:

@@ -74,7 +74,7 @@ class _Plan:
 
     fit: Fit
     readings: list[Reading] = field(default_factory=list)
-    resting: list[Bucket] = field(default_factory=list)
+    loaded_on_use: list[Bucket] = field(default_factory=list)
     """Buckets on the disk: what to read into them is found again when they are in memory."""
     wholes: list[tuple[Tensor, str, str]] = field(default_factory=list)
     """Tensors outside of buckets, and the name and kind that each is read from."""
@@ -250,7 +250,7 @@ def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
         readings = plan_bucket(bucket, found, source, uses_masters=uses_masters)
         if bucket.loads_on_use:
             deque(readings, maxlen=0)  # it raises what is to be raised
-            plan.resting.append(bucket)
+            plan.loaded_on_use.append(bucket)
         else:
             plan.readings += readings
     values = [(BUFFER, name, buffer) for name, buffer in live.buffers()]
@@ -373,7 +373,7 @@ def _read(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
     """Read what files hold into its place."""
     for reading in plan.readings:
         reading.run(source)
-    for bucket in plan.resting:
+    for bucket in plan.loaded_on_use:
         with live.present(bucket):
             found, uses_masters = plan.fit.found, live.rules.uses_masters
             for reading in plan_bucket(bucket, found, source, uses_masters=uses_masters):
@@ -399,7 +399,7 @@ def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _
         if values not in restored:
             del optimizer.state[values]
     bucket_of = {held.values: held.bucket for held in live.stepper.held()} if live.stepper else {}
-    # In the order of the buckets: each is read from the disk once, where it rests there.
+    # In the order of the buckets: each is read from the disk once, if it is there.
     for bucket, memories in groupby(plan.memory.memories, lambda one: bucket_of[one.values]):
         with live.present(bucket):
             for memory in memories:

@@ -66,7 +66,7 @@ def write_tensors(
 ) -> Seal:
     """Write tensors of any device, and texts into the header; a buffer at a time is copied.
 
-    What rests on another disk is read from there, as much at a time.
+    What is on another disk is read from there, as much at a time.
 
     Raises:
         CheckpointError: the file cannot be written, or a tensor is of a dtype without a name.

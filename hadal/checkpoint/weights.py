@@ -115,7 +115,7 @@ def plan_bucket(
 
 
 def _target(values: Tensor | StoredSlice | None) -> Tensor:
-    """Where to read to; what rests on the disk is only planned for while it is away."""
+    """The tensor to read into; what is on the disk is only planned for until it is loaded."""
     assert values is not None  # it is trained
     if isinstance(values, Tensor):
         return values

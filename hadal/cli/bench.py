@@ -14,7 +14,7 @@ from hadal.errors import HadalError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hadal.offload.tuning import Measured, Search
+    from hadal.offload.speed import Measured, Search
 
 _FAULTY = 1
 
@@ -58,7 +58,7 @@ def run_io(parsed: argparse.Namespace) -> int:
 
     from hadal.checkpoint.huggingface import nbytes_of
     from hadal.offload.settings import section_of
-    from hadal.offload.tuning import Search, measurer
+    from hadal.offload.speed import Search, measurer
 
     try:
         nbytes = nbytes_of(parsed.size)

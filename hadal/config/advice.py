@@ -62,7 +62,7 @@ def _tell_offload(config: Config, report: Report) -> None:
 
 
 def _tell_disk_keys(config: Config, report: Report) -> None:
-    """Tell what was set for a disk where state rests in host memory."""
+    """Note the keys for a disk that were set although state is in host memory."""
     zero = config.zero_optimization
     sections = (
         ("offload_param", zero.offload_param),

@@ -14,7 +14,7 @@ _NO_GDS = Mark(
 
 
 class Aio(Section):
-    """Disk requests of state that rests on nvme. Asks for nothing where none does.
+    """Disk requests of state that is offloaded to nvme; without effect if none is.
 
     `hadal bench io PATH` finds the values for a disk.
     """
@@ -31,7 +31,7 @@ class Aio(Section):
         8, "Blocks under way at a time in one queue, each queue with threads of its own.", gt=0
     )
     intra_op_parallelism: Integer = key(
-        1, "Queues that share one read or write, a stretch of its blocks each.", gt=0
+        1, "Queues that share one read or write, consecutive blocks each.", gt=0
     )
     single_submit: Boolean = key(
         False,

@@ -1,4 +1,4 @@
-"""`zero_optimization.offload_param` and `.offload_optimizer`: state that rests off the device."""
+"""`zero_optimization.offload_param` and `.offload_optimizer`: where state is stored."""
 
 from typing import ClassVar, Literal, TypeAlias
 
@@ -17,18 +17,19 @@ _PIN = (
 
 
 class OffloadParam(Section):
-    """Where stage 3's weights rest between uses.
+    """Where stage 3's weights are stored between uses.
 
-    At lower stages every rank uses whole weights, and the section has no effect. Where a CPU
-    computes, "cpu" is where they rest anyway.
+    At lower stages every rank uses whole weights, and the section has no effect. If a CPU
+    computes, "cpu" is where they are anyway.
     """
 
     switch: ClassVar[str | None] = "device"
 
     device: Tier = key(
         "none",
-        "Where the weights rest: none is the memory that computes, cpu the host's, nvme the disk. "
-        "Parameters that stay whole on every rank (stage3_param_persistence_threshold) stay there.",
+        "Where the weights are stored: none is the memory that computes, cpu the host's, nvme the "
+        "disk. Parameters that stay whole on every rank (stage3_param_persistence_threshold) stay "
+        "there.",
     )
     nvme_path: Text | None = key(None, _PATH)
     pin_memory: Boolean = key(True, _PIN)
@@ -53,7 +54,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where masters and the optimizer's state rest, and so where the update runs.
+    """Where masters and the optimizer's state are stored, and so where the update runs.
 
     Off the device the host makes the update, and gradients leave for its memory. On the disk
     state takes twice its size: an update that fails, because the disk does, changes nothing.
@@ -63,9 +64,9 @@ class OffloadOptimizer(Section):
 
     device: Tier = key(
         "none",
-        "Where the state rests: none is the memory that computes, cpu the host's, nvme the disk "
-        "(stages 1 to 3; DeepSpeed: 3, and Adam alone). Optimizers that look at more than single "
-        "elements have more of it in host memory during an update: docs/offload.md.",
+        "Where the state is stored: none is the memory that computes, cpu the host's, nvme the "
+        "disk (stages 1 to 3; DeepSpeed: 3, and Adam alone). Optimizers that look at more than "
+        "single elements have more of it in host memory during an update: docs/offload.md.",
     )
     nvme_path: Text | None = key(None, _PATH)
     buffer_count: Integer = key(

@@ -137,7 +137,7 @@ class ZeroOptimization(Section):
     )
     sub_group_size: Integer = key(
         1_000_000_000,
-        "Elements that the optimizer updates at a time, where state rests on the disk: with "
+        "Elements that the optimizer updates at a time, if state is on the disk: with "
         "`offload_optimizer.buffer_count` it bounds the host memory of an update. In memory "
         "updates are always made in small blocks.",
         ge=0,
@@ -238,10 +238,10 @@ class ZeroOptimization(Section):
     )
     zero_quantized_nontrainable_weights: Boolean = key(
         False,
-        "Stage 3: weights that are not trained (under adapters) rest as int8 and travel so: 0.508 "
-        "of bf16's memory and bytes. They are rounded once, by `initialize` or a load, and that is "
-        "what checkpoints save. Parameters that stay whole are not, and what rests on a disk does "
-        "so as it is.",
+        "Stage 3: weights that are not trained (under adapters) are stored as int8 and travel so: "
+        "0.508 of bf16's memory and bytes. They are rounded once, by `initialize` or a load, and "
+        "that is what checkpoints save. Parameters that stay whole are not rounded, nor are "
+        "weights on a disk.",
     )
     zero_quantized_gradients: Boolean = key(
         False,
@@ -309,7 +309,7 @@ class ZeroOptimization(Section):
         None, "Where weights rest.", mark=Mark(stages=(3,), tunable=True)
     )
     offload_optimizer: OffloadOptimizer | None = key(
-        None, "Where the optimizer's state rests.", mark=TUNABLE
+        None, "Where the optimizer's state is stored.", mark=TUNABLE
     )
     zenflow: ZenFlow | None = key(None, "Selective updates.", mark=UNBUILT)
     leaf_module: LeafModule = section(LeafModule, "Modules gathered whole.")

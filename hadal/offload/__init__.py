@@ -3,7 +3,9 @@
 Words of this folder.
 
 store     what one process has on a disk: one file in a folder of its own
-region    a stretch of that file which holds one thing (a shard's masters, say)
+region    a range of that file which holds one thing (a shard's masters, say)
+tensor    a 1-D tensor in two regions: the last committed values, and the next
+slice     consecutive elements of a tensor that is not in memory
 request   one read or write of a part of a region; it goes on by itself until it is waited for
 block     how many bytes are handled at a time
 call      neighbouring blocks of a request that travel in one system call

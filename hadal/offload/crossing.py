@@ -102,7 +102,7 @@ class Crossing:
         return Sending(self)
 
     def send(self, values: Tensor, out: Tensor) -> None:
-        """Cast a stretch of new values on the host, and let it leave (see `Sending`)."""
+        """Cast new values into staging buffers on the host, and let them leave (see `Sending`)."""
         step = _STAGED_NBYTES // out.dtype.itemsize
         for start in range(0, values.numel(), step):
             part = out[start : start + step]

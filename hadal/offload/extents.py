@@ -39,7 +39,7 @@ def grouped(blocks: list[Extent], most: int) -> list[list[Extent]]:
 
 
 def dealt(blocks: list[Extent], shares: int) -> list[list[Extent]]:
-    """Consecutive stretches of about as many blocks for each share; the first ones have more."""
+    """Consecutive blocks for each share, about as many each; the first ones have more."""
     count, more = divmod(len(blocks), shares)
     stops = [share * count + min(share, more) for share in range(shares + 1)]
     return [blocks[first:stop] for first, stop in pairwise(stops)]

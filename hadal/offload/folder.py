@@ -35,7 +35,7 @@ class OwnFolder:
             self.path, self._lock = _made(parent)
         except OSError as error:
             raise OffloadError(
-                f"{parent} cannot hold what rests on a disk: {error.strerror}; name a folder that"
+                f"{parent} cannot hold offloaded state: {error.strerror}; name a folder that"
                 " this process may write to (`nvme_path`)"
             ) from error
 

@@ -18,7 +18,7 @@ from hadal.offload.sums import Sums
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A stretch of a store's file that holds one thing, from a page's border on."""
+    """A range of a store's file that holds one thing; it begins on a page."""
 
     name: str
     nbytes: int

@@ -19,7 +19,7 @@ class IoSettings:
     queue_depth: int = 8
     """Blocks that one queue has under way at a time, at most."""
     threads: int = 1
-    """Queues that share each request, a consecutive stretch of its blocks for each."""
+    """Queues that share each request, consecutive blocks for each."""
     submits_singly: bool = False
     """Each block is a system call of its own; else neighbours go together, a quarter of the depth
     in one call."""

@@ -1,11 +1,13 @@
-"""How fast a disk is read and written with given settings."""
+"""How fast a disk is with each setting of `aio`, and which setting suits it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import cycle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count, cycle, product
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,28 +15,35 @@ from torch import Tensor
 from hadal.offload.buffers import aligned
 from hadal.offload.extents import rounded
 from hadal.offload.requests import Region, Request
+from hadal.offload.settings import IoSettings
 from hadal.offload.store import DiskStore
 
 _REQUEST_NBYTES = 1 << 26
 _REQUESTS_UNDER_WAY = 2
 
+_BLOCKS = (1 << 18, 1 << 20, 1 << 22)
+_DEPTHS = (4, 8, 16, 32)
+_THREADS = (2, 4)
+# A smaller gain is taken for chance.
+_MARGIN = 1.03
+
 
 class Speed(NamedTuple):
-    """What was moved, and how long it took."""
+    """Bytes moved, and the time it took."""
 
     nbytes: int
     seconds: float
 
     @property
     def gb_per_s(self) -> float:
-        """Gigabytes (10^9) in a second."""
+        """Gigabytes (10^9) per second."""
         return self.nbytes / self.seconds / 1e9
 
 
 class Track:
     """A region of a store that is written and read from end to end, over and over.
 
-    As in training, a large request follows the one that is under way.
+    As in training, one large request follows the one under way.
     """
 
     def __init__(self, store: DiskStore, nbytes: int) -> None:
@@ -43,52 +52,124 @@ class Track:
         self._step = min(_REQUEST_NBYTES, self._region.nbytes)
         # Not zeros, which some disks do not write.
         self._buffers = [aligned(self._step).random_() for _ in range(_REQUESTS_UNDER_WAY)]
-        for _ in self._moved(store.start_write, self._places()):
-            pass
+        self._move(store.start_write, 0.0, at_least=-(-self._region.nbytes // self._step))
 
     def written(self, seconds: float) -> Speed:
         """Write for so long."""
-        return self._timed(self._store.start_write, seconds)
+        return self._move(self._store.start_write, seconds)
 
     def read(self, seconds: float) -> Speed:
         """Read for so long."""
-        return self._timed(self._store.start_read, seconds)
+        return self._move(self._store.start_read, seconds)
 
     def close(self) -> None:
         """Give its region back."""
         self._store.free(self._region)
 
-    def _timed(self, start: Callable[[Region, int, Tensor], Request], seconds: float) -> Speed:
-        begun = time.perf_counter()
-        nbytes = 0
-        for moved in self._moved(start, self._until(begun + seconds)):
-            nbytes += moved
+    def _move(
+        self,
+        start: Callable[[Region, int, Tensor], Request],
+        seconds: float,
+        at_least: int = 1,
+    ) -> Speed:
+        """Move the region over and over: so many requests at least, and until the time is over."""
+        begun, nbytes = time.perf_counter(), 0
+        under_way: deque[Request] = deque()
+        places = range(0, self._region.nbytes, self._step)
+        for number, place, buffer in zip(count(), cycle(places), cycle(self._buffers)):
+            is_over = number >= at_least and time.perf_counter() - begun >= seconds
+            while len(under_way) == len(self._buffers) or (is_over and under_way):
+                request = under_way.popleft()
+                request.wait()
+                nbytes += request.extent.nbytes
+            if is_over:
+                break
+            under_way.append(start(self._region, place, buffer[: self._region.nbytes - place]))
         return Speed(nbytes, time.perf_counter() - begun)
 
-    def _places(self) -> Iterator[int]:
-        return iter(range(0, self._region.nbytes, self._step))
 
-    def _until(self, end: float) -> Iterator[int]:
-        for place in cycle(self._places()):
-            yield place
-            if time.perf_counter() >= end:
-                return
+class Measured(NamedTuple):
+    """How fast a disk is with given settings."""
 
-    def _moved(
-        self, start: Callable[[Region, int, Tensor], Request], places: Iterable[int]
-    ) -> Iterator[int]:
-        """Move what is at the places, two at a time; the bytes of each as it is done."""
-        under_way: deque[Request] = deque()
-        for place, buffer in zip(places, cycle(self._buffers), strict=False):
-            if len(under_way) == len(self._buffers):
-                yield _waited(under_way)
-            part = buffer[: self._region.nbytes - place]
-            under_way.append(start(self._region, place, part))
-        while under_way:
-            yield _waited(under_way)
+    settings: IoSettings
+    write: Speed
+    read: Speed
+
+    @property
+    def seconds_per_gb(self) -> float:
+        """Time to write and read a gigabyte, as a step does with its state."""
+        return 1 / self.write.gb_per_s + 1 / self.read.gb_per_s
 
 
-def _waited(under_way: deque[Request]) -> int:
-    request = under_way.popleft()
-    request.wait()
-    return request.extent.nbytes
+class Search:
+    """Measures one setting after the other, and keeps the best.
+
+    The defaults come first; then all block sizes and depths; then, with the best of them, each of
+    the other keys.
+    """
+
+    count = len(_BLOCKS) * len(_DEPTHS) + len(_THREADS) + 2
+    """The number of settings measured."""
+
+    def __init__(self, measure: Callable[[IoSettings], Measured]) -> None:
+        self._measure = measure
+        self.best: Measured | None = None
+
+    def run(self) -> Iterator[Measured]:
+        """Yield each setting as it is measured."""
+        default = IoSettings()
+        yield self._next(default)
+        for nbytes, depth in product(_BLOCKS, _DEPTHS):
+            settings = replace(default, block_nbytes=nbytes, queue_depth=depth)
+            if settings != default:
+                yield self._next(settings)
+        for threads in _THREADS:
+            yield self._next(replace(self._base, threads=threads))
+        yield self._next(replace(self._base, submits_singly=True))
+        yield self._next(replace(self._base, overlaps=False))
+
+    @property
+    def _base(self) -> IoSettings:
+        return IoSettings() if self.best is None else self.best.settings
+
+    def _next(self, settings: IoSettings) -> Measured:
+        found = self._measure(settings)
+        if self.best is None or self.best.seconds_per_gb > found.seconds_per_gb * _MARGIN:
+            self.best = found
+        return found
+
+
+class Clock:
+    """Shares out a time evenly over what is left to do."""
+
+    def __init__(self, seconds: float, turns: int) -> None:
+        self._end = time.monotonic() + seconds
+        self._turns = turns
+
+    def turn(self) -> float:
+        """Seconds for the next turn; at least a little."""
+        share = (self._end - time.monotonic()) / max(1, self._turns)
+        self._turns -= 1
+        return max(share, 0.02)
+
+
+def measurer(
+    folder: Path, nbytes: int, seconds: float, turns: int
+) -> Callable[[IoSettings], Measured]:
+    """Return a function that measures a setting on a file in `folder`, for a share of the time.
+
+    Raises:
+        OffloadError: when it is called: there is no room, or the disk has a fault.
+    """
+    clock = Clock(seconds, turns)
+
+    def measure(settings: IoSettings) -> Measured:
+        own = Clock(clock.turn(), 2)
+        store = DiskStore(folder, settings)
+        try:
+            track = Track(store, nbytes)
+            return Measured(settings, track.written(own.turn()), track.read(own.turn()))
+        finally:
+            store.close()
+
+    return measure

@@ -169,7 +169,7 @@ def build_stepper(
 
     The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
     holds, per param group, the model's own parameters in their order; `steps` says how updates go
-    through what rests on the disk, `model_parallel` which ranks hold the other parts of the model.
+    through state on the disk, `model_parallel` which ranks hold the other parts of the model.
 
     State that the optimizer holds already goes along with its parameters.
 

@@ -35,7 +35,7 @@ def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
     """[start, stop) cut at the multiples of `numel`.
 
     Kernels round the last few elements of a block as they do single ones. So blocks must end at the
-    same elements wherever these rest, for the same bits.
+    same elements wherever these are stored, for the same bits.
     """
     while start < stop:
         end = min(stop, (start // numel + 1) * numel)

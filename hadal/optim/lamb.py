@@ -202,7 +202,7 @@ class LambStepper(RestingStepper):
     """Steps Lamb on flat cuts of the master, in blocks.
 
     The update is computed twice, for its norm and for the step itself: to keep it in between would
-    move the same bytes and take a third moment's memory. So what rests on the disk is read twice:
+    move the same bytes and take a third moment's memory. So what is on the disk is read twice:
     the moments are written the first time, and the masters the second.
     """
 

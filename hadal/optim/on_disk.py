@@ -1,4 +1,4 @@
-"""Updates of what rests on the disk: read, made in memory and written, part by part."""
+"""Updates of state on the disk: read, updated in memory and written, part by part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class DiskSteps:
-    """How updates go through what rests on the disk."""
+    """How an update reads and writes state on the disk."""
 
     numel: int = 1 << 24
     """Elements of one kind of state that are updated at a time, at most (a sub-group)."""
@@ -72,7 +72,7 @@ def update_on_disk(
     """Around an update of these buckets. All ranks must come to its end, whatever fails on them.
 
     Args:
-        states: what rests of them.
+        states: their masters and state on the disk.
         model_parallel: the ranks that hold the other parts of the model, where they share sums.
 
     Raises:
@@ -203,7 +203,7 @@ def walk_parts(
 def rewriting_in_turn() -> Iterator[Callable[[Bucket], None]]:
     """Around an update: what is given a bucket begins to write its weights anew.
 
-    Those of the bucket before go to where they rest.
+    Those of the bucket before are stored.
     """
     with ExitStack() as stack:
         present: list[Bucket] = []
@@ -243,7 +243,7 @@ def walk_whole(
 
 
 def _largest_nbytes(stops: Iterable[Stop]) -> int:
-    """Bytes of the longest stretch of a run, in whole pages for each of their bytes."""
+    """Bytes of the largest part of a tensor, in whole pages for each byte of an element."""
     return max(
         -(-stop.numel // UNIT_NUMEL) * UNIT_NUMEL * run.dtype.itemsize
         for stop in stops

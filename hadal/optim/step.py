@@ -142,7 +142,7 @@ class FlatStepper(RestingStepper):
         `overflowed` is a flag on the device: if it is 1, nothing changes; see `may_skip_on_device`.
 
         Raises:
-            OffloadError: the disk failed, on some rank. Where masters rest on the disk nothing has
+            OffloadError: the disk failed, on some rank. If masters are on the disk nothing has
                 changed then.
         """
         begin = _beginner_of(self._optimizer, self._gradients)
@@ -231,7 +231,7 @@ class FlatStepper(RestingStepper):
                 piece.values.grad = None
 
     def _step_whole_buckets(self, multiplier: Multiplier) -> None:
-        """The same for what rests on the disk, a bucket at a time.
+        """The same for state on the disk, a bucket at a time.
 
         Hooks are called once, and may look at all pieces: then all are in memory at once.
         """
@@ -270,7 +270,7 @@ def batched(gradients: Iterable[Gradients], *, at_once: bool) -> list[list[Gradi
 
 
 def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
-    """Raise `OptimizerError` where state should rest on the disk, but must be in memory."""
+    """Raise `OptimizerError` if state should be on the disk, but must be in memory."""
     if any(one.bucket.offload.disk_of_state is not None for one in gradients):
         raise OptimizerError(
             f"{type(optimizer).__name__} keeps its state in memory, and"

@@ -321,7 +321,7 @@ class WholeStepper(RestingStepper):
     """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
 
     The optimizer's own `step` is called once for each update, on the parameters that this rank
-    owns; see `WholeParameters`. Where state rests on the disk, and one parameter's update is known
+    owns; see `WholeParameters`. If state is on the disk, and one parameter's update is known
     not to look at others, it is called once for each bucket.
     """
 

@@ -1,4 +1,4 @@
-"""Reading and writing one whole parameter, wherever its values rest."""
+"""Reading and writing one whole parameter, wherever its values are stored."""
 
 from __future__ import annotations
 

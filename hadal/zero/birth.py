@@ -30,7 +30,7 @@ class Birth:
     gathers_in_apply: bool = True
     """Whether functions given to `Module.apply` find their values."""
     tier: Tier | None = None
-    """Where the configuration lets weights rest; None: it does not say."""
+    """Where the configuration stores weights; None: it does not say."""
     nvme_path: str | None = None
     pins: bool = False
     """Whether host memory for them is page-locked."""
@@ -41,7 +41,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def tier_of(birth: Birth, remote_device: str | None) -> Tier:
-    """Where shards rest, as `zero.Init(remote_device=...)` and the configuration say together.
+    """The tier of shards that `zero.Init(remote_device=...)` and the configuration ask for.
 
     Raises:
         UsageError: there is no such place, a path is missing, or the two contradict each other.

@@ -236,7 +236,7 @@ class Bucket:
     def rewriting(self) -> Iterator[None]:
         """Around an update, which gives every element of the shard a new value.
 
-        What rests on the disk counts only when the update is committed.
+        Writes to the disk count once the update is committed.
         """
         with self._shard.present(reads=False, commits=False):
             yield
@@ -474,7 +474,7 @@ class Bucket:
             self._shard.replace(mine)
 
     def absorb_edits_into(self, values: Tensor, start: int) -> None:
-        """Put the user's edits of whole weights into a stretch of the master that begins there."""
+        """Put the user's edits of whole weights into masters from `start` of my span on."""
         if self.state is Weights.FULL and not self.partition.weights and self._is_suspect:
             first = self.span[0] + start
             absorb_into(values, self.full[first : first + values.numel()])

@@ -268,14 +268,14 @@ class Init:
         data_parallel_group: the ranks to cut over, where not all hold the same model; by default
             all ranks. `initialize(mpu=...)` must be given the same.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
-        remote_device: where the shards rest until `initialize` lays them out anew: "none" is the
+        remote_device: where shards are stored until `initialize` lays them out anew: "none" is the
             device that computes, "cpu" the host's memory (the same where a CPU computes), "nvme"
             the disk, in the configuration's `zero_optimization.offload_param.nvme_path`. By default
             what `offload_param.device` says, or "none".
         pin_memory: page-lock that host memory where there is an accelerator.
         config_dict_or_path: a configuration. Its precision gives `dtype`,
             `zero_optimization.override_module_apply` says whether functions given to `apply` find
-            values, and `offload_param` and `aio` where shards rest and how the disk is used;
+            values, and `offload_param` and `aio` where shards are stored and how the disk is used;
             nothing else is read before `initialize`, which lays out blocks and copies.
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.

@@ -9,7 +9,7 @@ import pytest
 
 from hadal.cli.main import main
 from hadal.config import load_config
-from hadal.offload.tuning import Search
+from hadal.offload.speed import Search
 
 QUICK = ["--size", "1MB", "--seconds", "0.1"]
 

@@ -12,8 +12,7 @@ from hadal.config import load_config
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore, IoSettings, settings_of
 from hadal.offload.settings import section_of
-from hadal.offload.speed import Speed, Track
-from hadal.offload.tuning import Clock, Measured, Search, measurer
+from hadal.offload.speed import Clock, Measured, Search, Speed, Track, measurer
 
 
 def as_measured(settings: IoSettings, seconds: float) -> Measured:

@@ -23,7 +23,7 @@ def model_dtype(config: Config) -> str:
 
 
 def offloads_optimizer(config: Config) -> bool:
-    """Tell whether the optimizer's state rests off the device."""
+    """Whether the optimizer's state is offloaded."""
     offload = config.zero_optimization.offload_optimizer
     return offload is not None and offload.device != "none"
 
