@@ -187,18 +187,27 @@ def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
 
 def gather_codes(code: int, ranks: Ranks, label: str = "an agreement between ranks") -> list[int]:
     """Every rank's whole number, by rank: one small exchange on the host, two where they differ."""
+    return gather_codes_and_least(code, 0, ranks, label)[0]
+
+
+def gather_codes_and_least(
+    code: int, count: int, ranks: Ranks, label: str
+) -> tuple[list[int], int]:
+    """As `gather_codes`, and the least of every rank's `count` beside it."""
     if ranks.size == 1:
-        return [code]
-    codes = torch.empty(ranks.size, dtype=torch.int64)
-    codes[ranks.rank] = code
+        return [code], count
+    least = None
     if ranks.size > 2:
         # Mostly all are equal, which the largest and the smallest tell in log(size) messages.
-        bounds = torch.tensor([code, -code])
+        bounds = torch.tensor([code, -code, -count])
         max_(bounds, ranks, label)
-        if int(bounds[0]) == -int(bounds[1]):
-            return [code] * ranks.size
-    start_all_gather(codes, ranks, label, CODE).wait()
-    return [int(found) for found in codes]
+        largest, smallest, least = int(bounds[0]), -int(bounds[1]), -int(bounds[2])
+        if largest == smallest:
+            return [code] * ranks.size, least
+    told = torch.empty(ranks.size, 2, dtype=torch.int64)
+    told[ranks.rank] = torch.tensor([code, count])
+    start_all_gather(told.view(-1), ranks, label, CODE).wait()
+    return told[:, 0].tolist(), int(told[:, 1].min()) if least is None else least
 
 
 def _small_reduction(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hadal.comm.watchdog import missing_rank, watched
 from hadal.comm.works import failure
-from hadal.device import SideStream, same_order
+from hadal.device import SideStream
 from hadal.errors import CommunicationError
 
 
@@ -38,7 +38,6 @@ class Pending:
         self.works = works
         self.done = False
         self._acts = deque(() if act is None else (act,))
-        self._ahead: _Ahead | None = None
 
     def then(self, act: Callable[[], object]) -> Pending:
         """Let `act` follow all that is under way; a Pending that it returns comes next."""
@@ -52,10 +51,8 @@ class Pending:
             return
         try:
             with watched(self.label, self.works):
-                if self._ahead is None:
-                    _wait_for(self.works)
-                else:
-                    self._ahead.wait()
+                for work in self.works:
+                    work.wait()
             self._go_on()
         except CommunicationError:
             raise  # it names itself
@@ -65,7 +62,6 @@ class Pending:
             raise failure(self.label, error, whom) from error
 
     def _go_on(self) -> None:
-        self._ahead = None
         while self._acts:
             following = self._acts.popleft()()
             if isinstance(following, Pending) and not following.done:
@@ -74,16 +70,6 @@ class Pending:
                 return
         self.works, self.done = (), True
 
-    def arrives_within(self, seconds: float) -> bool:
-        """Whether the present works end within `seconds`.
-
-        For whoever must not wait for a rank that may be waiting for him.
-        """
-        if self._ahead is None:
-            # gloo's works cannot be asked, and can be waited for only once.
-            self._ahead = _Ahead(partial(_wait_for, self.works))
-        return self._ahead.ended.wait(seconds)
-
     def wait(self) -> None:
         """Wait for all of it."""
         while not self.done:
@@ -91,35 +77,28 @@ class Pending:
 
 
 class _Ahead:
-    """A thread that does something whose end may be waited for, or looked at."""
+    """A thread that does something whose end may be waited for."""
 
     def __init__(self, act: Callable[[], None]) -> None:
-        self.ended = threading.Event()
+        self._ended = threading.Event()
         self._act = act
-        self._in_order = same_order()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
-            with self._in_order():
-                self._act()
+            self._act()
         except BaseException as error:
             # Of whatever kind: it is raised where the end is waited for, which would not come.
             self._error = error
         finally:
-            self.ended.set()
+            self._ended.set()
 
     def wait(self) -> None:
         """Wait for the end, and raise what was raised."""
-        self.ended.wait()
+        self._ended.wait()
         if self._error is not None:
             raise self._error
-
-
-def _wait_for(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def finished(label: str) -> Pending:

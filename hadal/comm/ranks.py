@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hadal.comm.functions import all_gather_object
 from hadal.comm.neighbours import Circle, identity, meet
 from hadal.comm.start import local_rank, local_size, may_read_memory
+from hadal.device import current_device
 
 T = TypeVar("T")
 
@@ -71,6 +72,16 @@ class Ranks:
         All of them must call it.
         """
         return Ranks.of(_new_group(list(self.numbers), "gloo"))
+
+    def twin(self) -> Ranks:
+        """The same ranks, for collectives whose order among these ones' is each rank's own affair.
+
+        An accelerator's backend matches collectives by their order alone, so that the twin has a
+        communicator of its own. On the host each kind has its own tag. All ranks must call it.
+        """
+        if self.size == 1 or current_device().type == "cpu":
+            return self
+        return Ranks.of(_new_group(list(self.numbers)))
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from hadal.device.accelerator import (
 from hadal.device.autograd import (
     at_end_of_backward,
     backward_watched,
+    graph_task,
     is_in_backward,
     is_in_node,
     unwatched,
@@ -45,7 +46,7 @@ from hadal.device.memory import (
 from hadal.device.places import look_at
 from hadal.device.reading import Reading, read_on_host, start_reading
 from hadal.device.stamps import Stamp
-from hadal.device.streams import Event, SideStream, same_order
+from hadal.device.streams import Event, SideStream
 from hadal.device.waits import synchronize, waiting_for, watch_waits
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "fused_adam_",
     "fused_sgd_",
     "give_back_freed_memory",
+    "graph_task",
     "has_fused_kernels",
     "host_empty",
     "is_host_memory",
@@ -83,7 +85,6 @@ __all__ = [
     "rank_device",
     "read_on_host",
     "reset_peak_memory",
-    "same_order",
     "set_random_state",
     "spared_import",
     "start_reading",

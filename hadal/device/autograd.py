@@ -37,7 +37,12 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward that this thread runs: one inside another has its own."""
+    return int(torch._C._current_graph_task_id())
 
 
 def is_in_node() -> bool:

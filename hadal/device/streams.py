@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,18 +45,6 @@ class Event:
         """Let what a stream is given from now on wait for it."""
         if self._event is not None:
             stream.wait_event(self._event)
-
-
-def same_order() -> Callable[[], AbstractContextManager[object]]:
-    """What makes another thread go on in the order of work that this one is in.
-
-    Each thread has a stream of its own that is current: what it waits for is waited for there.
-    """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type in WITHOUT_STREAMS:
-        return nullcontext
-    stream = torch.accelerator.current_stream()
-    return lambda: stream
 
 
 class SideStream:

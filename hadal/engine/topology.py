@@ -128,7 +128,8 @@ def sharing_of(config: Config, ranks: Ranks) -> Sharing:
         return Sharing.over(ranks)
     shard_size = shard_size if shard_size > 0 else ranks.size
     second = zero.zero_hpz_partition_size if cuts_weights else 1
-    return Sharing.cut(ranks, shard_size, second, *_sizes_of_hops(zero, ranks, shard_size))
+    hops = _sizes_of_hops(zero, ranks, shard_size)
+    return Sharing.cut(ranks, shard_size, second, *hops, gathers_on_use=cuts_weights)
 
 
 def _sizes_of_hops(

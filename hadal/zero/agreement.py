@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import gather_codes
+from hadal.comm.collectives import gather_codes_and_least
 from hadal.errors import MismatchError
 
 (
@@ -74,12 +74,16 @@ class Agreement:
         self._name = name
         self._gather = gather
         self._lend = lend
+        self.progress: Callable[[], int] = lambda: 0
+        """How many reductions of the present backward this rank has started."""
+        self.least_progress = 0
+        """How many of them every rank had started when all talked last."""
 
     def request(self, bucket: int) -> None:
         """Gather bucket number `bucket`, together with whatever the other ranks ask for."""
         label = f"the agreement to gather {self._name(bucket)}"
         while True:
-            codes = gather_codes(bucket, self._ranks, label)
+            codes = self._talk(bucket, label)
             wanted = sorted({code for code in codes if code >= 0})
             self._serve(wanted, bucket, codes)
             if bucket in wanted:
@@ -96,7 +100,7 @@ class Agreement:
         mine = -(marker | word << _MARKER_BITS)
         label = f"all ranks to come to {_MARKERS[marker]}"
         while True:
-            codes = gather_codes(mine, self._ranks, label)
+            codes = self._talk(mine, label)
             wanted = sorted({code for code in codes if code >= 0})
             self._serve(wanted, mine, codes)
             if wanted:
@@ -113,6 +117,11 @@ class Agreement:
                     " often, with the same boundaries between updates."
                 )
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
+
+    def _talk(self, code: int, label: str) -> list[int]:
+        count = self.progress()
+        codes, self.least_progress = gather_codes_and_least(code, count, self._ranks, label)
+        return codes
 
     def _serve(self, wanted: Sequence[int], mine: int, codes: Sequence[int]) -> None:
         for bucket in wanted:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -88,6 +88,11 @@ class Gathering:
         self._owes_end = False
         self._keeps = False
         self._moves = False
+        self.start_due: Callable[[int | None], bool] = lambda _: False
+        """Starts the first so many reductions of this backward (None: all), where this has not been
+        done; tells whether gradients of theirs were still expected."""
+        self.awaits: Callable[[Bucket], bool] = lambda _: True
+        """Whether gradients of a bucket are still to come in this backward."""
         self.gives_empty_state = False
         """Whether `state_dict` gives empty tensors for values that are spread; else it refuses."""
 
@@ -178,6 +183,7 @@ class Gathering:
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it is followed
         if walk.position < len(plan.uses) and plan.uses[walk.position].bucket == number:
+            self._start_due_reductions()
             for other in plan.gathers[walk.issued : plan.started[walk.position]]:
                 self._start(other)
                 walk.issued += 1
@@ -197,16 +203,52 @@ class Gathering:
             bucket.serve()
 
     def _leave(self, wanted: int | None = None) -> None:
-        """Do this rank's part in the rest of the plan's gathers; keep what is wanted now."""
+        """Do this rank's part in the rest of the plan's collectives; keep what is wanted now."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it was followed
+        for stop in plan.started[walk.position :]:
+            self._start_due_reductions()
+            for number in plan.gathers[walk.issued : stop]:
+                if number == wanted and self._buckets[number].state is Weights.SHARDED:
+                    self._calls.gather(number)
+                else:
+                    self._calls.lend(number)
+                walk.issued += 1
+            walk.position += 1
+        if self.phase is Phase.BACKWARD:
+            walk.was_early |= self.start_due(None)
         walk.has_left = True
-        for number in plan.gathers[walk.issued :]:
-            if number == wanted and self._buckets[number].state is Weights.SHARDED:
-                self._calls.gather(number)
-            else:
-                self._calls.lend(number)
-            walk.issued += 1
+
+    def _start_due_reductions(self) -> None:
+        """Start what others may wait for from the next use on."""
+        walk = self._walk
+        if walk.plan is not None and self.phase is Phase.BACKWARD:
+            walk.was_early |= self.start_due(walk.plan.uses[walk.position].reduced)
+
+    def record_reduction(self, bucket: Bucket) -> None:
+        """A reduction of this backward was started here."""
+        self._recorder.reduce(self._uses.number.get(bucket, -1))
+
+    def report_progress(self, progress: Callable[[], int]) -> None:
+        """Let ranks tell each other how many reductions of a backward they have started."""
+        self._agreement.progress = progress
+
+    @property
+    def started_everywhere(self) -> int | None:
+        """How many reductions of this backward each rank starts without any help from now on.
+
+        None: all. A rank that waits for others would not be there to help them: it must wait only
+        for these. Along a plan they are those that are due before its next use, which a rank starts
+        before it takes part in that use's gathers; elsewhere those that were started when the ranks
+        talked last.
+        """
+        walk = self._walk
+        if self.phase is not Phase.BACKWARD or walk.has_left or not self._uses.units:
+            return None
+        if walk.plan is None:
+            return self._agreement.least_progress
+        uses = walk.plan.uses
+        return uses[walk.position].reduced if walk.position < len(uses) else None
 
     @contextmanager
     def _own_moves(self) -> Iterator[None]:
@@ -289,10 +331,10 @@ class Gathering:
             self.need(bucket)
 
     def after_backward_of(self, unit: Unit) -> None:
-        """The gradient of a unit's input is complete: frozen weights have done their work."""
+        """The gradient of a unit's input is complete: free what brings no gradient any more."""
         if self.phase is Phase.BACKWARD:
             for bucket in self._uses.of(unit):
-                if not bucket.trainable:
+                if not bucket.trainable or not self.awaits(bucket):
                     self.done(bucket)
 
     def on_read(self, parameter: nn.Parameter) -> None:
@@ -360,6 +402,7 @@ class Gathering:
     def backward(self, *, boundary: bool) -> Iterator[None]:
         """Around one backward."""
         self._keeps = not boundary
+        self._agreement.least_progress = 0
         plan, self._next = self._next, None
         self._begin(Phase.BACKWARD, Kind.BACKWARD, plan)
         with self._ending():

@@ -84,6 +84,7 @@ class Gradients:
         self._kept: Tensor | None = None
         self._late: dict[int, Tensor] = {}
         self._pending: Pending | None = None
+        self._is_in_first_phase = False
 
     def _make_messages(self) -> Messages | None:
         """What encodes gradients; None where they travel as they are."""
@@ -252,6 +253,9 @@ class Gradients:
                 view.zero_()
         self._count_update()
         self._pending = self._start(self.full, self._label)
+        self._is_in_first_phase = True
+        if self._messages is not None:
+            self._free_full()  # it is encoded
         self._is_of_copy = self.bucket.sharing.replicas is not None
         self._lands_next = last or not (self.partitioned and self.bucket.offload.sums_on_device)
         self.state = Arrival.REDUCING
@@ -335,7 +339,7 @@ class Gradients:
             mean = torch.empty_like(out)
             return self._start_cut(full, mean, False, label).then(lambda: out.add_(mean))
         bucket, wire = self.bucket, self.bucket.precision.reduce
-        shards = bucket.sharing.shards
+        shards = bucket.sharing.reducers
         factors = self._factors.among(bucket.sharing.copies)
         if bucket.row_numel:
             rows = RowWire(wire, factors, bucket.row_numel)
@@ -350,7 +354,7 @@ class Gradients:
         assert self._messages is not None  # they are asked for
         sharing, messages = self.bucket.sharing, self._messages
         if sharing.coded_hops is None:
-            shards = sharing.shards
+            shards = sharing.reducers
             return start_coded_reduce_scatter(
                 full, out, shards, messages, factor, accumulate, label
             )
@@ -359,21 +363,21 @@ class Gradients:
             full, out, across, inside, messages, factor, accumulate, label
         )
 
-    def advance(self, patience: float | None = None, *, through: bool = False) -> bool:
-        """Bring the reduction that is under way one phase further, or `through` all of them.
-
-        With `patience`, only if its values arrive within so many seconds; False: they did not.
-        """
+    def advance(self, *, through: bool = False) -> None:
+        """Bring the reduction that is under way one phase further, or `through` all of them."""
         while self._pending is not None:
-            if patience is not None and not self._pending.arrives_within(patience):
-                return False
             self._await_brought()
             self._pending.advance()
+            self._is_in_first_phase = False
             if self._pending.done:
                 self.finish_reduce()
             if not through:
                 break
-        return True
+
+    def advance_first_hop(self) -> None:
+        """Wait for the first phase of the reduction that is under way, if nobody has."""
+        if self._is_in_first_phase:
+            self.advance()
 
     def finish_reduce(self) -> None:
         """Wait for the reduction that is under way: REDUCING to MEAN."""

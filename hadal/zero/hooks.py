@@ -148,11 +148,14 @@ class Hooks:
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
         """Run a backward, in which every read of a parameter finds its values too."""
-        if not self._runtime.gathering.units:
-            loss.backward(retain_graph=retain_graph)
-            return
-        with self.reading():
-            backward_watched(loss, retain_graph)
+        survey = self._runtime.survey
+        # The loss is at the root of the whole graph; a gradient may come in a part of its own.
+        with loss.register_hook(lambda _: _unseen(survey)):
+            if not self._runtime.gathering.units:
+                loss.backward(retain_graph=retain_graph)
+                return
+            with self.reading():
+                backward_watched(loss, retain_graph)
 
     def reading(self) -> AbstractContextManager[None]:
         """A context in which every read of a parameter finds its values, announced or not.

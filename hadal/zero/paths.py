@@ -24,7 +24,7 @@ from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
 _log = logging.getLogger(__name__)
 
 # A digest that happens to be equal where paths differ does no harm: the plans' digests differ then.
-_PATH_BITS, _ENDS_BITS = 36, 20
+_PATH_BITS, _MOMENT_BITS = 36, 20
 # Plans differ by what is gathered at their beginning, and by what follows, of which there are few.
 _PLANS = 128
 _NOTHING = Trace(())
@@ -44,6 +44,8 @@ class Walk:
     """Whether this rank needed what the plan does not have."""
     has_learned: bool = False
     """Whether a read was found that will be announced earlier from now on."""
+    was_early: bool = False
+    """Whether a reduction was due before its gradients had come."""
 
     @property
     def follows(self) -> bool:
@@ -51,9 +53,10 @@ class Walk:
         return self.plan is not None and not self.has_left
 
     def word(self, trace: Trace) -> int:
-        """What this rank says of it at the end: its path, how it went, and when uses were over."""
+        """What this rank says of it at the end: its path, how it went, and its moments."""
         path = digest_of(trace.path, bits=_PATH_BITS) << 2 | self.has_left << 1 | self.has_learned
-        return path << _ENDS_BITS | digest_of(trace.ends, bits=_ENDS_BITS)
+        moments = digest_of(trace.moments, bits=_MOMENT_BITS - 1) << 1 | self.was_early
+        return path << _MOMENT_BITS | moments
 
 
 class Paths:
@@ -117,10 +120,12 @@ class Paths:
         Raises:
             MismatchError: ranks took different paths, which was not to be tolerated.
         """
-        is_alike = len({word >> _ENDS_BITS for word in met.words}) == 1
+        is_alike = len({word >> _MOMENT_BITS for word in met.words}) == 1
         planned = self._foresight.expected(walk.kind) if walk.plan else None
         if is_alike and walk.follows:
             self._foresight.came(walk.kind, planned, has_held=True)
+            if any(word & 1 for word in met.words):
+                self.forget(walk.kind)  # what came late is to be waited for the next time
             return
         seen = None
         if is_alike:
@@ -138,10 +143,10 @@ class Paths:
             self._tell(walk, paths, owners, gives_up=gives_up)
 
     def _joined(self, trace: Trace) -> Trace:
-        """The trace of ranks that went one path, but were done with some uses at other moments."""
-        ends = torch.tensor(trace.ends, dtype=torch.int32)
-        max_(ends, self._ranks, "the agreement on the ends of uses")
-        return trace.ending(ends.tolist())
+        """The trace of ranks that went one path at different moments: the latest of each."""
+        moments = torch.tensor(trace.moments, dtype=torch.int32)
+        max_(moments, self._ranks, "the agreement on the moments of a path")
+        return trace.at(moments.tolist())
 
     def _settle_parting(self, walk: Walk, trace: Trace, *, gives_up: bool) -> None:
         is_error = not self._divergence.is_tolerated

@@ -16,6 +16,7 @@ from hadal.device import is_in_backward, will_collect
 from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
 from hadal.zero.exchange import OwnExchange
+from hadal.zero.expectation import Expectation
 from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
@@ -28,17 +29,23 @@ _log = logging.getLogger(__name__)
 # Those whose backward runs: gradients may come to the parameters of others meanwhile.
 _in_backward: list[ZeroRuntime] = []
 
-# How long a rank in backward waits for the others' part of an earlier reduction. Ranks that do the
-# same come within milliseconds.
-_PATIENCE_S = 0.05
+# A bucket that no rank has had a gradient for in so many updates is left out of the reductions.
+_IDLE_UPDATES = 16
 
 
 class ZeroRuntime:
     """The buckets of one model and the order of their moves.
 
     Two orders must be the same on all ranks: that of gathers, which `gathering` sees to, and that
-    of reductions. These follow `_order`, a list of buckets; a bucket is reduced when all gradients
-    that it expects have arrived and everything before it in the order has been started.
+    of reductions. These follow `_order`, a list of buckets. At the start of each backward the
+    autograd graph is asked which gradients will come on this rank; a bucket is reduced when those
+    have arrived, and everything before it in the order has been started. What does not come counts
+    as zero.
+
+    A rank waits for a reduction only where no other rank can need anything of it before starting
+    that reduction (`Gathering.started_everywhere`): else each could wait for the other. What
+    arrives after its bucket's reduction was started is late, and reduced once more before the
+    update.
     """
 
     def __init__(
@@ -60,11 +67,12 @@ class ZeroRuntime:
         self.gradients = [Gradients(bucket, reduction) for bucket in buckets if bucket.trainable]
         self._gradients_of = {g.bucket: g for g in self.gradients}
         self._reduction = reduction
-        # The first guess: gradients come in the reverse of the forward order, each once.
+        # Gradients come in the reverse of the forward order.
         self._order = list(reversed(self.gradients))
-        self._expected = {g: [1] * len(g.bucket.parameters) for g in self.gradients}
-        self._arrived: dict[Gradients, list[int]] = {}
-        self._missing: dict[Gradients, int] = {}
+        # Updates since any rank last had a gradient for a bucket. The first update tells.
+        self._idle = dict.fromkeys(self.gradients, _IDLE_UPDATES - 1)
+        self._brought: set[Gradients] = set()
+        self._expectation = Expectation([g.bucket for g in self.gradients])
         self._started = 0
         self._in_flight: list[Gradients] = []
         # The buckets that hold a parameter which any rank has frozen meanwhile.
@@ -78,7 +86,9 @@ class ZeroRuntime:
         self._reduces = False
         # Whether a reduction that starts now is the update's last one of its bucket.
         self._is_last = True
-        self._has_learned = False
+        self.gathering.report_progress(lambda: self._started)
+        self.gathering.start_due = self._start_due
+        self.gathering.awaits = self._expectation.awaits
         self.leaves_others_gradients = False
         """Whether another engine's loss may pass through these parameters for nothing; else it is
         an error."""
@@ -163,23 +173,28 @@ class ZeroRuntime:
         self._reduces = boundary or any(g.partitioned for g in self.gradients)
         self._is_last = boundary
         self._started = 0
-        self._arrived = {g: [0] * len(g.bucket.parameters) for g in self.gradients}
-        self._missing = {g: sum(counts) for g, counts in self._expected.items()}
+        self._expectation.begin()
         for gradients in self.gradients:
             gradients.place_views()
         _in_backward.append(self)
         try:
             with self.gathering.backward(boundary=boundary):
                 yield
+                # Before the ranks meet at the end: one of them may wait for these.
+                self._start_due(None)
+                self._expectation.end()
         finally:
             _in_backward.remove(self)
             for gradients in self.gradients:
                 gradients.remove_views()
-        if self._reduces:
-            with self.reducing:
-                self._reduce_rest()
+        with self.reducing:
+            self._finish_reductions()
         if boundary:
             self._refuse_unused()
+
+    def survey(self) -> None:
+        """At the root of a backward, inside it: ask the graph which gradients will come."""
+        self._expectation.survey(is_root=True)
 
     def _refuse_unused(self) -> None:
         """Raise `ModelError` for what got no gradient in the update, where that is to be told."""
@@ -202,12 +217,8 @@ class ZeroRuntime:
         gradients.take(index)
         if self._unused is not None:
             self._unused.came(gradients, index)
-        counts = self._arrived[gradients]
-        counts[index] += 1
-        if counts[index] > self._expected[gradients][index]:
-            return
-        self._missing[gradients] -= 1
-        if self._missing[gradients]:
+        self._brought.add(gradients)
+        if not self._expectation.came(bucket, index):
             return
         self.gathering.done(bucket)
         if self._reduces and self._reduces_inside:
@@ -262,76 +273,57 @@ class ZeroRuntime:
 
     def _start_ready(self) -> None:
         """Start every reduction whose turn has come."""
-        while self._started < len(self._order) and not self._missing[self._order[self._started]]:
+        order = self._order
+        while self._started < len(order) and not self._awaits(order[self._started]):
             self._start_next()
+
+    def _awaits(self, gradients: Gradients) -> bool:
+        return self._expectation.awaits(gradients.bucket)
+
+    def _start_due(self, count: int | None) -> bool:
+        """Start the first `count` reductions (None: all), where this has not been done.
+
+        What their buckets still expect counts as zero, and is late when it comes.
+
+        Returns:
+            Whether anything was still expected.
+        """
+        due = len(self._order) if count is None else count
+        if not self._reduces or self._started >= due:
+            return False
+        is_early = any(map(self._awaits, self._order[self._started : due]))
+        with self.reducing:
+            while self._started < due:
+                self._start_next()
+        return is_early
 
     def _start_next(self) -> None:
         gradients = self._order[self._started]
-        self._started += 1
-        self._start(gradients)
-
-    def _start(self, gradients: Gradients) -> None:
-        # At most two are in flight, so that memory stays bounded by the bucket size. Where weights
-        # are gathered on use, a rank that went another way may wait for me before it reduces:
-        # then patience ends, and memory gives way.
+        # At most two are in flight, so that memory stays bounded by the bucket size, as far as a
+        # rank may wait.
         self._advance_in_flight()
-        gradients.start_reduce(last=self._is_last)
-        self._in_flight.append(gradients)
+        self._start(gradients)
+        self._started += 1
+        self.gathering.record_reduction(gradients.bucket)
         if not self._overlaps:
             self._advance_in_flight(through=True)
 
+    def _start(self, gradients: Gradients) -> None:
+        gradients.start_reduce(last=self._is_last)
+        self._in_flight.append(gradients)
+
     def _advance_in_flight(self, *, through: bool = False) -> None:
-        for earlier in self._in_flight:
-            # In one order: a later phase's messages are told apart by their order only.
-            if not earlier.advance(self._patience, through=through):
-                break
+        known = self.gathering.started_everywhere
+        if known is None:
+            for earlier in self._in_flight:
+                earlier.advance(through=through)
+        else:
+            # A later hop is started by each rank when it has waited for the first: nobody may wait
+            # for that one before all are at the end.
+            first = self._started - len(self._in_flight)
+            for earlier in self._in_flight[: max(0, known - first)]:
+                earlier.advance_first_hop()
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
-
-    @property
-    def _patience(self) -> float | None:
-        """How many seconds to wait for an earlier reduction; None: until it has arrived.
-
-        Whether a rank is in time is its own affair, and decides what it sends next: that must be
-        told apart by more than its order. On an accelerator order is all there is; but there no
-        rank waits, only its stream does.
-        """
-        is_tagged = self.ranks.exchanges_in_pairs(self._device)
-        return _PATIENCE_S if self.gathering.units and is_tagged else None
-
-    def _reduce_rest(self) -> None:
-        """At the end of a backward: reduce what was not complete, and once more what came late."""
-        on_time = not any(self._missing[gradients] for gradients in self._order)
-        while self._started < len(self._order):
-            self._start_next()
-        # Late: it came behind its bucket's reduction, or into a bucket that none was expected for.
-        late = [g.waits for g in self.gradients]
-        report = torch.tensor([not on_time, *late], dtype=torch.uint8, device=self._device)
-        max_(report, self.ranks, "the agreement on late gradients")
-        surprised, *late_anywhere = report.tolist()
-        self._finish_reductions()
-        for gradients, is_late in zip(self.gradients, late_anywhere, strict=True):
-            if is_late:
-                self._start(gradients)
-        self._finish_reductions()
-        if surprised or any(late_anywhere):
-            self._learn()
-
-    def _learn(self) -> None:
-        """Expect from the next backward what this one brought on any rank."""
-        mine = [count for g in self.gradients for count in self._arrived[g]]
-        counts = torch.tensor(mine, dtype=torch.int32, device=self._device)
-        max_(counts, self.ranks, "the agreement on expected gradients")
-        brought = iter(counts.tolist())
-        for gradients in self.gradients:
-            self._expected[gradients] = [next(brought) for _ in gradients.bucket.parameters]
-        self._order = [g for g in reversed(self.gradients) if any(self._expected[g])]
-        if not self._has_learned:
-            self._has_learned = True
-            self.gathering.expect_another_backward()
-
-    @property
-    def _device(self) -> torch.device:
-        return self.buckets[0].device
 
     def reduce_all(self) -> None:
         """Before a step: average whatever no backward has averaged yet.
@@ -340,12 +332,15 @@ class ZeroRuntime:
             ModelError: as `backward`, where no backward was known to be the update's last.
         """
         self._refuse_unused()
-        seen = [[g.waits, has_frozen(g.bucket)] for g in self.gradients]
-        report = torch.tensor(seen, dtype=torch.uint8, device=self._device)
+        seen = [[g.waits, has_frozen(g.bucket), g in self._brought] for g in self.gradients]
+        report = torch.tensor(seen, dtype=torch.uint8)
         max_(report, self.ranks, "the agreement on unreduced gradients")
         self._frozen = []
         self._is_last = True
-        for gradients, (is_waiting, is_frozen) in zip(self.gradients, report.tolist(), strict=True):
+        brought: list[bool] = []
+        for gradients, found in zip(self.gradients, report.tolist(), strict=True):
+            is_waiting, is_frozen, was_brought = found
+            brought.append(was_brought)
             if is_waiting:
                 self._start(gradients)
             elif gradients.is_of_copy:
@@ -357,6 +352,17 @@ class ZeroRuntime:
         for gradients in self.gradients:
             if gradients.state is Arrival.EMPTY:
                 gradients.count_as_zero()
+        self._choose_order(brought)
+
+    def _choose_order(self, brought: Sequence[bool]) -> None:
+        """Leave out of the next reductions what no rank has had a gradient for in a long time."""
+        self._brought.clear()
+        for gradients, has_come in zip(self.gradients, brought, strict=True):
+            self._idle[gradients] = 0 if has_come else self._idle[gradients] + 1
+        order = [g for g in reversed(self.gradients) if self._idle[g] < _IDLE_UPDATES]
+        if order != self._order:
+            self._order = order
+            self.gathering.expect_another_backward()
 
     def check_sanity(self, *, overflow_is_told: bool) -> None:
         """Before an update, where more is to be checked.
@@ -381,6 +387,9 @@ class ZeroRuntime:
             self.bring_together()
 
     def _finish_reductions(self) -> None:
+        # Second hops in one order on all ranks, before any later one.
+        for gradients in self._in_flight:
+            gradients.advance_first_hop()
         for gradients in self._in_flight:
             gradients.finish_reduce()
         self._in_flight.clear()
@@ -461,9 +470,9 @@ class ZeroRuntime:
             if bucket.trainable and bucket not in self._gradients_of
         }
         self.gradients = [self._gradients_of[bucket] for bucket in self.buckets if bucket.trainable]
-        for one in self.gradients:
-            self._expected.setdefault(one, [1] * len(one.bucket.parameters))
-        self._order = [g for g in reversed(self.gradients) if any(self._expected[g])]
+        self._idle = {g: self._idle.get(g, 0) for g in self.gradients}
+        self._order = [g for g in reversed(self.gradients) if self._idle[g] < _IDLE_UPDATES]
+        self._expectation.take_up([g.bucket for g in self.gradients])
         self._plan_reductions()
 
     # ---- the end, and after a load ---------------------------------------------------------------

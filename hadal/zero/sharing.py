@@ -39,7 +39,9 @@ class Sharing:
     hops: Hops | None = None
     """Weights are gathered over `shards` in two hops; None: in one."""
     coded_hops: Hops | None = None
-    """Coded gradients are reduced over `shards` in two hops; None: in one."""
+    """Coded gradients are reduced over `reducers` in two hops; None: in one."""
+    twins: Ranks | None = None
+    """The ranks of `shards` with a communicator for reductions alone; None: there is none."""
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:
@@ -54,6 +56,8 @@ class Sharing:
         secondary_size: int = 1,
         node_size: int | None = None,
         coded_node_size: int | None = None,
+        *,
+        gathers_on_use: bool = True,
     ) -> Sharing:
         """Cut one copy over each `shard_size` ranks, and a second one of weights over fewer.
 
@@ -66,6 +70,8 @@ class Sharing:
             node_size: how many consecutive ranks stand near each other, where weights are gathered
                 in two hops.
             coded_node_size: the same, where coded gradients are reduced in two hops.
+            gathers_on_use: whether gathers and reductions go on at once; how they mix differs
+                between ranks then.
         """
         shards, replicas = ranks, None
         if shard_size < ranks.size:
@@ -74,8 +80,14 @@ class Sharing:
         # Cut over all of them, a second copy would be the first one again.
         if 1 < secondary_size < shards.size:
             node, _ = shards.in_blocks(secondary_size)
-        hops, coded_hops = (_hops(shards, size) for size in (node_size, coded_node_size))
-        return cls(ranks, shards, replicas, node, hops, coded_hops)
+        twins = shards.twin() if gathers_on_use else None
+        hops, coded_hops = _hops(shards, node_size), _hops(twins or shards, coded_node_size)
+        return cls(ranks, shards, replicas, node, hops, coded_hops, twins)
+
+    @property
+    def reducers(self) -> Ranks:
+        """The ranks of `shards`, for reductions."""
+        return self.twins or self.shards
 
     @property
     def copies(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 _DIGEST_BITS = 48
@@ -27,6 +29,8 @@ class Use(NamedTuple):
     """The bucket's number."""
     until: int
     """It is over before the use of this number begins (the number of uses: at the very end)."""
+    reduced: int = 0
+    """How many reductions every rank has started before it begins."""
 
 
 def digest_of(*values: object, bits: int = _DIGEST_BITS) -> int:
@@ -54,13 +58,16 @@ class Trace:
         return digest_of(self.path)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Before which use each of them was over."""
-        return tuple(use.until for use in self.uses)
+    def moments(self) -> tuple[int, ...]:
+        """When uses end and reductions start, as numbers of which the larger ones are later."""
+        return (*(use.until for use in self.uses), *(-use.reduced for use in self.uses))
 
-    def ending(self, ends: Sequence[int]) -> Trace:
-        """The same path, with uses that end at other moments."""
-        return Trace(tuple(Use(b, end) for b, end in zip(self.path, ends, strict=True)))
+    def at(self, moments: Sequence[int]) -> Trace:
+        """The same path with other `moments`."""
+        count = len(self.uses)
+        ends, starts = moments[:count], moments[count:]
+        lines = zip(self.path, ends, starts, strict=True)
+        return Trace(tuple(Use(bucket, end, -start) for bucket, end, start in lines))
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -75,12 +82,14 @@ class Recorder:
         self._buckets: list[int] = []
         self._ends: list[int | None] = []
         self._open: dict[int, int] = {}
+        self._reductions: list[tuple[int, int]] = []
 
     def begin(self) -> None:
         """Start on an empty page."""
         self._buckets.clear()
         self._ends.clear()
         self._open.clear()
+        self._reductions.clear()
 
     def need(self, bucket: int) -> None:
         """A use of a bucket begins."""
@@ -95,11 +104,22 @@ class Recorder:
             self._ends[number] = len(self._buckets)
         return number
 
+    def reduce(self, bucket: int) -> None:
+        """A reduction starts; `bucket` is -1 for one whose uses are not written down."""
+        self._reductions.append((len(self._buckets), bucket))
+
     def trace(self) -> Trace:
         """What was written since the beginning."""
         last = len(self._buckets)
         pairs = zip(self._buckets, self._ends, strict=True)
-        return Trace(tuple(Use(b, last if end is None else end) for b, end in pairs))
+        uses = [Use(b, last if end is None else end) for b, end in pairs]
+        final = {use.bucket: use.until for use in uses}
+        # A bucket that no gradient came for was reduced early: another time it may be used first.
+        starts = (max(at, final.get(bucket, 0)) for at, bucket in self._reductions)
+        latest = list(accumulate(starts, max))
+        return Trace(
+            tuple(use._replace(reduced=bisect_right(latest, i)) for i, use in enumerate(uses))
+        )
 
 
 def describe_parting(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from engine.logs import logged
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 import hadal
 import npu
 from hadal.comm import get_rank
-from hadal.comm.pending import Pending
 from hadal.device import current_device
 
 TOKENS, WIDTH, LENGTH = 23, 16, 6
@@ -198,17 +196,6 @@ def trained_late(config: dict[str, Any], updates: int = 3, **model: Any) -> dict
     with npu.asynchronous(), npu.with_float64():
         told = trained(config, updates, **model)
     return {**told, "late": npu.late_tasks() - before}
-
-
-def trained_by_a_laggard(config: dict[str, Any]) -> dict[str, Any]:
-    """The same where one rank never finds in time what others have sent, and the other always."""
-
-    def arrives(pending: Pending, seconds: float) -> bool:
-        return get_rank() == 0 and in_time(pending, 60.0)
-
-    in_time = Pending.arrives_within
-    with patch.object(Pending, "arrives_within", arrives):
-        return trained(config)
 
 
 def wherever(config: dict[str, Any], **model: Any) -> dict[str, Any]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import RankPools
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from zero.test_starved import PATHS, held_at_once
 
 import npu
 from hadal import comm
-from hadal.comm.collectives import gather_codes, start_all_gather, start_gather_in_hops
+from hadal.comm import functions
+from hadal.comm.collectives import gather_codes, start_gather_in_hops
 from hadal.device import collective_backend, current_device
 from hadal.errors import CommunicationError
 
@@ -170,28 +175,6 @@ def test_what_travels_is_logged(npus: RankPools) -> None:
         assert {"all_gather", "reduce_scatter"} <= set(told)
 
 
-def _watched() -> list[float]:
-    """A thread that waits for a collective does so in the order of whoever asked it to."""
-    ranks = comm.Ranks.world()
-    values = torch.zeros(4 * ranks.size, device="npu")
-    values[4 * ranks.rank : 4 * ranks.rank + 4] = ranks.rank + 1
-    copied = torch.empty_like(values)
-    side = torch.Stream("npu")
-    with npu.asynchronous(longest_delay=1.0), side:
-        side.wait_stream(torch.npu.default_stream())
-        pending = start_all_gather(values, ranks, "a gather")
-        assert pending.arrives_within(60.0)
-        pending.wait()
-        copied.copy_(values)
-        side.synchronize()
-    told: list[float] = copied.tolist()
-    return told
-
-
-def test_a_thread_waits_in_the_same_order(npus: RankPools) -> None:
-    assert npus(2).run(_watched) == [[1.0] * 4 + [2.0] * 4] * 2
-
-
 def _hops() -> list[list[float]]:
     """Ranks of the second node come when those of the first have done other work of the device."""
     world = comm.Ranks.world()
@@ -242,3 +225,37 @@ def _messages_of_a_bucket(precision: str) -> dict[str, float]:
 def test_stage_0_takes_one_message_for_each_bucket(precision: str, npus: RankPools) -> None:
     updates = 2
     assert npus(2).run(_messages_of_a_bucket, precision) == [{"all_reduce": updates}] * 2
+
+
+def _order_of_collectives(path: str, stage: int) -> dict[str, list[str]]:
+    """What this rank gave each communicator, in its order."""
+    given: dict[int, list[str]] = {}
+    many = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+    def noted(name: str) -> Any:
+        original = getattr(functions, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            groups = [one for one in args if isinstance(one, ProcessGroup)]
+            if args[0].device.type == "npu":
+                given.setdefault(id(groups[0]), []).append(f"{name} {more['label']}")
+            return original(*args, **more)
+
+        return patch.object(functions, name, call)
+
+    with ExitStack() as stack:
+        for name in many:
+            stack.enter_context(noted(name))
+        with npu.asynchronous():
+            held_at_once(PATHS[path], stage)
+    return {str(number): one for number, one in enumerate(given.values())}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("path", PATHS)
+def test_ranks_that_lack_gradients_send_in_one_order(
+    path: str, stage: int, npus: RankPools
+) -> None:
+    first, second = npus(2).run(_order_of_collectives, path, stage)
+    assert first == second
+    assert len(first) == (2 if stage == 3 else 1)

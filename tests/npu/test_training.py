@@ -163,15 +163,6 @@ def test_as_on_cpus(name: str, npus: RankPools, ranks: RankPools, tmp_path: Path
     same(found, wanted)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_ranks_that_differ_in_patience_send_in_one_order(
-    overlap: bool, npus: RankPools, ranks: RankPools
-) -> None:
-    config = runs.config(3, "bf16", {"overlap_comm": overlap}, sparse_gradients=True)
-    wanted = ranks(2).run(runs.trained, config)
-    same(npus(2).run(runs.trained_by_a_laggard, config), wanted)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_as_on_one_cpu(name: str, npus: RankPools, ranks: RankPools, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def one_step(engine: Any, step: int, path: Sequence[int] = ALL) -> None:
 def watched(engine: Any) -> Iterator[list[tuple[str, int]]]:
     """What happens meanwhile: each start of a gather, each lending, and each word on the host."""
     events: list[tuple[str, int]] = []
-    original = agreement.gather_codes
+    original = agreement.gather_codes_and_least
     buckets = engine._parts.runtime.gathering._buckets
 
     def spy(bucket: Bucket, number: int, name: str) -> None:
@@ -81,18 +81,18 @@ def watched(engine: Any) -> Iterator[list[tuple[str, int]]]:
 
         setattr(bucket, name, call)
 
-    def codes(code: int, *others: Any) -> list[int]:
+    def codes(code: int, *others: Any) -> tuple[list[int], int]:
         events.append(("word", code))
         return original(code, *others)
 
     for number, bucket in enumerate(buckets):
         spy(bucket, number, "start_unshard")
         spy(bucket, number, "serve")
-    agreement.gather_codes = codes
+    agreement.gather_codes_and_least = codes
     try:
         yield events
     finally:
-        agreement.gather_codes = original
+        agreement.gather_codes_and_least = original
         for bucket in buckets:
             del bucket.start_unshard, bucket.serve
 

@@ -1,0 +1,83 @@
+"""Which gradients the backward that runs will bring on this rank, as its autograd graph says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hadal.device import graph_task, will_collect
+from hadal.zero.bucket import Bucket
+
+
+class Expectation:
+    """The gradients that each bucket still waits for in one backward.
+
+    The graph knows them before they come: an expert without tokens, or a head that is not used,
+    is not in it. A recomputation with `use_reentrant=True` hides its parameters from the graph;
+    those are expected as often as they came the last time.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._hidden: dict[Bucket, dict[int, int]] = {}
+        self._last: dict[Bucket, list[int]] = {}
+        # Whether backwards run inside each other: until that is known, they may.
+        self._nests = True
+        self.take_up(buckets)
+
+    def take_up(self, buckets: Sequence[Bucket]) -> None:
+        """Expect gradients for these buckets from now on."""
+        self._hidden = {bucket: self._hidden.get(bucket, {}) for bucket in buckets}
+        self._last = {b: self._last.get(b) or [1] * len(b.parameters) for b in buckets}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self._is_surveyed = self._is_known = False
+        self._tasks: set[int] = set()
+        self._in_graph: dict[Bucket, list[bool]] = {}
+        self._expected: dict[Bucket, list[int]] = {}
+        self._came = {bucket: [0] * len(bucket.parameters) for bucket in self._hidden}
+        self._missing: dict[Bucket, int] = {}
+
+    def survey(self, *, is_root: bool = False) -> None:
+        """Ask the graph of the backward that runs, once.
+
+        `is_root`: this is the outermost one. A recomputation's own graph has its parameters alone;
+        where that may be the one that runs, what came the last time is expected.
+        """
+        if self._is_surveyed:
+            return
+        self._is_surveyed = True
+        self._is_known = is_root or not self._nests
+        for bucket, hidden in self._hidden.items():
+            if self._is_known:
+                found = [p.requires_grad and will_collect(p) for p in bucket.parameters]
+                expected = [is_in + hidden.get(index, 0) for index, is_in in enumerate(found)]
+                self._in_graph[bucket] = found
+            else:
+                expected = self._last[bucket]
+            self._expected[bucket] = expected
+            self._missing[bucket] = sum(expected)
+
+    def came(self, bucket: Bucket, index: int) -> bool:
+        """Count a gradient of parameter number `index`; return whether it is the last expected."""
+        self.survey()
+        self._tasks.add(graph_task())
+        counts = self._came[bucket]
+        counts[index] += 1
+        if counts[index] > self._expected[bucket][index]:
+            return False
+        self._missing[bucket] -= 1
+        return not self._missing[bucket]
+
+    def awaits(self, bucket: Bucket) -> bool:
+        """Whether gradients of a bucket are still to come, or may be, as nobody has asked yet."""
+        return bool(self._missing.get(bucket, not self._is_surveyed))
+
+    def end(self) -> None:
+        """End a backward: remember what came although the graph did not have it."""
+        if self._tasks:
+            self._nests, self._last = len(self._tasks) > 1, self._came
+        for bucket, found in self._in_graph.items():
+            for index, count in enumerate(self._came[bucket]):
+                if count:
+                    self._hidden[bucket][index] = count - found[index]
