@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections import deque
 
 import torch
@@ -74,95 +73,77 @@ class BufferPool:
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}
-        # Those that a device still copies from, in the order in which it does.
+        # Buffers that a device still copies from, in the order in which it does.
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._is_closed = False
-        self._changed = threading.Condition()
 
-    def take(self, timeout_s: float = 0.0) -> Tensor:
-        """A buffer that nobody else has; its contents are whatever they were.
-
-        Args:
-            timeout_s: how long to wait for another thread to give one back.
-
-        Raises:
-            OffloadError: all are taken.
-            UsageError: the pool is closed.
-        """
-        with self._changed:
-            self._changed.wait_for(self.has_free, timeout_s)
-            if self._is_closed:
-                raise UsageError("a buffer was taken from a pool that is closed")
-            if not self.has_free():
-                raise OffloadError(
-                    f"all {self.count} buffers of {self.nbytes} bytes are in use; give one back"
-                    " first, or raise the number of buffers (`buffer_count` in the configuration)"
-                )
-            buffer = self._free.pop() if self._free else self._made()
-            self._taken[buffer.data_ptr()] = buffer
-            return buffer
-
-    def take_for(self, nbytes: int) -> Tensor:
-        """A buffer that nobody else has, for so many bytes.
+    def take(self, nbytes: int = 0) -> Tensor:
+        """Lend a buffer of `nbytes` or more; its contents are undefined.
 
         Raises:
             OffloadError: all are taken, or they are shorter.
+            UsageError: the pool is closed.
         """
+        if self._is_closed:
+            raise UsageError("a buffer was taken from a pool that is closed")
         if nbytes > self.nbytes:
             raise OffloadError(f"{nbytes} bytes do not fit into a buffer of {self.nbytes}")
-        return self.take()
+        if not self.has_free():
+            raise OffloadError(
+                f"all {self.count} buffers of {self.nbytes} bytes are in use; give one back"
+                " first, or raise the number of buffers (`buffer_count` in the configuration)"
+            )
+        # A view of its own place in memory even if it is empty: buffers are told apart by it.
+        buffer = (
+            self._free.pop()
+            if self._free
+            else aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
+        )
+        self._taken[buffer.data_ptr()] = buffer
+        return buffer
 
     def give_back(self, buffer: Tensor, after: Event | None = None) -> None:
-        """Let others have a buffer that was taken here, from the moment when `after` is over.
+        """Return a buffer; it is lent again once `after` is over.
 
         Raises:
             UsageError: it was not taken here, or is back already.
         """
-        with self._changed:
-            found = self._taken.pop(buffer.data_ptr(), None)
-            if self._is_closed:
-                return
-            if found is None:
-                raise UsageError(
-                    "a buffer was given back to a pool that has not lent it, or has it already"
-                )
-            if after is None or after.is_over:
-                self._free.append(found)
-            else:
-                self._leaving.append((after, found))
-            self._changed.notify()
+        found = self._taken.pop(buffer.data_ptr(), None)
+        if self._is_closed:
+            return
+        if found is None:
+            raise UsageError(
+                "a buffer was given back to a pool that has not lent it, or has it already"
+            )
+        if after is None or after.is_over:
+            self._free.append(found)
+        else:
+            self._leaving.append((after, found))
 
     def close(self) -> None:
         """Let go of all memory; what is still taken goes when its holders let go of it."""
-        with self._changed:
-            self._is_closed = True
-            while self._leaving:
-                self._leaving.popleft()[0].wait_on_host()
-            self._free.clear()
-            self._taken.clear()
-            self._changed.notify_all()
+        self._is_closed = True
+        while self._leaving:
+            self._leaving.popleft()[0].wait_on_host()
+        self._free.clear()
+        self._taken.clear()
 
     def has_free(self) -> bool:
         """Whether a buffer can be taken without waiting."""
         while self._leaving and self._leaving[0][0].is_over:
             self._free.append(self._leaving.popleft()[1])
-        out = len(self._taken) + len(self._leaving)
-        return self._is_closed or bool(self._free) or out < self.count
-
-    def _made(self) -> Tensor:
-        # A view of its own place in memory even where it is empty: buffers are told apart by it.
-        return aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
+        return bool(self._free) or len(self._taken) + len(self._leaving) < self.count
 
 
 class LooseBuffers:
-    """Buffers of any length, made when they are needed and let go of when they are given back."""
+    """Buffers of any length, made when they are taken and freed when they are given back."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
 
-    def take_for(self, nbytes: int) -> Tensor:
-        """A buffer of so many bytes; its contents are whatever they were."""
+    def take(self, nbytes: int) -> Tensor:
+        """Lend a buffer of `nbytes`; its contents are undefined."""
         return aligned(max(nbytes, 1), pinned=self._pinned)[:nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Whoever holds it lets go of it."""
+        """Return a buffer."""

@@ -83,7 +83,7 @@ class Crossing:
         self._leaving.free(values)
         return self._leaving.event()
 
-    def bring(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Arrival:
+    def bring(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Upload:
         """Begin to bring `values` from host memory, where nobody changes them before the event.
 
         `after`: of what is still under way with `values`. What the device does with `out` must
@@ -93,16 +93,19 @@ class Crossing:
         if after is not None:
             self._coming.follow(after)
         self._coming.copy(out, values)
-        return Arrival(self._coming, self._coming.event(), (values, out))
+        return Upload(self._coming, self._coming.event(), (values, out))
 
-    def sending(self) -> Sending:
-        """Begin to send new values to the device, behind all that it was given so far."""
+    def begin_sending(self) -> None:
+        """Let new weights follow all that the device was given so far (see `send`)."""
         self._let_go()
         self._coming.follow_device()
-        return Sending(self)
 
     def send(self, values: Tensor, out: Tensor) -> None:
-        """Cast new values into staging buffers on the host, and let them leave (see `Sending`)."""
+        """Send `values` (1-D, in host memory) to `out` on the device, cast to its dtype.
+
+        What the device is given between `begin_sending` and here must not read `out`; what it is
+        given behind `send` finds the new values.
+        """
         step = _STAGED_NBYTES // out.dtype.itemsize
         for start in range(0, values.numel(), step):
             part = out[start : start + step]
@@ -123,7 +126,7 @@ class Crossing:
         return event, stage
 
 
-class Arrival:
+class Upload:
     """Values on their way to the device."""
 
     def __init__(self, stream: SideStream, event: Event, held: tuple[Tensor, ...]) -> None:
@@ -139,21 +142,6 @@ class Arrival:
     def wait(self) -> None:
         """Let the device's own work wait for them."""
         self.event.wait_on_device()
-
-
-class Sending:
-    """New values that go to the device while the next ones are made.
-
-    They may be written there at once: what the device is given between the beginning and the last
-    of them must not read their places, and what it is given behind `send` finds them.
-    """
-
-    def __init__(self, crossing: Crossing) -> None:
-        self._crossing = crossing
-
-    def send(self, values: Tensor, out: Tensor) -> None:
-        """Let `values` (1-D, in host memory) leave for `out`, cast to its dtype."""
-        self._crossing.send(values, out)
 
 
 _crossings: weakref.WeakValueDictionary[tuple[torch.device, bool], Crossing]

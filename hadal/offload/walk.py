@@ -121,7 +121,7 @@ def _fetch(stop: Stop, pool: Buffers) -> _Load:
     try:
         for tensor in stop.tensors:
             nbytes = stop.numel_of(tensor) * tensor.dtype.itemsize
-            buffer = pool.take_for(nbytes)
+            buffer = pool.take(nbytes)
             load.buffers.append(buffer)
             values = buffer[:nbytes].view(tensor.dtype)
             load.values.append(values)

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hadal.offload.crossing import Sending
+from hadal.offload.crossing import Crossing
 from hadal.optim.elementwise import Scaling, Update
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
@@ -116,7 +116,7 @@ class Desks:
     def __init__(
         self,
         multiplier: Multiplier,
-        sending: Sending | None = None,
+        sending: Crossing | None = None,
         overflowed: Tensor | None = None,
     ) -> None:
         self._multiplier = multiplier

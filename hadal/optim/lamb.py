@@ -27,7 +27,7 @@ from hadal.comm.collectives import sum_
 from hadal.comm.faults import is_same_everywhere
 from hadal.device import widest_float
 from hadal.errors import MismatchError, OptimizerError
-from hadal.offload.crossing import Sending
+from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, ReadOnly, Walked
 from hadal.optim.desk import Multiplier, block_numel, blocks, scale_
 from hadal.optim.elementwise import Zeros
@@ -377,7 +377,7 @@ class LambStepper(RestingStepper):
                 _learn_stretch(stretch, one.mean, multiplier, sums)
 
     def _write_masters(
-        self, begun: Mapping[Gradients, _Begun], ratios: Tensor, sending: Sending | None
+        self, begun: Mapping[Gradients, _Begun], ratios: Tensor, sending: Crossing | None
     ) -> None:
         """Read everything once more, the moments as they are now, and write the masters."""
         runs: dict[Gradients, list[Walked]] = {

@@ -14,7 +14,7 @@ from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
-from hadal.offload.crossing import Sending
+from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, Walked, one_update
 from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.desk import Desk, Desks, blocks
@@ -257,7 +257,7 @@ def _step_part(
     values: Mapping[Walked, Tensor],
     begun: Sequence[tuple[Piece, Update, list[DiskTensor]]],
     desk: Desk,
-    sending: Sending | None,
+    sending: Crossing | None,
 ) -> None:
     bucket, master = one.bucket, values[stop.tensors[0]]
     bucket.absorb_edits_into(master, stop.start)

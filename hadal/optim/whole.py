@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
-from hadal.offload.crossing import Sending
+from hadal.offload.crossing import Crossing
 from hadal.optim.desk import Multiplier, scale_
 from hadal.optim.on_disk import (
     Deferred,
@@ -435,7 +435,7 @@ def _absorb_edits(masters: Mapping[Gradients, Tensor]) -> None:
 def _put_weights(
     masters: Mapping[Gradients, Tensor],
     rewriting: Callable[[Bucket], None],
-    sending: Sending | None,
+    sending: Crossing | None,
 ) -> None:
     for one, master in masters.items():
         rewriting(one.bucket)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hadal.comm.collectives import broadcast_, start_gather_in_pieces
 from hadal.comm.pending import Pending
 from hadal.device import look_at
-from hadal.offload.crossing import Sending
+from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan
@@ -405,15 +405,16 @@ class Bucket:
 
     # ---- master and weights ----------------------------------------------------------------------
 
-    def write_back(self, start: int, stop: int, sending: Sending | None = None) -> None:
+    def write_back(self, start: int, stop: int, sending: Crossing | None = None) -> None:
         """Put elements [start, stop) of the stepped master into the weights, cast."""
         if self.has_own_master and self.master is not None:
             self.put_weights(start, self.master[start:stop], sending)
 
-    def put_weights(self, start: int, values: Tensor, sending: Sending | None = None) -> None:
+    def put_weights(self, start: int, values: Tensor, sending: Crossing | None = None) -> None:
         """Put new master values, of the elements from `start` of my span on, into the weights.
 
-        `sending` was begun for an update, when the device had been given all that reads them.
+        `sending` comes from `start_sending`, called when the device had been given all that reads
+        them.
         """
         if self._steps_off == self._shard.is_offloaded:
             self.shard[start : start + values.numel()].copy_(values)
@@ -424,10 +425,12 @@ class Bucket:
         else:
             self._shard.land(start, values)
 
-    def start_sending(self) -> Sending | None:
+    def start_sending(self) -> Crossing | None:
         """Begin to send new weights to the device; None where updates are made there."""
         crossing = self.offload.crossing(self.device) if self._steps_off else None
-        return None if crossing is None else crossing.sending()
+        if crossing is not None:
+            crossing.begin_sending()
+        return crossing
 
     def start_refresh(self) -> Pending | None:
         """Gather the weights where they are whole, but were stepped or loaded in shards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hadal.device import Event
-from hadal.offload.crossing import Arrival, Crossing
+from hadal.offload.crossing import Crossing, Upload
 from hadal.zero.bucket import Bucket
 from hadal.zero.offload import Offload
 
@@ -19,7 +19,7 @@ class HostMean:
         self._offload = offload
         self._crossing = crossing
         self._under_way: Event | None = None
-        self._coming: Arrival | None = None
+        self._coming: Upload | None = None
 
     @classmethod
     def of(cls, bucket: Bucket) -> HostMean | None:

@@ -291,3 +291,16 @@ def test_sums_of_gradients_stay_on_the_device_while_they_fit(
         assert auto["bring"] == device["bring"] == 0
         assert host["land"] == 4 * device["land"]
         assert host["bring"] == 3 * device["land"]
+
+
+def test_a_sum_that_comes_back_is_averaged_over_the_copies(
+    npus: RankPools, ranks: RankPools
+) -> None:
+    def config(**zero: Any) -> dict[str, Any]:
+        made = runs.config(3, "bf16", {"mics_shard_size": 2, **zero})
+        made["data_types"] = {"grad_accum_dtype": "bf16"}
+        return made
+
+    wanted = ranks(4).run(runs.trained, config())
+    offload = {"device": "cpu", "accumulate_on": "host"}
+    same(npus(4).run(runs.trained_late, config(offload_optimizer=offload)), wanted)

@@ -43,9 +43,9 @@ def test_new_weights_leave_by_few_buffers(monkeypatch: pytest.MonkeyPatch) -> No
     with late.device():
         way = Crossing(CPU, pins=True)
         values, out = torch.arange(500.0), torch.empty(500, dtype=torch.bfloat16)
-        sending = way.sending()
-        sending.send(values[:300], out[:300])
-        sending.send(values[300:], out[300:])
+        way.begin_sending()
+        way.send(values[:300], out[:300])
+        way.send(values[300:], out[300:])
         assert torch.equal(out, values.bfloat16())
         assert made == [(32, True)] * 4
         # 16 elements each: 19 and 13 parts; all but the last four are waited for.
