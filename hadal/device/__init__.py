@@ -43,7 +43,7 @@ from hadal.device.memory import (
     total_memory,
     unforked_memory,
 )
-from hadal.device.places import look_at
+from hadal.device.places import look_at, number_of_users
 from hadal.device.reading import Reading, read_on_host, start_reading
 from hadal.device.stamps import Stamp
 from hadal.device.streams import Event, SideStream
@@ -79,6 +79,7 @@ __all__ = [
     "look_at",
     "memory_in_use",
     "memory_use",
+    "number_of_users",
     "page_locked",
     "peak_memory",
     "random_state",

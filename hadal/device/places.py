@@ -25,6 +25,14 @@ def look_at(parameter: Tensor, values: Tensor) -> None:
         parameter._post_accumulate_grad_hooks = later_hooks
 
 
+def number_of_users(values: Tensor) -> int:
+    """How many tensors use the memory of `values`, also that autograd saved."""
+    with torch._C.DisableTorchFunction():  # it is no read
+        storage = values.untyped_storage()
+    # One more is the object that stands for the memory here.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 def _may_be_assigned(parameter: Tensor, values: Tensor) -> bool:
     # Not by asking torch: what such a device answers there, assignments do not obey.
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

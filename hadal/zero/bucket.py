@@ -353,6 +353,11 @@ class Bucket:
         self.state = Weights.SHARDED
 
     @property
+    def has_other_views(self) -> bool:
+        """Whether somebody has kept a view of the gathered weights: `weight.t()`, say."""
+        return self._views.have_others
+
+    @property
     def _compares_for_nothing(self) -> bool:
         return self.device.type == "cpu" and (self.is_rounded or self._shard.is_present)
 

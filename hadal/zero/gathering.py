@@ -37,12 +37,14 @@ from hadal.zero.agreement import (
 )
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.calls import Calls
+from hadal.zero.escapes import Escapes
 from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
 from hadal.zero.trace import Kind, Recorder
 from hadal.zero.uses import Uses
+from hadal.zero.watched import Listener
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ class Gathering:
         self._owes_end = False
         self._keeps = False
         self._moves = False
+        self._listener = Listener(self.on_read)
+        self.escapes = Escapes()
         self.start_due: Callable[[int | None], bool] = lambda _: False
         """Starts the first so many reductions of this backward (None: all), where this has not been
         done; tells whether gradients of theirs were still expected."""
@@ -265,7 +269,10 @@ class Gathering:
         if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
             return
         self._open.discard(bucket)
-        if not self._stays(bucket, self._recorder.done(number)):
+        if self._stays(bucket, self._recorder.done(number)):
+            return
+        # A view that nobody would announce: the bucket stays until this forward or backward ends.
+        if self.phase is Phase.IDLE or not self.escapes.note(bucket):
             self._free(bucket)
 
     def _is_busy(self, bucket: Bucket) -> bool:
@@ -282,6 +289,8 @@ class Gathering:
         return bucket in self._kept and (self.phase is Phase.FORWARD or self._keeps)
 
     def _free(self, bucket: Bucket) -> None:
+        if bucket.state is Weights.FULL:
+            self.escapes.note(bucket)
         with self._own_moves():
             bucket.reshard(in_use=self.phase is not Phase.IDLE)
 
@@ -443,6 +452,8 @@ class Gathering:
             for number, bucket in enumerate(self._buckets):
                 if number not in plan.held and not self._pins[bucket]:
                     self._free(bucket)
+        self.escapes.begin()
+        self._listener.start()
         self.phase = phase
 
     def _end(self, marker: int) -> None:
@@ -486,6 +497,7 @@ class Gathering:
         try:
             yield
         finally:
+            self._listener.stop()
             self._running.clear()
             self._open.clear()
             kept = self._kept_at_end()

@@ -22,6 +22,7 @@ from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.watched import QUESTIONS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -259,12 +260,9 @@ def _reading(gathering: Gathering) -> Iterator[None]:
     if not gathering.units:
         yield
         return
-    with saving(gathering), _watcher(gathering):
+    watcher = ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
+    with saving(gathering), watcher if gathering.escapes.are_watched else nullcontext():
         yield
-
-
-def _watcher(gathering: Gathering) -> ReadWatcher:
-    return ReadWatcher(_outside_graphs(gathering.on_read), gathering.on_view)
 
 
 def saving(gathering: Gathering) -> AbstractContextManager[None]:
@@ -278,13 +276,26 @@ def saving(gathering: Gathering) -> AbstractContextManager[None]:
 
 
 class _Saved:
-    """A tensor that autograd saved and that looks into a bucket which may be freed meanwhile."""
+    """A tensor that autograd saved and that looks into a bucket which may be freed meanwhile.
 
-    __slots__ = ("bucket", "tensor")
+    It is made anew where it is needed: what only autograd still has is nobody's view.
+    """
+
+    __slots__ = ("_offset", "_size", "_stride", "_tensor", "bucket")
 
     def __init__(self, bucket: Bucket, tensor: Tensor) -> None:
         self.bucket = bucket
-        self.tensor = tensor
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        is_plain = tensor.dtype == bucket.full.dtype and not (tensor.is_conj() or tensor.is_neg())
+        self._tensor = None if is_plain else tensor
+
+    def tensor(self) -> Tensor:
+        """The tensor, once the bucket is gathered."""
+        if self._tensor is not None:
+            return self._tensor
+        return self.bucket.full.as_strided(self._size, self._stride, self._offset)
 
 
 def _packer(gathering: Gathering) -> Callable[[Tensor], Any]:
@@ -301,36 +312,11 @@ def _unpacker(gathering: Gathering) -> Callable[[Any], Tensor]:
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Saved):
             gathering.need(saved.bucket)
-            return saved.tensor
+            return saved.tensor()
         tensor: Tensor = saved
         return tensor
 
     return unpack
-
-
-# What asks about a parameter and not for its values; a tensor's properties come as getters.
-_ASKS = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "device",
-                "dtype",
-                "grad",
-                "is_leaf",
-                "layout",
-                "ndim",
-                "requires_grad",
-                "shape",
-            )
-        ),
-        Tensor.dim,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.numel,
-        Tensor.size,
-    }
-)
 
 
 class ReadWatcher(TorchFunctionMode):
@@ -351,7 +337,7 @@ class ReadWatcher(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _ASKS:
+        if func not in QUESTIONS:
             self._look(args)
         if kwargs:
             self._look(kwargs.values())
@@ -360,19 +346,18 @@ class ReadWatcher(TorchFunctionMode):
 
     def _look(self, values: Any) -> None:
         for value in values:
-            if type(value) is nn.Parameter:
-                # A graph is traced with the weights at hand, and holds only as long as they are:
-                # the compiler compares strides before it runs one, and a freed weight's are zero.
-                if not torch.compiler.is_compiling() or 0 in value.stride():
-                    self._on_read(value)
-            elif type(value) is Tensor:
+            if type(value) is Tensor:
                 # Not in a graph that is being compiled: a look at every tensor would break it up.
                 if self._on_view is not None and not torch.compiler.is_compiling():
                     self._on_view(value)
+            elif isinstance(value, Tensor):
+                # A graph is traced with the weights at hand, and holds only as long as they are:
+                # the compiler compares strides before it runs one, and a freed weight's are zero.
+                is_there = torch.compiler.is_compiling() and 0 not in value.stride()
+                if isinstance(value, nn.Parameter) and not is_there:
+                    self._on_read(value)
             elif type(value) in (list, tuple):
                 self._look(value)
-            elif isinstance(value, Tensor) and isinstance(value, nn.Parameter):
-                self._on_read(value)  # of a class of the program's own
 
 
 def _unseen(act: Callable[[], None]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from hadal.zero.watched import kind_of
+
 # What a class may define of its own without changing what torch does with the values.
 _HARMLESS = frozenset(
     {"__deepcopy__", "__getstate__", "__init__", "__new__", "__reduce__", "__reduce_ex__"}
@@ -22,7 +24,7 @@ def is_foreign(parameter: Tensor) -> bool:
     One of a program's own class can, unless the class replaces a method or property of tensors.
     """
     is_plain = parameter.is_floating_point() and parameter.layout == torch.strided
-    return not is_plain or _replaces_methods(type(parameter))
+    return not is_plain or _replaces_methods(kind_of(parameter))
 
 
 def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
@@ -65,7 +67,7 @@ def _replaces_methods(kind: type) -> bool:
 
 def alone(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """Make a parameter of the same class that holds `values`, as `copy.deepcopy` does."""
-    kind = type(parameter)
+    kind = kind_of(parameter)
     return (kind if issubclass(kind, nn.Parameter) else nn.Parameter)(
         values, parameter.requires_grad
     )

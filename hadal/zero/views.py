@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hadal.device import number_of_users, unwatched
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.layout import Layout
+from hadal.zero.watched import take_touched, unwatch, watch
 
 
 class Views:
@@ -24,6 +26,7 @@ class Views:
     ) -> None:
         self.layout = layout
         self._parameters = parameters
+        self._full = full
         self._rank = rank
         self._into_full = views_of(full, layout)
         # One element each, so that a write to one freed parameter cannot reach another.
@@ -32,6 +35,7 @@ class Views:
             self._nans[index].expand(slot.shape) for index, slot in enumerate(layout.slots)
         ]
         self._versions = [0] * len(parameters)
+        self._full_users = 0
         self.look_into_full()
 
     def look_into_full(self) -> None:
@@ -39,12 +43,17 @@ class Views:
         self.look_at(self._into_full)
 
     def look_at_placeholders(self) -> None:
-        """The parameters hold their shapes, and no values."""
+        """The parameters hold their shapes, and no values; whoever reads them is announced."""
         self.look_at(self._placeholders)
+        for parameter in self._parameters:
+            watch(parameter)
 
     def look_at(self, values: Sequence[Tensor]) -> None:
         """The parameters look at these values, one for each."""
+        is_full = values is self._into_full
+        self._full_users = 1 + len(self._into_full) * (2 if is_full else 1)
         for index, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
+            unwatch(parameter)
             parameter.data = value
             self._versions[index] = parameter._version
 
@@ -63,10 +72,16 @@ class Views:
     # ---- what may have happened to them ----------------------------------------------------------
 
     @property
+    def have_others(self) -> bool:
+        """Whether anybody else has a tensor that looks into the full buffer."""
+        return number_of_users(self._full) > self._full_users
+
+    @property
     def were_written(self) -> bool:
         """Whether torch has counted a write to a parameter since it was made to look here."""
-        pairs = zip(self._parameters, self._versions, strict=True)
-        return any(parameter._version != version for parameter, version in pairs)
+        with unwatched():
+            pairs = zip(self._parameters, self._versions, strict=True)
+            return any(parameter._version != version for parameter, version in pairs)
 
     def check_placeholders(self) -> None:
         """Refuse to go on where a freed parameter was written to: the write would be lost.
@@ -75,12 +90,22 @@ class Views:
             ModelError: a parameter looks elsewhere.
             ShardedAccessError: one was written to.
         """
-        self.check_links(is_full=False)
-        for index, parameter in enumerate(self._parameters):
-            if parameter._version != self._versions[index]:
-                raise ShardedAccessError(self._lost_write(index))
-        if self._nans.device.type == "cpu" and not bool(self._nans.isnan().all()):
-            raise ShardedAccessError(self._lost_write(int(self._nans.isnan().int().argmin())))
+        with unwatched():
+            self.check_links(is_full=False)
+            for index, parameter in enumerate(self._parameters):
+                if parameter._version != self._versions[index]:
+                    raise ShardedAccessError(self._lost_write(index))
+            if self._may_be_written and not bool(self._nans.isnan().all()):
+                raise ShardedAccessError(self._lost_write(int(self._nans.isnan().int().argmin())))
+
+    @property
+    def _may_be_written(self) -> bool:
+        """Whether a placeholder was given to anybody, or still is: `parameter.data`, say.
+
+        The values are only looked at then, which waits for the device.
+        """
+        was_given = [take_touched(parameter) for parameter in self._parameters]
+        return any(was_given) or number_of_users(self._nans) > 1 + 2 * len(self._parameters)
 
     def _lost_write(self, index: int) -> str:
         return (
@@ -93,8 +118,9 @@ class Views:
         """Raise `ModelError` for a parameter that looks neither into the full buffer nor, where
         that is freed, at its placeholder.
         """
-        for index, expected in enumerate(self._into_full if is_full else self._placeholders):
-            self._check_link(index, expected)
+        with unwatched():
+            for index, expected in enumerate(self._into_full if is_full else self._placeholders):
+                self._check_link(index, expected)
 
     def _check_link(self, index: int, expected: Tensor) -> None:
         parameter = self._parameters[index]

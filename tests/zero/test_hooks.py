@@ -122,6 +122,7 @@ def train_and_evaluate(make: Callable[[], nn.Module]) -> None:
             assert torch.allclose(engine(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
         engine.train()
         plain.train()
+        assert not engine._parts.runtime.gathering.escapes.are_watched
     engine.destroy()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,146 @@
+"""Parameters whose reads are seen: a freed one has a class that torch asks before each operation.
+
+A parameter whose values are there has its own class, and costs nothing. A watched class is a
+subclass of the parameter's own, under the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hadal.device import is_in_backward
+from hadal.zero.attached import Attached
+
+# Properties of tensors come as getters and setters.
+_ASKED = "_version device dtype grad is_leaf layout ndim requires_grad shape"
+_SET = "grad requires_grad"
+# Operations that neither read nor write a parameter's values.
+QUESTIONS = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _ASKED.split()),
+        *(getattr(Tensor, name).__set__ for name in _SET.split()),
+        Tensor.dim,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.numel,
+        Tensor.register_hook,
+        Tensor.requires_grad_,
+        Tensor.size,
+    }
+)
+
+# Of a parameter that was read, or given away, while its values were not there.
+_touched: Attached[bool] = Attached("touched")
+_listeners: list[Listener] = []
+
+
+class Listener:
+    """Has reads of watched parameters announced while it listens, in the thread that began it.
+
+    A device's backward runs in a thread of its own: reads there count too.
+    """
+
+    def __init__(self, on_read: Callable[[nn.Parameter], None]) -> None:
+        self._on_read = on_read
+        self._thread = 0
+
+    def start(self) -> None:
+        """Listen from now on."""
+        self._thread = threading.get_ident()
+        if self not in _listeners:
+            _listeners.append(self)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        if self in _listeners:
+            _listeners.remove(self)
+
+    def hear(self, parameter: nn.Parameter) -> None:
+        """A watched parameter is about to be read."""
+        if threading.get_ident() == self._thread or is_in_backward():
+            self._on_read(parameter)
+
+
+class _Watched:
+    """What is mixed into a parameter's class."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Programs make new parameters of the class of others.
+        return cls.__bases__[1](*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            # To gather moves memory, which a graph must not trace: the operation stays outside.
+            torch._dynamo.graph_break()
+        kwargs = kwargs or {}
+        if func not in QUESTIONS:
+            found = [*_watched_among(args), *_watched_among(kwargs.values())]
+            for parameter in found:
+                _announce(parameter)
+            if found and not any(isinstance(parameter, _Watched) for parameter in found):
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _watched_among(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, _Watched):
+            yield cast(nn.Parameter, value)
+        elif type(value) in (list, tuple):
+            yield from _watched_among(value)
+
+
+def _announce(parameter: nn.Parameter) -> None:
+    for listener in [*_listeners]:
+        listener.hear(parameter)
+    if isinstance(parameter, _Watched):
+        _touched[parameter] = True
+
+
+@functools.cache
+def _watched_kind(kind: type) -> type:
+    names = ("__doc__", "__module__", "__qualname__")
+    made = type(kind)(kind.__name__, (_Watched, kind), {"__slots__": ()})
+    for name in names:
+        setattr(made, name, getattr(kind, name))
+    return made
+
+
+def kind_of(parameter: Tensor) -> type:
+    """The parameter's own class, also while it is watched."""
+    kind = type(parameter)
+    return kind.__bases__[1] if issubclass(kind, _Watched) else kind
+
+
+def watch(parameter: nn.Parameter) -> None:
+    """Announce each read of a parameter from now on."""
+    parameter.__class__ = _watched_kind(kind_of(parameter))
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """Undo `watch`."""
+    if isinstance(parameter, _Watched):
+        parameter.__class__ = kind_of(parameter)
+
+
+def take_touched(parameter: nn.Parameter) -> bool:
+    """Whether values of a watched parameter were asked for that were not there, since last asked.
+
+    A write to them may have followed.
+    """
+    was_touched = parameter in _touched
+    if was_touched:
+        _touched.pop(parameter)
+    return was_touched

@@ -1,0 +1,173 @@
+"""Freed parameters say who reads them; whole ones have their own class, and views are not lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.toys import ROWS, TINY, assert_close, engine_of
+from ranks import RankPools
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hadal.errors import ShardedAccessError
+from hadal.zero.bucket import Weights
+from hadal.zero.watched import Listener, kind_of, unwatch, watch
+
+WIDTH = 6
+
+
+class Named(nn.Parameter):
+    """A program's own."""
+
+
+def announced(parameter: nn.Parameter, act: Callable[[], object]) -> int:
+    """How many reads are announced while a watched parameter gets its values back at the first."""
+    heard: list[nn.Parameter] = []
+
+    def hear(one: nn.Parameter) -> None:
+        heard.append(one)
+        unwatch(one)
+
+    listener = Listener(hear)
+    watch(parameter)
+    listener.start()
+    try:
+        act()
+    finally:
+        listener.stop()
+        unwatch(parameter)
+    assert all(one is parameter for one in heard)
+    return len(heard)
+
+
+def test_each_read_is_announced_and_no_question_is() -> None:
+    one = nn.Parameter(torch.ones(2, 2))
+    reads: list[Callable[[], object]] = [
+        lambda: F.linear(torch.ones(1, 2), one),
+        lambda: F.linear(input=torch.ones(1, 2), weight=one),
+        lambda: torch.stack([torch.ones(2, 2), one]),
+        lambda: torch.zeros(2, 2) + one,
+        lambda: F.layer_norm(torch.ones(1, 2), (2,), weight=one[0]),
+        lambda: one.data,
+        lambda: one.t(),
+        lambda: torch._foreach_add([one], 1.0),
+    ]
+    assert [announced(one, read) for read in reads] == [1] * len(reads)
+
+    def ask() -> None:
+        assert (one.shape, one.dtype, one.device.type) == ((2, 2), torch.float32, "cpu")
+        assert (one.ndim, one.dim(), one.size(0), one.numel()) == (2, 2, 2, 4)
+        assert one.requires_grad
+        one.grad = None
+        assert one.grad is None
+
+    assert announced(one, ask) == 0
+    assert type(one) is nn.Parameter
+
+
+def test_a_watched_parameter_passes_for_what_it_is() -> None:
+    for kind in (nn.Parameter, Named):
+        one = kind(torch.ones(2))
+        watch(one)
+        assert isinstance(one, kind)
+        assert repr(type(one)) == repr(kind)
+        assert kind_of(one) is kind
+        assert type(type(one)(torch.ones(1), requires_grad=False)) is kind
+        module = nn.Module()
+        module.one = one
+        assert [*module.parameters()] == [one]
+        torch.optim.SGD([one], lr=0.1)
+        # Nobody listens: operations take it as it is.
+        assert torch.equal(one + 1, torch.full((2,), 2.0))
+        unwatch(one)
+        assert type(one) is kind
+
+
+def test_other_threads_are_not_listened_to() -> None:
+    one = nn.Parameter(torch.ones(2))
+
+    def act() -> None:
+        thread = threading.Thread(target=lambda: one + 1)
+        thread.start()
+        thread.join()
+
+    assert announced(one, act) == 0
+
+
+# ---- in an engine -------------------------------------------------------------------------------
+
+
+class First(nn.Linear):
+    def forward(self, inputs: Tensor, gives: bool) -> tuple[Tensor, Tensor | None]:  # type: ignore
+        return super().forward(inputs), self.weight.t() if gives else None
+
+
+class Borrows(nn.Module):
+    """The first layer gives a view of its weight away, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = First(WIDTH, WIDTH)
+        self.second, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor, gives: bool) -> Tensor:
+        values, view = self.first(inputs, gives)
+        values = torch.tanh(self.second(values))
+        outputs: Tensor = self.third(values if view is None else values @ view)
+        return outputs
+
+
+def borrow(rows: list[bool]) -> list[bool]:
+    """In which forwards every operation was watched."""
+    plain, model = Borrows(), Borrows()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engine_of(3, model, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    gathering = engine._parts.runtime.gathering
+    inputs = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    found = []
+    for gives in rows:
+        optimizer.zero_grad()
+        plain(inputs, gives).square().mean().backward()
+        optimizer.step()
+        loss = engine(inputs, gives).square().mean()
+        found.append(gathering.escapes.are_watched)
+        engine.backward(loss)
+        engine.step()
+        assert not [b for b in gathering._buckets if b.state is not Weights.SHARDED]
+    assert_close(engine.state_dict(), dict(plain.state_dict()))
+    engine.destroy()
+    return found
+
+
+def test_views_of_freed_weights_are_found_whenever_they_come(ranks: RankPools) -> None:
+    rows = [False] * 2 + [True] * 2 + [False] * 5
+    for found in ranks(2).run(borrow, rows):
+        # The first one keeps its weight whole; behind it reads are watched, for a while.
+        assert found == [False] * 3 + [True] * 4 + [False] * 2
+
+
+def write_past_torch(keeps: bool) -> str:
+    """To a freed parameter, at once or by way of what was kept of it."""
+    engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
+    inputs = torch.ones(ROWS, WIDTH, device=engine.device)
+    weight = engine.module[3].weight
+    if keeps:
+        kept = weight.data
+        engine(inputs)
+        kept.fill_(1.0)
+    else:
+        weight.data.fill_(1.0)
+    with pytest.raises(ShardedAccessError) as caught:
+        engine(inputs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_write_to_a_freed_parameter_is_told(keeps: bool, ranks: RankPools) -> None:
+    for rank, told in enumerate(ranks(2).run(write_past_torch, keeps)):
+        assert f"rank {rank}: parameter 3.weight was written to while its values were" in told
