@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -27,33 +28,16 @@ class Region:
     sums: Sums | None = None
 
 
-class Open:
-    """The requests of a store that are under way, or have failed and were not waited for."""
+OpenRequests: TypeAlias = "dict[Request, None]"
+"""Requests of a store that are under way, or have failed and were not waited for, as they began.
 
-    def __init__(self) -> None:
-        self._requests: dict[Request, None] = {}
-        self._lock = threading.Lock()
-
-    def add(self, request: Request) -> None:
-        """Take in one that begins."""
-        with self._lock:
-            self._requests[request] = None
-
-    def drop(self, request: Request) -> None:
-        """Forget one: it is done and went well, or its error is told."""
-        with self._lock:
-            self._requests.pop(request, None)
-
-    def all(self) -> list[Request]:
-        """All of them, in the order in which they began."""
-        with self._lock:
-            return list(self._requests)
+Threads add and drop them, each by one call."""
 
 
 class Request:
     """One read or write that goes on by itself until it is waited for."""
 
-    def __init__(self, act: Act, region: Region, extent: Extent, open_ones: Open) -> None:
+    def __init__(self, act: Act, region: Region, extent: Extent, under_way: OpenRequests) -> None:
         self.act = act
         self.region = region
         self.extent = extent
@@ -61,7 +45,7 @@ class Request:
         self.error: HadalError | None = None
         """Why it failed, from the moment when it did."""
         self._left = 0
-        self._open = open_ones
+        self._open = under_way
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._process = os.getpid()
@@ -83,7 +67,7 @@ class Request:
                 " threads that carry it out; wait in the process that began it"
             )
         self.settle()
-        self._open.drop(self)
+        self._open.pop(self, None)
         if self.error is not None:
             raise self.error
 
@@ -95,7 +79,7 @@ class Request:
         """Expect so many calls to end."""
         self._left = calls
         if calls:
-            self._open.add(self)
+            self._open[self] = None
         else:
             self._done.set()
 
@@ -107,7 +91,7 @@ class Request:
             if self._left:
                 return
             if self.error is None:
-                self._open.drop(self)
+                self._open.pop(self, None)
             self._done.set()
 
 

@@ -17,7 +17,7 @@ from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, 
 from hadal.offload.file import Act, DiskFile
 from hadal.offload.folder import STATES, OwnFolder
 from hadal.offload.queues import Queue
-from hadal.offload.requests import Call, Open, Region, Request
+from hadal.offload.requests import Call, OpenRequests, Region, Request
 from hadal.offload.settings import IoSettings
 from hadal.offload.sums import CELL_NBYTES, Sums
 
@@ -66,7 +66,7 @@ class DiskStore:
         self._checksums = settings.verifies if checksums is None else checksums
         self._step = rounded(settings.block_nbytes, CELL_NBYTES if self._checksums else ALIGNMENT)
         self._regions: set[Region] = set()
-        self._open = Open()
+        self._open: OpenRequests = {}
         self._process = os.getpid()
         self._end = weakref.finalize(
             self, _end, self._queues, self._open, self._file, self._folder, self._process
@@ -111,7 +111,7 @@ class DiskStore:
             UsageError: it is free already, or a request to it is under way.
         """
         self._check_known(region)
-        if any(one.region is region and not one.is_done for one in self._open.all()):
+        if any(one.region is region and not one.is_done for one in list(self._open)):
             raise UsageError(f"'{region.name}' was freed with a request under way; wait for it")
         with self._lock:
             self._regions.remove(region)
@@ -148,7 +148,7 @@ class DiskStore:
             self._end.detach()
             return
         errors = []
-        for request in self._open.all():
+        for request in list(self._open):
             try:
                 request.wait()
             except Exception as error:
@@ -214,20 +214,24 @@ def _check_extent(extent: Extent, region: Region) -> None:
 
 
 def _end(
-    queues: Sequence[Queue], open_ones: Open, file: DiskFile, folder: OwnFolder, process: int
+    queues: Sequence[Queue],
+    under_way: OpenRequests,
+    file: DiskFile,
+    folder: OwnFolder,
+    process: int,
 ) -> None:
     if os.getpid() != process:
         return
     if any(queue.is_mine for queue in queues):
         # The garbage collector runs in whichever thread it likes; one that works cannot wait here.
-        end = (queues, open_ones, file, folder, process)
+        end = (queues, under_way, file, folder, process)
         threading.Thread(target=_end, args=end, name="hadal-disk-end").start()
         return
-    for request in open_ones.all():
+    for request in list(under_way):
         request.settle()
     for queue in queues:
         queue.close()
-    for request in open_ones.all():
+    for request in list(under_way):
         if request.error is not None:
             _log.error("nobody has waited for this: %s", request.error)
     file.close()

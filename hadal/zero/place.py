@@ -1,4 +1,4 @@
-"""Where one parameter lies: its bucket, its fragment, and its part of the optimizer's memory."""
+"""One parameter's place: its bucket, its fragment, and its slice of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hadal.zero.runtime import ZeroRuntime
 
 
 class Stepper(Protocol):
-    """What knows where whole parameters lie in an optimizer."""
+    """The methods of a stepper that safe access needs."""
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The whole values that the optimizer has for a parameter, if this rank owns them."""
+        """The optimizer's whole tensor of a parameter, if this rank owns it."""
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
 
 
 class Trainer(Protocol):
-    """Whoever steps the parameters of a runtime: an engine."""
+    """The owner of a runtime's optimizer: an engine."""
 
     @property
     def gradient_factor(self) -> float:
@@ -55,21 +55,21 @@ _trainers: weakref.WeakKeyDictionary[ZeroRuntime, weakref.ref[Any]] = weakref.We
 
 
 def attend(runtime: ZeroRuntime, trainer: Trainer) -> None:
-    """Make known who steps the parameters of `runtime`."""
+    """Register the engine that steps the parameters of `runtime`."""
     _trainers[runtime] = weakref.ref(trainer)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one parameter that an optimizer steps on this rank."""
+class StateSlice:
+    """The elements of one parameter that an optimizer steps on this rank, and their state."""
 
     state: MutableMapping[str, Any]
     values: nn.Parameter
-    """What the optimizer has in its param groups: a flat piece, or the whole parameter."""
+    """The tensor in the optimizer's param groups: a flat piece, or the whole parameter."""
     offset: int
-    """Where the part begins in `values`, in elements."""
+    """The first of the elements, counted from the start of `values`."""
     start: int
-    """Where it begins in the parameter."""
+    """The first of the elements, counted from the parameter's start."""
     numel: int
 
     def is_elementwise(self, key: str) -> bool:
@@ -80,14 +80,14 @@ class Part:
         return alike and key != "step"
 
     def elements(self, key: str) -> Tensor:
-        """This part's elements of a value, as a 1-D view."""
+        """These elements of a value, as a 1-D view."""
         flat: Tensor = self.state[key].view(-1)
         return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One parameter, its bucket and whoever keeps and steps it."""
+    """One parameter with its bucket, and what keeps and steps it."""
 
     bucket: Bucket
     index: int
@@ -232,8 +232,8 @@ class Place:
 
     # ---- the optimizer ---------------------------------------------------------------------------
 
-    def part_of_optimizer(self) -> Part | None:
-        """What of this parameter the optimizer steps here; None where it steps nothing of it."""
+    def state_slice(self) -> StateSlice | None:
+        """The slice that the optimizer steps here; None if it steps none of the parameter."""
         trainer, bucket = self.trainer, self.bucket
         if trainer is None or trainer.optimizer is None or not bucket.trainable:
             return None
@@ -241,7 +241,7 @@ class Place:
         stepper = trainer.stepper
         whole = None if stepper is None else stepper.values_of(bucket.parameters[self.index])
         if whole is not None:
-            return Part(state.get(whole, {}), whole, 0, 0, self.slot.numel)
+            return StateSlice(state.get(whole, {}), whole, 0, 0, self.slot.numel)
         mine = self.cut(self.master())
         if not mine.numel():
             return None
@@ -250,7 +250,7 @@ class Place:
                 offset = _offset_in(piece, mine)
                 if offset is not None:
                     start = self.bounds(self.shards.rank)[0]
-                    return Part(state.get(piece, {}), piece, offset, start, mine.numel())
+                    return StateSlice(state.get(piece, {}), piece, offset, start, mine.numel())
         return None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hadal.comm.collectives import broadcast_, gather_objects, sum_
 from hadal.errors import UsageError
 from hadal.zero.bucket import Weights
-from hadal.zero.place import Part, Place, exact, held_place, place_of
+from hadal.zero.place import Place, StateSlice, exact, held_place, place_of
 
 # ---- the fp32 value ------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def _full_state(place: Place, optim_state_key: str) -> Any:
-    part = place.part_of_optimizer()
+    part = place.state_slice()
     held = gather_objects(_announced(part, optim_state_key), place.shards)
     _expect_key(place, held, optim_state_key)
     plain = [one for one in held if isinstance(one, _Plain)]
@@ -244,7 +244,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def _local_state(place: Place, optim_state_key: str) -> Any:
-    part = place.part_of_optimizer()
+    part = place.state_slice()
     if part is None:
         return torch.empty(0, device=place.bucket.device) if place.gradients() else None
     if not part.state:
@@ -266,7 +266,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     name = "safe_set_full_optimizer_state"
     place = held_place(param, name)
     with place.present():
-        part = place.part_of_optimizer()
+        part = place.state_slice()
         held = gather_objects(_announced(part, optim_state_key), place.ranks)
         _expect_key(place, held, optim_state_key)
         _expect_elements(place, held, optim_state_key)
@@ -290,7 +290,7 @@ def safe_set_local_optimizer_state(
     name = "safe_set_local_optimizer_state"
     place = held_place(param, name)
     with place.present():
-        part = place.part_of_optimizer()
+        part = place.state_slice()
         held = gather_objects(_announced(part, optim_state_key), place.ranks)
         _expect_key(place, held, optim_state_key)
         _expect_elements(place, held, optim_state_key)
@@ -320,7 +320,7 @@ class _Missing(NamedTuple):
     keys: tuple[str, ...]
 
 
-def _announced(part: Part | None, key: str) -> object:
+def _announced(part: StateSlice | None, key: str) -> object:
     if part is None or not part.state:
         return None
     if key not in part.state:
