@@ -440,8 +440,9 @@ class Bucket:
     def start_refresh(self) -> Pending | None:
         """Gather the weights where they are whole, but were stepped or loaded in shards."""
         self.outdate()
-        if self._steps_off and not self.partition.weights:
-            # Masters lie elsewhere: they are compared only where this has changed.
+        is_compared = self._steps_off or self.device.type != "cpu"
+        if is_compared and self.has_own_master and not self.partition.weights:
+            # Masters are compared only where this has changed: they lie elsewhere, or nobody waits.
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
             return None
@@ -480,6 +481,37 @@ class Bucket:
                 absorb_into(master, mine)
         if self.partition.weights:
             self._shard.replace(mine)
+
+    def absorb_unread(self) -> Tensor | None:
+        """Before an update on an accelerator: as `absorb_edits`, without a wait for the device.
+
+        Writes that torch counts are put into shard and master, as is everything before the first
+        update.
+
+        Returns:
+            Whether whole weights have changed by a write that torch does not count (through
+            `parameter.data`), as a 0-dim bool tensor of the device; None: nothing is known, or
+            there is no master that such a write would have to reach.
+        """
+        if self.state is not Weights.FULL:
+            return None
+        self.check_links()
+        if self.partition.weights:
+            if self._views.were_written:
+                self.absorb_edits()
+            return None
+        if not self.has_own_master:
+            return None
+        mine = self.full[self.span[0] : self.span[1]]
+        self._is_suspect = self._digest is None or self._views.were_written
+        if not self._is_suspect:
+            assert self._digest is not None
+            return digest(mine).ne(self._digest)
+        assert self._master is not None  # has_own_master
+        if self._master.is_present:
+            absorb_into(self._master.values, mine, looks=False)
+        self._views.note_versions()
+        return None
 
     def absorb_edits_into(self, values: Tensor, start: int) -> None:
         """Put the user's edits of whole weights into masters from `start` of my span on."""

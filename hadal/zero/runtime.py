@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
 from hadal.zero.sanity import Sanity
 from hadal.zero.still import has_frozen, held_still
+from hadal.zero.uncounted import UncountedEdits
 from hadal.zero.unused import UnusedCheck
 
 _log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class ZeroRuntime:
         self._expectation = Expectation([g.bucket for g in self.gradients])
         self._started = 0
         self._in_flight: list[Gradients] = []
+        self._edits = UncountedEdits()
         # The buckets that hold a parameter which any rank has frozen meanwhile.
         self._frozen: list[Bucket] = []
         self._overlaps = limits.overlap
@@ -156,9 +159,12 @@ class ZeroRuntime:
             bucket.check_links()
 
     def reshard_all(self) -> None:
-        """Before a step: what is gathered will be stale."""
-        for bucket in self.buckets:
-            bucket.absorb_edits()
+        """Before an update: take up the user's edits, and free what will be stale."""
+        if self._device.type == "cpu":
+            for bucket in self.buckets:
+                bucket.absorb_edits()
+        else:
+            self._edits.look(self.buckets)
         self.gathering.free_all()
 
     # ---- gradients -------------------------------------------------------------------------------
@@ -325,21 +331,29 @@ class ZeroRuntime:
                 earlier.advance_first_hop()
         self._in_flight = [g for g in self._in_flight if g.state is Arrival.REDUCING]
 
+    @property
+    def _device(self) -> torch.device:
+        return self.buckets[0].device
+
     def reduce_all(self) -> None:
         """Before a step: average whatever no backward has averaged yet.
 
         Raises:
             ModelError: as `backward`, where no backward was known to be the update's last.
+            UsageError: before the last update weights were written to in a way that was lost.
         """
         self._refuse_unused()
         seen = [[g.waits, has_frozen(g.bucket), g in self._brought] for g in self.gradients]
-        report = torch.tensor(seen, dtype=torch.uint8)
+        report = torch.tensor([*chain(*seen), self._edits.lost], dtype=torch.uint8)
         max_(report, self.ranks, "the agreement on unreduced gradients")
+        *known, is_lost = report.tolist()
+        if is_lost:
+            raise self._edits.error(self.ranks)
         self._frozen = []
         self._is_last = True
         brought: list[bool] = []
-        for gradients, found in zip(self.gradients, report.tolist(), strict=True):
-            is_waiting, is_frozen, was_brought = found
+        found = zip(self.gradients, known[::3], known[1::3], known[2::3], strict=True)
+        for gradients, is_waiting, is_frozen, was_brought in found:
             brought.append(was_brought)
             if is_waiting:
                 self._start(gradients)

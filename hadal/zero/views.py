@@ -83,6 +83,10 @@ class Views:
             pairs = zip(self._parameters, self._versions, strict=True)
             return any(parameter._version != version for parameter, version in pairs)
 
+    def note_versions(self) -> None:
+        """What has been written so far has been seen."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
     def check_placeholders(self) -> None:
         """Refuse to go on where a freed parameter was written to: the write would be lost.
 

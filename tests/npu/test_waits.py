@@ -12,10 +12,6 @@ import npu
 
 from . import runs
 
-# By stage: waits in the backward of both micro-steps, and in the update. In the latter fp16 waits
-# once more, to decide about the loss scale.
-COUNTS = {0: (2, 10), 1: (2, 10), 2: (4, 10), 3: (4, 3)}
-
 
 def told(found: dict[str, list[str]]) -> str:
     return "\n".join(f"{phase}: {one}" for phase, waits in found.items() for one in waits)
@@ -24,13 +20,13 @@ def told(found: dict[str, list[str]]) -> str:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
-    backward, update = COUNTS[stage]
+    """Nothing is read back, but that fp16 must decide about the loss scale before it goes on."""
     # Clocks read events: they wait for nothing.
     config = runs.config(stage, precision, wall_clock_breakdown=True)
     for found in npus(2).run(runs.waited, config):
         counts = {phase: len(waits) for phase, waits in found.items()}
-        last = update + (precision == "fp16")
-        wanted = {"forward": 0, "backward": backward, "step": 0, "update": last}
+        update = int(precision == "fp16")
+        wanted = {"forward": 0, "backward": 0, "step": 0, "update": update}
         assert counts == wanted, told(found)
 
 

@@ -1,0 +1,63 @@
+"""Writes to weights that torch does not count, on accelerators: found an update late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
+from hadal.device import Reading, start_reading
+from hadal.errors import UsageError
+from hadal.zero.bucket import Bucket
+
+_SHOWN = 10
+
+
+class UncountedEdits:
+    """Looks at weights before each update without a wait for the device.
+
+    In-place writes under `torch.no_grad()` are counted by torch, and taken up. A write through
+    `parameter.data` shows in the values alone: the device compares them, and the host reads the
+    answer before the next update, when such a write is lost.
+    """
+
+    def __init__(self) -> None:
+        self._names: Sequence[str] = ()
+        self._reading: Reading | None = None
+
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """Take up counted writes, and begin to compare what cannot be counted."""
+        seen = [(bucket.absorb_unread(), bucket) for bucket in buckets]
+        found = [(answer, bucket.name) for answer, bucket in seen if answer is not None]
+        if self._reading is not None and not self._reading.is_over:
+            return  # the device is more than an update behind
+        self._reading = None
+        if found:
+            self._names = [name for _, name in found]
+            answers = torch.stack([answer for answer, _ in found])
+            self._reading = start_reading(answers, "whether weights were written to")
+
+    @property
+    def lost(self) -> bool:
+        """Whether weights are known to have changed here before the last update, uncounted."""
+        reading = self._reading
+        return reading is not None and reading.is_over and bool(reading.values().any())
+
+    def error(self, ranks: Ranks) -> UsageError:
+        """What every rank raises where any of them has lost a write. All must call it."""
+        mine: list[str] = []
+        if self.lost and self._reading is not None:
+            answers = self._reading.values().tolist()
+            mine = [name for name, is_lost in zip(self._names, answers, strict=True) if is_lost]
+        self._reading = None
+        names = sorted({name for names in gather_objects(mine, ranks) for name in names})
+        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return UsageError(
+            f"weights of {', '.join(names[:_SHOWN])}{rest} were written to through parameter.data"
+            " (or a tensor made from it) before the last update, which has overwritten them: on an"
+            " accelerator torch does not count such a write, and nothing waits for the device to"
+            " see it. Write in place under torch.no_grad(), as in parameter.copy_(values), or"
+            " inside `with hadal.zero.GatheredParameters(parameters, modifier_rank=0):`"
+        )

@@ -1,0 +1,68 @@
+"""What a user writes into weights between updates, on a device that nobody waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+
+import hadal
+import npu
+from hadal.device import current_device
+from hadal.errors import UsageError
+
+from . import runs
+
+
+def _edited(stage: int) -> dict[str, Any]:
+    """Weights after three updates, before each of which some are written to in place."""
+    engine = runs.built(runs.config(stage, "bf16"))
+    for update in range(3):
+        parameters = list(engine.module.parameters())
+        with hadal.zero.GatheredParameters(parameters[:2], modifier_rank=0), torch.no_grad():
+            parameters[0].mul_(0.5)
+        if stage < 3:
+            with torch.no_grad():
+                parameters[3].add_(0.25)
+        runs.advanced(engine, 1, first=update)
+    found = runs.weights(engine)
+    engine.destroy()
+    return found
+
+
+def _edited_late(stage: int) -> dict[str, Any]:
+    with npu.asynchronous():
+        return _edited(stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_writes_in_place_are_taken_up(stage: int, npus: RankPools, ranks: RankPools) -> None:
+    wanted = ranks(2).run(_edited, stage)
+    for here, there in zip(npus(2).run(_edited_late, stage), wanted, strict=True):
+        for name, values in there.items():
+            assert torch.equal(here[name], values), name
+
+
+def _written_through_data(stage: int) -> tuple[int, str]:
+    """In which update it is told, counted from the write on; what is told."""
+    with npu.asynchronous():
+        engine = runs.built(runs.config(stage, "bf16"))
+        runs.advanced(engine, 2)
+        engine.module.blocks[1].wide.weight.data.flatten()[-1:].add_(1.0)
+        torch.accelerator.synchronize(current_device())
+        for update in range(3):
+            try:
+                runs.advanced(engine, 1, first=2 + update)
+                torch.accelerator.synchronize(current_device())
+            except UsageError as error:
+                return update, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("stage", range(2))
+def test_a_write_through_data_is_told_an_update_late(stage: int, npus: RankPools) -> None:
+    for update, told in npus(2).run(_written_through_data, stage):
+        assert update == 1
+        assert "blocks.1" in told and "in place under torch.no_grad()" in told
