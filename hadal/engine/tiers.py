@@ -79,9 +79,9 @@ def warn_of_one_thread(config: Config, device: torch.device) -> None:
     threads = (cores or 1) // (local_size() or 1)
     if torch.get_num_threads() == 1 < threads:
         _log.warning(
-            "zero_optimization.offload_optimizer: the host updates the weights in 1 thread, as"
-            " torchrun's OMP_NUM_THREADS=1 asks; start with `hadal run`, or set"
-            " OMP_NUM_THREADS=%d (the cores of each rank of this host)",
+            "zero_optimization.offload_optimizer: the host updates the weights in 1 thread"
+            " (torchrun sets OMP_NUM_THREADS=1); start with `hadal run`, or set"
+            " OMP_NUM_THREADS=%d, this rank's share of the cores",
             threads,
         )
 

@@ -49,9 +49,11 @@ def found_in(config: dict[str, Any]) -> list[Tensor]:
     return [torch.tensor(losses), *gradients, *state]
 
 
-def compare_late(stage: int, optimizer: str | None, weights: str | None, path: str) -> None:
+def compare_late(
+    stage: int, optimizer: str | None, weights: str | None, path: str, **zero: Any
+) -> None:
     """The same bits whether copies are made at once or as late as they may be."""
-    config = config_of(stage, "bf16", optimizer, weights, path, reduce_bucket_size=10_000)
+    config = config_of(stage, "bf16", optimizer, weights, path, reduce_bucket_size=10_000, **zero)
     with small_blocks():
         torch.manual_seed(1)
         with apart():
@@ -70,6 +72,15 @@ def test_late_copies_change_no_bit(
     stage: int, optimizer: str | None, weights: str | None, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(compare_late, stage, optimizer, weights, str(tmp_path))
+
+
+def compare_late_sums(stage: int, path: str) -> None:
+    compare_late(stage, "cpu", None, path, offload_optimizer={"accumulate_on": "host"})
+
+
+def test_sums_that_come_back_late_change_no_bit(ranks: RankPools, tmp_path: Path) -> None:
+    for stage in (2, 3):
+        ranks(2).run(compare_late_sums, stage, str(tmp_path))
 
 
 def test_one_rank_alone_waits_as_well(ranks: RankPools, tmp_path: Path) -> None:

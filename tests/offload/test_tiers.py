@@ -185,9 +185,10 @@ def apart() -> Iterator[None]:
 def compare_apart(stage: int, dtype: str, path: str) -> None:
     with small_blocks(), apart():
         _, on_device = trained(config_of(stage, dtype, None, None, path), 4)
-        for (optimizer, weights), place in product(PLACES[stage], ("device", "host")):
-            sums = {"accumulate_on": place}
-            config = config_of(stage, dtype, optimizer, weights, path, offload_optimizer=sums)
+        sums = ("device", "host") if stage >= 2 and dtype == "bf16" else ("device",)
+        for (optimizer, weights), place in product(PLACES[stage], sums):
+            offload = {"accumulate_on": place}
+            config = config_of(stage, dtype, optimizer, weights, path, offload_optimizer=offload)
             _, other = trained(config, 4)
             for mine, theirs in zip(other, on_device, strict=True):
                 assert torch.equal(mine, theirs), (optimizer, weights, place)
