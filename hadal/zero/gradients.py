@@ -22,6 +22,7 @@ from hadal.comm.collectives import (
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
+from hadal.device import is_host_memory
 from hadal.zero.bucket import Bucket
 from hadal.zero.landing import HostMean
 from hadal.zero.policy import Reduction
@@ -48,8 +49,8 @@ class Gradients:
 
     Owns `full`, the flat 1-D buffer that gradients are collected in. Where gradients are
     partitioned it exists only while they are collected, in the compute dtype, and the mean is
-    added to a shard of its own; elsewhere it stays, in the accumulation dtype, and receives the
-    mean in place.
+    added to a shard of its own; elsewhere it stays until the update, in the accumulation dtype, and
+    receives the mean in place.
 
     Where there are several copies of the model states, a reduction has two hops: within the copy,
     to its shards, and then between the ranks that hold the same one. The second waits for the last
@@ -435,10 +436,17 @@ class Gradients:
             parameter.grad = None
 
     def clear(self) -> None:
-        """Forget everything collected since the last update; the buffers stay."""
+        """Forget everything collected since the last update.
+
+        On an accelerator the buffers are given back, to the next forward's activations; host memory
+        is kept, as the system would clear it and map it anew.
+        """
         self.finish_reduce()
         self.state = Arrival.EMPTY
         self._mean_holds = self._is_of_copy = False
         self._kept = None
         self._late.clear()
         self._filled[:] = bytes(len(self._filled))
+        if not is_host_memory(self.bucket.device):
+            self.full, self._views = None, []
+            self._mean = self._mean if self._has_landed else None

@@ -32,6 +32,36 @@ def _late() -> Any:
     return npu.asynchronous() if current_device().type == "npu" else contextlib.nullcontext()
 
 
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def _around_an_update(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of the device in use before a backward, behind it and behind the update."""
+    engine = runs.built(config)
+    runs.advanced(engine, 2)
+    tokens = runs.batches(0, 1)[0].to(engine.device)
+    outputs = engine(tokens[:, :-1])
+    loss = F.cross_entropy(outputs.float().flatten(0, 1), tokens[:, 1:].flatten())
+    del outputs
+    engine.set_gradient_accumulation_boundary(True)
+    before = _allocated()
+    engine.backward(loss)
+    del loss
+    behind = _allocated()
+    engine.step()
+    after = _allocated()
+    engine.destroy()
+    return before, behind, after
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_take_no_memory_between_updates(stage: int, npus: RankPools) -> None:
+    numel = sum(parameter.numel() for parameter in runs.Model().parameters())
+    for before, behind, after in npus(2).run(_around_an_update, runs.config(stage, "bf16")):
+        assert behind - after >= 2 * numel  # bf16
+        assert after < before  # that held the activations
+
+
 # ---- away and back -------------------------------------------------------------------------------
 
 
