@@ -140,11 +140,12 @@ class MuonParams(Section):
     adam_lr: Number | None = key(None, "Learning rate of everything else, before `lr`.", ge=0)
     betas: Betas = key((0.9, 0.95), "Decay of Adam's first and second moment, per update.")
     eps: Number = key(1e-10, "Added to Adam's denominator.", gt=0)
-    ns_method: Literal["gram", "standard"] = key(
-        "gram",
-        "How a matrix is orthogonalized: five quintic Newton-Schulz steps on the matrix (standard),"
-        " or on its smaller Gram matrix and then once on it (gram): the same numbers with fewer"
-        " products where it is far from square.",
+    ns_method: Literal["gram", "standard"] | None = key(
+        None,
+        "How a matrix is orthogonalized: by five quintic Newton-Schulz steps on the matrix"
+        " (standard, in bfloat16 on an accelerator), or on its smaller Gram matrix and then once on"
+        " it (gram, always in float32): fewer products if it is far from square, but on an"
+        " accelerator each is many times slower. null: gram on CPUs, standard on accelerators.",
     )
 
 

@@ -25,11 +25,11 @@ from hadal.optim.signs import OneBitAdamStepper, OneBitLambStepper, ZeroOneAdamS
 from hadal.optim.step import (
     FlatStepper,
     Stepper,
+    WholeStepper,
     refuse_disk,
     refuse_disk_beside_memory,
     refuse_other_state_dtype,
 )
-from hadal.optim.whole import WholeStepper
 from hadal.zero.gradients import Gradients
 
 # Their update of one element looks at that element's gradient and state alone, so cutting a tensor
@@ -184,7 +184,7 @@ def build_stepper(
         )
     steps = steps or DiskSteps()
     if is_elementwise(optimizer):
-        return FlatStepper(optimizer, gradients, steps)
+        return FlatStepper(optimizer, gradients, steps=steps)
     refuse_other_state_dtype(optimizer, gradients)
     if type(optimizer) in _SENDING_SIGNS:
         refuse_disk(optimizer, gradients)

@@ -19,8 +19,8 @@ from hadal.errors import OptimizerError
 from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.own import Group, State
-from hadal.optim.pieces import Held, held_pieces, lay_pieces
-from hadal.optim.step import StepperInMemory, as_one_step, refresh, wait_all
+from hadal.optim.pieces import Held
+from hadal.optim.step import BaseStepper, as_one_step, refresh, wait_all
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -31,7 +31,7 @@ Kind = TypeVar("Kind", bound=SignOptimizer)
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Slice:
     """What the optimizer has in one of its param groups of one bucket."""
 
     held: Held
@@ -96,7 +96,7 @@ class Lane:
     """One bucket: what is stepped of it, and what travels of it."""
 
     gradients: Gradients
-    parts: list[Part]
+    parts: list[Slice]
     mean: CompressedMean | None = None
     """What travels; None until something has."""
 
@@ -132,14 +132,14 @@ class Lane:
             if first < stop:
                 owed.of_mean[max(0, start - first) : stop - first].zero_()
 
-    def rescale(self, part: Part, factor: float) -> None:
+    def rescale(self, part: Slice, factor: float) -> None:
         """What is owed of a part is `factor` times as much."""
         owed, stop = self.sending().owed, part.start + part.values.numel()
         first = self.bucket.ranks.rank * owed.of_mean.numel()
         part.cut(owed.mine).mul_(factor)
         owed.of_mean[max(0, part.start - first) : max(0, stop - first)].mul_(factor)
 
-    def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Part, slice, Tensor]]:
+    def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Slice, slice, Tensor]]:
         """The elements of each part in `values`, which begin at `start` of the bucket."""
         for part in self.parts:
             low = max(part.start, start)
@@ -149,12 +149,14 @@ class Lane:
                 yield part, mine, values[low - start : high - start]
 
 
-class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
+class ExchangingStepper(BaseStepper, ABC, Generic[Kind]):
     """Steps an optimizer whose momentum travels in place of gradients.
 
     Where the optimizer learns the variance in an update, the mechanism averages the gradients for
     it; else they stay on their ranks, and `_update` sends something else.
     """
+
+    _optimizer: Kind
 
     def __init__(
         self,
@@ -162,12 +164,11 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]],
     ) -> None:
-        self._optimizer = optimizer
         self._lanes: list[Lane] = []
         self._count = 0
         for one in gradients:
-            self._refuse(one)
-        self._take_up(gradients, range(len(parameters)), parameters)
+            self._refuse(optimizer, one)
+        super().__init__(optimizer, gradients, parameters)
         self.begin_anew()
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
@@ -182,17 +183,8 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
                 f" {type(self._optimizer).__name__} learns no variance for it in the next one; add"
                 " groups while it does, or give a later freeze_step (var_freeze_step)"
             )
-        self._take_up(gradients, [len(self._optimizer.param_groups) - 1], [members])
+        super().add(gradients, members)
         self._follow()
-
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
-        return None
-
-    def held(self) -> Iterator[Held]:
-        """All that the optimizer has in its param groups."""
-        for _, part in self._all_parts():
-            yield part.held
 
     def step(self, multiplier: Multiplier) -> None:
         """Make one update with the gradients times `multiplier`."""
@@ -212,43 +204,40 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
 
     # ---- what lies where -------------------------------------------------------------------------
 
-    @property
-    def _gradients(self) -> list[Gradients]:
-        return [lane.gradients for lane in self._lanes]
-
     def _take_up(
         self,
         gradients: Sequence[Gradients],
         groups: Sequence[int],
         parameters: Sequence[Sequence[nn.Parameter]],
     ) -> None:
-        for number in groups:
-            self._optimizer.param_groups[number]["params"] = []
-        for one in gradients:
-            pieces = held_pieces(one.bucket, lay_pieces(self._optimizer, one))
-            self._lanes.append(Lane(one, [Part(held, held.values.detach()) for held in pieces]))
+        super()._take_up(gradients, groups, parameters)
+        lanes = {one.bucket: Lane(one, []) for one in gradients}
+        for held in self.held():
+            if held.bucket in lanes:
+                lanes[held.bucket].parts.append(Slice(held, held.values.detach().view(-1)))
+        self._lanes += lanes.values()
 
-    def _refuse(self, one: Gradients) -> None:
+    def _refuse(self, optimizer: Kind, one: Gradients) -> None:
         if one.bucket.partition.optimizer:
             raise OptimizerError(
-                f"{type(self._optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
+                f"{type(optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
                 " the whole update of what travelled as signs, which is what saves the gather of"
                 " weights; choose stage 0, or another optimizer"
             )
 
-    def _all_parts(self) -> Iterator[tuple[Lane, Part]]:
+    def _all_parts(self) -> Iterator[tuple[Lane, Slice]]:
         for lane in self._lanes:
             for part in lane.parts:
                 yield lane, part
 
-    def _group(self, part: Part) -> Group:
+    def _group_of(self, part: Slice) -> Group:
         return self._optimizer.param_groups[part.held.group]
 
-    def _state(self, part: Part) -> State:
+    def _state(self, part: Slice) -> State:
         """What the optimizer remembers of a part, made on first use."""
         return begin_state(self._optimizer.state[part.held.values], part.held.values)
 
-    def _blocks(self, part: Part, *rest: Tensor) -> Iterator[Block]:
+    def _blocks(self, part: Slice, *rest: Tensor) -> Iterator[Block]:
         """A part in blocks; `rest` are 1-D and as long as the part."""
         state = self._state(part)
         first, second = part.flat(state["exp_avg"]), part.flat(state["exp_avg_sq"])
@@ -263,7 +252,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
     def _learn(self, multiplier: Multiplier) -> None:
         """Put gradients that are everybody's into both moments."""
         for lane, part in self._all_parts():
-            group = self._group(part)
+            group = self._group_of(part)
             for block, gradient in self._with_gradients(lane, part, multiplier):
                 block.first.lerp_(gradient, 1 - group["betas"][0])
                 learn_second(block.second, gradient, group)
@@ -272,7 +261,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
         """Make Adam's update of all values."""
         for _, part in self._all_parts():
             for block in self._blocks(part):
-                move(block.values, block.first, block.second, self._group(part))
+                move(block.values, block.first, block.second, self._group_of(part))
 
     # ---- what travels ----------------------------------------------------------------------------
 
@@ -283,7 +272,7 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
             one.reduction = replace(one.reduction, stays=stays)
 
     def _with_gradients(
-        self, lane: Lane, part: Part, multiplier: Multiplier, *rest: Tensor
+        self, lane: Lane, part: Slice, multiplier: Multiplier, *rest: Tensor
     ) -> Iterator[tuple[Block, Tensor]]:
         """A part in blocks, each with its gradient times `multiplier`, which may be overwritten."""
         for block in self._blocks(part, part.cut(lane.gradients.mean), *rest):
@@ -296,11 +285,11 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
         That is the block's `rest[0]`.
         """
         for lane, part in self._all_parts():
-            owed, group = part.cut(lane.sending().owed.mine), self._group(part)
+            owed, group = part.cut(lane.sending().owed.mine), self._group_of(part)
             for block, gradient in self._with_gradients(lane, part, multiplier, owed):
                 add(group, block, gradient)
 
-    def _exchange(self, take: Callable[[Part, slice, Tensor], None]) -> None:
+    def _exchange(self, take: Callable[[Slice, slice, Tensor], None]) -> None:
         """Average all that is owed; `take` is given the mean of some elements of a part.
 
         It may overwrite what it is given. What it must not move is zero there: see `_still`.
@@ -318,10 +307,10 @@ class ExchangingStepper(StepperInMemory, ABC, Generic[Kind]):
 
         wait_all([start(lane) for lane in self._lanes])
 
-    def _still(self, part: Part, cut: slice, mean: Tensor) -> None:
+    def _still(self, part: Slice, cut: slice, mean: Tensor) -> None:
         """Leave out what is masked, and what has no variance: nothing says how far it may go."""
         mean.masked_fill_(part.flat(self._state(part)["exp_avg_sq"])[cut] == 0, 0.0)
-        mask = part.mask(self._group(part))
+        mask = part.mask(self._group_of(part))
         if mask is not None:
             mean.mul_(mask[cut])
 

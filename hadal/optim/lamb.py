@@ -14,6 +14,7 @@ so does a second one, over the ranks that hold the parts of one model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -41,9 +42,9 @@ from hadal.optim.on_disk import (
     walk_parts,
 )
 from hadal.optim.own import Group, OwnOptimizer, State
-from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
+from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
-from hadal.optim.step import RestingStepper, as_one_step, refresh, wait_all
+from hadal.optim.step import BaseStepper, as_one_step, refresh, sending_of, wait_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
 
@@ -91,11 +92,12 @@ class Lamb(OwnOptimizer):
         own = parameter.detach()
         moments = _begin(group, self.state[parameter], partial(torch.zeros_like, own))
         values = _Values(own, *moments.state)
-        _learn(values, gradient, group)
-        update = _update(values, group, moments.updates)
-        sums = torch.stack([_square_sum(values.master), _square_sum(update)])
-        ratio = _trust_ratios(sums[None], [group])[0]
-        values.master.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
+        _learn([values], [gradient], group)
+        (update,) = updates = _updates([values], group, moments.updates)
+        norms = _Norms(own.device)
+        norms.add([0], [own], updates)
+        ratio = _trust_ratios(norms.square_sums(1), [group])[0]
+        own.addcmul_(update, ratio.to(update.dtype), value=-group["lr"])
 
 
 class _Values(NamedTuple):
@@ -128,32 +130,62 @@ def _begin(group: Group, state: State, zeros: Zeros) -> _Moments:
     return _Moments((state["exp_avg"], state["exp_avg_sq"]), float(state["step"]))
 
 
-def _learn(values: _Values, gradient: Tensor, group: Group) -> None:
-    """Put a gradient into the moments."""
-    beta1, beta2 = group["betas"]
-    values.first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-    values.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+def _learn(blocks: Sequence[_Values], gradients: Sequence[Tensor], group: Group) -> None:
+    """Put gradients into the moments."""
+    _, first, second = (list(each) for each in zip(*blocks, strict=True))
+    (beta1, beta2), given = group["betas"], list(gradients)
+    torch._foreach_mul_(first, beta1)
+    torch._foreach_add_(first, given, alpha=1 - beta1)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, given, given, value=1 - beta2)
 
 
-def _update(values: _Values, group: Group, count: float) -> Tensor:
-    """The update before it is scaled, of the values' shape; `count` updates lie in the moments."""
+def _updates(blocks: Sequence[_Values], group: Group, count: float) -> list[Tensor]:
+    """The updates before they are scaled; `count` updates are in the moments."""
+    master, first, second = (list(each) for each in zip(*blocks, strict=True))
     beta1, beta2 = group["betas"]
     lacks = group["bias_correction"]
-    first = values.first / (1 - beta1**count if lacks else 1.0)
-    second = values.second / (1 - beta2**count if lacks else 1.0)
+    update = list(torch._foreach_div(first, 1 - beta1**count if lacks else 1.0))
+    divisor = list(torch._foreach_div(second, 1 - beta2**count if lacks else 1.0))
     if group["eps_inside_sqrt"]:
-        divisor = second.add_(group["eps"]).sqrt_()
+        torch._foreach_add_(divisor, group["eps"])
+        torch._foreach_sqrt_(divisor)
     else:
-        divisor = second.sqrt_().add_(group["eps"])
-    update = first.div_(divisor)
+        torch._foreach_sqrt_(divisor)
+        torch._foreach_add_(divisor, group["eps"])
+    torch._foreach_div_(update, divisor)
     if group["weight_decay"]:
-        update.add_(values.master, alpha=group["weight_decay"])
+        torch._foreach_add_(update, master, alpha=group["weight_decay"])
     return update
 
 
-def _square_sum(values: Tensor) -> Tensor:
-    flat = values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
-    return torch.dot(flat, flat).to(widest_float(values.device))
+class _Norms:
+    """The norms of blocks of parameters and of their updates, each with a row for its parameter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: list[int] = []
+        self._found: list[Tensor] = []
+
+    def add(self, rows: Sequence[int], masters: list[Tensor], updates: list[Tensor]) -> None:
+        """Add blocks of one dtype, each of one parameter."""
+        exact = torch.promote_types(masters[0].dtype, torch.float32)
+        found = torch._foreach_norm([*masters, *updates], 2, dtype=exact)
+        # Some buckets may be updated on the host, and others on the device.
+        self._found.append(torch.stack(list(found)).view(2, -1).to(self._device))
+        self._rows += rows
+
+    def square_sums(self, count: int) -> Tensor:
+        """(count, 2) sums of squares: of each parameter's blocks, and of their updates."""
+        wide = widest_float(self._device)
+        none = torch.zeros(1, 2, dtype=wide, device=self._device)
+        if not self._rows:
+            return none.expand(count, 2).clone()
+        squares = torch.cat(self._found, 1).to(wide).square().mT.split(1)
+        sums = [none] * count
+        for row, square in zip(self._rows, squares, strict=True):
+            sums[row] = square if sums[row] is none else sums[row] + square
+        return torch.cat(sums)
 
 
 def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -167,7 +199,7 @@ def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
 
 
-class _Part(NamedTuple):
+class _Extent(NamedTuple):
     """Where one parameter lies in a piece, counted from the span's start, and its row of norms."""
 
     row: int
@@ -182,29 +214,39 @@ class _Stretch:
     values: _Values
     start: int
     """Where it begins, counted from the span's start."""
-    parts: Sequence[_Part]
+    parts: Sequence[_Extent]
     group: Group
     updates: float
     """How many lie in the moments, with this one."""
 
-    def blocks(self, numel: int) -> Iterator[tuple[int, int, _Values]]:
-        """The stretch parameter by parameter, in cuts at the multiples of `numel`.
+    def batches(self) -> Iterator[list[tuple[int, int, _Values]]]:
+        """Blocks of parameters, each with its row of norms and with where it begins in the span.
 
-        Each with its row of norms, and with where it begins in the span.
+        On a CPU a batch is one block, which stays in the cache; on an accelerator it has as many
+        elements as the largest block, so that few kernels are launched.
         """
-        stop = self.start + self.values.master.numel()
+        device, stop = self.values.master.device, self.start + self.values.master.numel()
+        numel, total, batch = block_numel(device), 0, list[tuple[int, int, _Values]]()
         for row, first, last in self.parts:
             for low, high in blocks(max(first, self.start), min(last, stop), numel):
-                yield row, low, self.values.cut(low - self.start, high - self.start)
+                total += high - low
+                if batch and (device.type == "cpu" or total > numel):
+                    yield batch
+                    total, batch = high - low, []
+                batch.append((row, low, self.values.cut(low - self.start, high - self.start)))
+        if batch:
+            yield batch
 
 
-class LambStepper(RestingStepper):
-    """Steps Lamb on flat cuts of the master, in blocks.
+class LambStepper(BaseStepper):
+    """Steps Lamb on flat slices of the master, in blocks.
 
     The update is computed twice, for its norm and for the step itself: to keep it in between would
-    move the same bytes and take a third moment's memory. So what is on the disk is read twice:
-    the moments are written the first time, and the masters the second.
+    move the same bytes and take a third moment's memory. So what is on a disk is read twice: the
+    moments are written the first time, and the masters the second.
     """
+
+    _optimizer: Lamb
 
     def __init__(
         self,
@@ -213,39 +255,19 @@ class LambStepper(RestingStepper):
         model_parallel: Ranks | None = None,
         steps: DiskSteps = _DISK_STEPS,
     ) -> None:
-        super().__init__(optimizer, steps)
-        self._optimizer = optimizer
         self._model_parallel = model_parallel
         self._part_buffers = PartBuffers()
-        self._gradients: list[Gradients] = []
-        self._pieces: dict[Gradients, list[tuple[Piece, list[_Part]]]] = {}
+        self._parts: dict[Gradients, list[list[_Extent]]] = {}
+        """The parameters in each piece of a bucket."""
         self._groups: list[int] = []
         """The param group of each row of norms: of each parameter, the same on every rank."""
         self._cut_rows: dict[int, str] = {}
         """The rows of parameters that are cut over the model's parts, with their names."""
         self._are_agreed = False
         """Whether the parts are known to have the same such rows."""
-        for group in optimizer.param_groups:
-            group["params"] = []
-        for one in gradients:
-            self._lay(one)
+        super().__init__(optimizer, gradients, steps=steps)
 
-    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group."""
-        self._optimizer.param_groups[-1]["params"] = []
-        for one in gradients:
-            self._lay(one)
-
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
-        return None
-
-    def held(self) -> Iterator[Held]:
-        """The flat cuts."""
-        for one, pieces in self._pieces.items():
-            yield from held_pieces(one.bucket, (piece for piece, _ in pieces))
-
-    def _lay(self, one: Gradients) -> None:
+    def _lay(self, one: Gradients) -> list[Piece]:
         layout, begin = one.bucket.layout, one.bucket.span[0]
         first = len(self._groups)
         self._groups += [slot.group for slot in layout.slots]
@@ -255,25 +277,17 @@ class LambStepper(RestingStepper):
             if is_model_part(parameter):
                 self._cut_rows[row] = slot.name
         self._are_agreed = False
-        self._gradients.append(one)
 
-        def part_of(piece: Piece, fragment: Fragment) -> _Part:
+        def part_of(piece: Piece, fragment: Fragment) -> _Extent:
             start = piece.start + fragment.offset
-            return _Part(first + fragment.slot, start, start + fragment.numel)
+            return _Extent(first + fragment.slot, start, start + fragment.numel)
 
-        with one.bucket.present():
-            pieces = lay_pieces(self._optimizer, one)
-            self._pieces[one] = [
-                (
-                    piece,
-                    [
-                        part_of(piece, fragment)
-                        for fragment in layout.fragments(begin + piece.start, begin + piece.stop)
-                    ],
-                )
-                for piece in pieces
-            ]
-            self._disk_states.put(one.bucket, pieces)
+        pieces = super()._lay(one)
+        self._parts[one] = [
+            [part_of(piece, f) for f in layout.fragments(begin + piece.start, begin + piece.stop)]
+            for piece in pieces
+        ]
+        return pieces
 
     def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
@@ -281,36 +295,20 @@ class LambStepper(RestingStepper):
         Raises:
             OffloadError: the disk failed, on some rank; nothing has changed on any.
         """
-        with as_one_step(self._optimizer):
-            if self._disk_states:
-                self._step_on_disk(multiplier)
-                return
-            sums = self._no_sums()
-            stretches = [
-                (one, stretch) for one in self._gradients for stretch in self._begun_in_memory(one)
-            ]
-            for one, stretch in stretches:
-                _learn_stretch(stretch, one.mean, multiplier, sums)
-            ratios = self._ratios(sums)
-            for _, stretch in stretches:
-                _step_stretch(stretch, ratios)
+        on_disk, deferred = self._on_disk(), Deferred()
+        sending = sending_of(on_disk)
+        update = update_on_disk([*on_disk.values()], self._model_parallel) if on_disk else None
+        with as_one_step(self._optimizer), update or nullcontext():
+            norms = _Norms(self._gradients[0].bucket.steps_on)
+            begun = deferred.run(partial(self._begin, on_disk)) or {}
+            deferred.run(partial(self._learn, begun, multiplier, norms))
+            ratios = self._ratios(norms.square_sums(len(self._groups)))
+            deferred.run(partial(self._move, begun, ratios, sending))
+            deferred.tell()
+        if on_disk:
+            wait_all([one.bucket.start_refresh() for one in on_disk])
+        else:
             refresh(self._gradients)
-
-    def _begun_in_memory(self, one: Gradients) -> Iterator[_Stretch]:
-        for piece, parts in self._pieces[one]:
-            values = piece.values.detach()
-            group, state = self._group(piece), self._optimizer.state[piece.values]
-            moments = _begin(group, state, partial(torch.zeros_like, values))
-            whole = _Values(values, *moments.state)
-            yield _Stretch(whole, piece.start, parts, group, moments.updates)
-
-    def _group(self, piece: Piece) -> Group:
-        return self._optimizer.param_groups[piece.group]
-
-    def _no_sums(self) -> Tensor:
-        """Room for the (parameters, 2) sums of squares."""
-        device = self._gradients[0].bucket.steps_on
-        return torch.zeros(len(self._groups), 2, dtype=widest_float(device), device=device)
 
     def _ratios(self, sums: Tensor) -> Tensor:
         """(parameters,) ratios, from each rank's (parameters, 2) sums of squares."""
@@ -337,108 +335,122 @@ class LambStepper(RestingStepper):
         sum_(cut, model_parallel, "the sum of Lamb's norms over the model's parts")
         sums[rows] = cut
 
-    # ---- on the disk -----------------------------------------------------------------------------
-
-    def _step_on_disk(self, multiplier: Multiplier) -> None:
-        on_disk, deferred = self._on_disk(self._gradients), Deferred()
-        ways = (one.bucket.start_sending() for one in on_disk)
-        sending = next(filter(None, ways), None)
-        with update_on_disk([*on_disk.values()], self._model_parallel):
-            sums = self._no_sums()
-            begun = deferred.run(partial(self._begin_on_disk, on_disk))
-            deferred.run(lambda: self._learn_on_disk(begun or {}, multiplier, sums))
-            ratios = self._ratios(sums)
-            deferred.run(lambda: self._write_masters(begun or {}, ratios, sending))
-            deferred.tell()
-        wait_all([one.bucket.start_refresh() for one in on_disk])
-
-    def _begin_on_disk(self, on_disk: Mapping[Gradients, DiskState]) -> dict[Gradients, _Begun]:
-        """Those of which this rank has more than padding."""
+    def _begin(self, on_disk: Mapping[Gradients, DiskState]) -> dict[Gradients, _Begun]:
+        """Begin the update of the buckets of which this rank has more than padding."""
         begun: dict[Gradients, _Begun] = {}
-        for one, state in on_disk.items():
+        for one in self._gradients:
+            state = on_disk.get(one)
+            if state is None:
+                begun[one] = _Begun([self._begin_in_memory(piece) for piece in self._pieces[one]])
+                continue
             pieces = state.begin(_begin)
             if pieces:
-                *_, moments = pieces[0]  # the same for all
-                begun[one] = _Begun(state.tensors[0], moments, [own for _, own, _ in pieces])
+                *_, runs = pieces[0]  # the same for all
+                begun[one] = _Begun([own for _, own, _ in pieces], state.tensors[0], runs)
             if self._steps.clears_first:
                 for run in state.tensors:
                     run.lay_out()
         return begun
 
-    def _learn_on_disk(
-        self, begun: Mapping[Gradients, _Begun], multiplier: Multiplier, sums: Tensor
+    def _begin_in_memory(self, piece: Piece) -> _Moments:
+        values = piece.values.detach()
+        state = self._optimizer.state[piece.values]
+        return _begin(self._group(piece), state, partial(torch.zeros_like, values))
+
+    def _learn(
+        self, begun: Mapping[Gradients, _Begun], multiplier: Multiplier, norms: _Norms
     ) -> None:
         """Read everything, and write the moments."""
         runs: dict[Gradients, list[Walked]] = {
-            one: [ReadOnly(own.master), *own.runs] for one, own in begun.items()
+            one: [ReadOnly(own.master), *own.runs]
+            for one, own in begun.items()
+            if own.master is not None
         }
         for one, stretches, _ in self._walk(begun, runs):
             for stretch in stretches:
-                _learn_stretch(stretch, one.mean, multiplier, sums)
+                _learn_stretch(stretch, one.mean, multiplier, norms)
 
-    def _write_masters(
+    def _move(
         self, begun: Mapping[Gradients, _Begun], ratios: Tensor, sending: Crossing | None
     ) -> None:
         """Read everything once more, the moments as they are now, and write the masters."""
         runs: dict[Gradients, list[Walked]] = {
             one: [own.master, *(ReadOnly(run, latest=True) for run in own.runs)]
             for one, own in begun.items()
+            if own.master is not None
         }
         with rewriting_in_turn() as rewriting:
             for one, stretches, whole in self._walk(begun, runs):
                 for stretch in stretches:
                     _step_stretch(stretch, ratios)
-                rewriting(one.bucket)
-                one.bucket.put_weights(*whole, sending)
+                if whole is not None:
+                    rewriting(one.bucket)
+                    one.bucket.put_weights(*whole, sending)
 
     def _walk(
         self, begun: Mapping[Gradients, _Begun], runs: Mapping[Gradients, Sequence[Walked]]
-    ) -> Iterator[tuple[Gradients, list[_Stretch], tuple[int, Tensor]]]:
-        """Part by part: what of its pieces is in memory, and where its masters begin in the span.
+    ) -> Iterator[tuple[Gradients, list[_Stretch], tuple[int, Tensor] | None]]:
+        """The masters and moments of all buckets: in memory at once, on the disk part by part.
 
-        Parts end where blocks do, so that the sums are those of state in memory, bit for bit.
+        For a part on the disk also where its masters begin in the span. Parts end where blocks do,
+        so that the sums are those of state in memory, bit for bit.
         """
+        for one, own in begun.items():
+            if own.master is None:
+                here = zip(self._pieces[one], own.moments, strict=True)
+                values = [_Values(piece.values.detach(), *known.state) for piece, known in here]
+                starts = [piece.start for piece in self._pieces[one]]
+                yield one, self._stretches(one, own, starts, values), None
         if not runs:
             return
         block = block_numel(torch.device("cpu"))
         for one, stop, read in walk_parts(runs, block, self._steps, self._part_buffers):
-            whole = _Values(*read)
-            one.bucket.absorb_edits_into(whole.master, stop.start)
-            stretches = []
-            for (piece, parts), moments in zip(self._pieces[one], begun[one].moments, strict=True):
-                first = max(piece.start, stop.start)
-                last = min(piece.stop, stop.start + stop.numel)
-                if first < last:
-                    values = whole.cut(first - stop.start, last - stop.start)
-                    group = self._group(piece)
-                    stretches.append(_Stretch(values, first, parts, group, moments.updates))
-            yield one, stretches, (stop.start, whole.master)
+            whole, first = _Values(*read), stop.start
+            one.bucket.absorb_edits_into(whole.master, first)
+            starts = [min(max(piece.start - first, 0), stop.numel) for piece in self._pieces[one]]
+            stops = [min(max(piece.stop - first, 0), stop.numel) for piece in self._pieces[one]]
+            values = [whole.cut(*bounds) for bounds in zip(starts, stops, strict=True)]
+            found = self._stretches(one, begun[one], [first + start for start in starts], values)
+            yield one, found, (first, whole.master)
+
+    def _stretches(
+        self, one: Gradients, own: _Begun, starts: Sequence[int], values: Sequence[_Values]
+    ) -> list[_Stretch]:
+        """What is in memory of each piece of a bucket; a stretch may be empty."""
+        pieces, parts = self._pieces[one], self._parts[one]
+        return [
+            _Stretch(known, start, parts[n], self._group(pieces[n]), own.moments[n].updates)
+            for n, (start, known) in enumerate(zip(starts, values, strict=True))
+        ]
 
 
 class _Begun(NamedTuple):
-    """An update of one bucket on the disk that was begun."""
+    """An update of one bucket that was begun."""
 
-    master: DiskTensor
-    runs: list[DiskTensor]
-    """Of the first and of the second moments."""
     moments: list[_Moments]
     """Of each piece."""
+    master: DiskTensor | None = None
+    """The masters, if they and the moments are on the disk."""
+    runs: Sequence[DiskTensor] = ()
+    """The first and the second moments there."""
 
 
-def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: Multiplier, sums: Tensor) -> None:
-    """Put gradients (`mean`, which lies like the span) into moments, and squares into the sums."""
-    for row, start, block in stretch.blocks(block_numel(mean.device)):
-        given = mean[start : start + block.master.numel()].to(block.master.dtype, copy=True)
-        _learn(block, scale_(given, multiplier), stretch.group)
-        # Some buckets may be updated on the host, and others on the device.
-        sums[row, 0] += _square_sum(block.master).to(sums.device)
-        update = _update(block, stretch.group, stretch.updates)
-        sums[row, 1] += _square_sum(update).to(sums.device)
+def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: Multiplier, norms: _Norms) -> None:
+    """Put gradients (`mean`, which lies like the span) into moments, and add up the norms."""
+    for batch in stretch.batches():
+        rows, starts, values = zip(*batch, strict=True)
+        first, stop = starts[0], starts[-1] + values[-1].master.numel()
+        whole = scale_(mean[first:stop].to(values[0].master.dtype, copy=True), multiplier)
+        gradients = [whole[low - first :][: own.master.numel()] for _, low, own in batch]
+        _learn(values, gradients, stretch.group)
+        updates = _updates(values, stretch.group, stretch.updates)
+        norms.add(rows, [own.master for own in values], updates)
 
 
 def _step_stretch(stretch: _Stretch, ratios: Tensor) -> None:
     """Make the update, each parameter's by its ratio."""
     ratios = ratios.to(stretch.values.master)
-    for row, _, block in stretch.blocks(block_numel(ratios.device)):
-        update = _update(block, stretch.group, stretch.updates)
-        block.master.addcmul_(update, ratios[row], value=-stretch.group["lr"])
+    for batch in stretch.batches():
+        updates = _updates([own for *_, own in batch], stretch.group, stretch.updates)
+        for (row, _, own), update in zip(batch, updates, strict=True):
+            own.master.addcmul_(update, ratios[row], value=-stretch.group["lr"])

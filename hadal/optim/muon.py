@@ -12,7 +12,7 @@ that of Kingma & Ba (2015), with decoupled weight decay (Loshchilov & Hutter 201
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,8 @@ from hadal.errors import OptimizerError
 from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.elementwise import Scaling
 from hadal.optim.fused import begin_adam
-from hadal.optim.on_disk import DiskSteps
 from hadal.optim.own import Group, OwnOptimizer
-from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
-from hadal.optim.step import RestingStepper, as_one_step, batched, refresh
-from hadal.optim.whole import WholeParameters, hand_over, step_wholes_on_disk
+from hadal.optim.step import BaseStepper, as_one_step
 from hadal.zero.gradients import Gradients
 
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
@@ -39,7 +36,6 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _TINY = 1e-7
 METHODS = ("gram", "standard")
-_DISK_STEPS = DiskSteps()
 
 
 class Muon(OwnOptimizer):
@@ -58,7 +54,8 @@ class Muon(OwnOptimizer):
         adam_lr: see `params`.
         betas: decay of Adam's moments.
         eps: added to Adam's denominator.
-        ns_method: "standard" iterates on the matrix, "gram" on its smaller Gram matrix.
+        ns_method: "standard" iterates on the matrix, in bfloat16 on an accelerator; "gram" on its
+            smaller Gram matrix, in float32; None: "gram" on CPUs, "standard" on accelerators.
 
     Raises:
         OptimizerError: a group does not say `use_muon`, or wants it for a vector; an unknown
@@ -75,9 +72,9 @@ class Muon(OwnOptimizer):
         adam_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-10,
-        ns_method: str = "gram",
+        ns_method: str | None = None,
     ) -> None:
-        if ns_method not in METHODS:
+        if ns_method is not None and ns_method not in METHODS:
             raise OptimizerError(
                 f"Muon's ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}"
             )
@@ -153,13 +150,14 @@ def _first_of(*rates: float | None) -> float:
     return next(rate for rate in rates if rate is not None)
 
 
-def orthogonalized(matrix: Tensor, method: str) -> Tensor:
+def orthogonalized(matrix: Tensor, method: str | None) -> Tensor:
     """Bring the singular values of a 2-D matrix near 1 by five Newton-Schulz steps (Jordan 2024).
 
     "standard" iterates on the matrix: X <- a X + b (X X') X + c (X X')^2 X. "gram" iterates on
     G = X X' of the smaller side, and applies the product of all steps once: mathematically the
     same, with fewer products where the matrix is far from square. Returned in the matrix's dtype.
     """
+    method = method or ("gram" if matrix.device.type == "cpu" else "standard")
     wide = matrix.mT if matrix.size(0) > matrix.size(1) else matrix
     work = wide.to(_work_dtype(wide, method))
     work = work / (work.norm() + _TINY)
@@ -231,64 +229,13 @@ def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
     return parameter.dim() >= 2 and not any(word in name for word in _NO_HIDDEN_MATRIX)
 
 
-class MuonStepper(RestingStepper):
-    """Steps Muon's matrices whole, each on one rank, and the rest as flat cuts on every rank."""
+class MuonStepper(BaseStepper):
+    """Steps Muon's matrices whole, each on one rank, and the rest as flat slices on every rank."""
 
-    def __init__(
-        self,
-        optimizer: Muon,
-        gradients: Sequence[Gradients],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        steps: DiskSteps = _DISK_STEPS,
-    ) -> None:
-        super().__init__(optimizer, steps)
-        self._optimizer = optimizer
-        self._gradients: list[Gradients] = []
-        self._wholes = WholeParameters()
-        self._pieces: dict[Gradients, list[Piece]] = {}
-        self._take_up(gradients, optimizer.param_groups, parameters)
-
-    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group, whose parameters are `members`."""
-        self._take_up(gradients, self._optimizer.param_groups[-1:], [members])
-
-    def _take_up(
-        self,
-        gradients: Sequence[Gradients],
-        groups: Sequence[dict[str, Any]],
-        parameters: Sequence[Sequence[nn.Parameter]],
-    ) -> None:
-        self._gradients += gradients
-        self._wholes.add(gradients, self._is_whole)
-        for group, members in zip(groups, parameters, strict=True):
-            self._empty(group, members)
-        for one in gradients:
-            with one.bucket.present():
-                self._pieces[one] = self._lay(one)
-                self._disk_states.put(one.bucket, self._pieces[one], self._wholes.pieces(one))
-
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
-        return self._wholes.values.get(parameter)
-
-    def held(self) -> Iterator[Held]:
-        """The matrices that this rank owns, and the flat cuts of the rest."""
-        yield from self._wholes.held()
-        for one, pieces in self._pieces.items():
-            yield from held_pieces(one.bucket, pieces)
-
-    def _empty(self, group: dict[str, Any], members: Sequence[nn.Parameter]) -> None:
-        """Put a group's whole matrices in the place of its parameters, or leave room for cuts."""
-        if group["use_muon"]:
-            hand_over(self._optimizer, group, members, self._wholes)
-        else:
-            group["params"] = []
+    _optimizer: Muon
 
     def _is_whole(self, group: int) -> bool:
         return bool(self._optimizer.param_groups[group]["use_muon"])
-
-    def _lay(self, one: Gradients) -> list[Piece]:
-        return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))
 
     def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
@@ -296,38 +243,18 @@ class MuonStepper(RestingStepper):
         Raises:
             OffloadError: the disk failed, on some rank; nothing has changed on any.
         """
-        with as_one_step(self._optimizer):
-            if self._disk_states:
-                self._step_on_disk(multiplier)
-                return
-            self._wholes.to_owners(multiplier)
-            for group in self._optimizer.param_groups:
-                if group["use_muon"]:
-                    for values in group["params"]:
-                        self._step_matrix(values, group)
-            for one in self._gradients:
-                self._step_flat(one, multiplier)
-            self._wholes.to_shards()
-            refresh(self._gradients)
 
-    def _step_on_disk(self, multiplier: Multiplier) -> None:
-        def step(batch: Sequence[Gradients]) -> None:
-            for one in batch:
+        def step(gradients: Sequence[Gradients]) -> None:
+            for one in gradients:
                 for piece in self._wholes.pieces(one):
-                    self._step_matrix(piece.values, self._optimizer.param_groups[piece.group])
-                self._step_flat(one, multiplier)
+                    self._step_matrix(piece.values, self._group(piece))
+                for piece in self._pieces[one]:
+                    mean = one.mean[piece.start : piece.stop]
+                    self._optimizer.step_flat(piece.values, mean, multiplier, self._group(piece))
 
-        on_disk = self._on_disk(self._gradients)
-        batches = batched(on_disk, at_once=False)
-        step_wholes_on_disk(on_disk, batches, self._wholes, step, multiplier, self._steps)
+        with as_one_step(self._optimizer):
+            self._step_whole_buckets(multiplier, step, at_once=False)
 
     def _step_matrix(self, values: nn.Parameter, group: Group) -> None:
         assert values.grad is not None  # `to_owners` has put it there
         self._optimizer.step_matrix(values, values.grad, group)
-
-    def _step_flat(self, one: Gradients, multiplier: Multiplier) -> None:
-        for piece in self._pieces[one]:
-            group, mean = self._optimizer.param_groups[piece.group], one.mean
-            self._optimizer.step_flat(
-                piece.values, mean[piece.start : piece.stop], multiplier, group
-            )

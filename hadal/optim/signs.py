@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from hadal.comm.collectives import sum_
 from hadal.optim.desk import Multiplier
-from hadal.optim.exchanging import Block, ExchangingStepper, Lane, Part
+from hadal.optim.exchanging import Block, ExchangingStepper, Lane, Slice
 from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam, divisor_of
 from hadal.optim.own import Group
 from hadal.optim.step import refresh
-from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero.gradients import Gradients
 
 
@@ -39,41 +38,15 @@ class OneBitAdamStepper(ExchangingStepper[OneBitAdam]):
             self._exchange(self._take)
         self._move()
 
-    def _take(self, part: Part, cut: slice, mean: Tensor) -> None:
+    def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
         part.flat(self._state(part)["exp_avg"])[cut].copy_(mean)
 
 
 class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
     """Steps 1-bit Lamb on whole parameters, each of which has a trust ratio."""
 
-    def __init__(
-        self,
-        optimizer: OneBitLamb,
-        gradients: Sequence[Gradients],
-        parameters: Sequence[Sequence[nn.Parameter]],
-    ) -> None:
-        self._wholes = WholeParameters()
-        super().__init__(optimizer, gradients, parameters)
-
-    def _take_up(
-        self,
-        gradients: Sequence[Gradients],
-        groups: Sequence[int],
-        parameters: Sequence[Sequence[nn.Parameter]],
-    ) -> None:
-        self._wholes.add(gradients)
-        for number, members in zip(groups, parameters, strict=True):
-            group = self._optimizer.param_groups[number]
-            hand_over(self._optimizer, group, members, self._wholes)
-        lanes = {one.bucket: Lane(one, []) for one in gradients}
-        for held in self._wholes.held():
-            if held.bucket in lanes:
-                lanes[held.bucket].parts.append(Part(held, held.values.detach().view(-1)))
-        self._lanes += lanes.values()
-
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The whole values that stand for a parameter in the optimizer."""
-        return self._wholes.values.get(parameter)
+    def _is_whole(self, group: int) -> bool:
+        return True
 
     def _update(self, number: int, multiplier: Multiplier) -> None:
         optimizer = self._optimizer
@@ -81,7 +54,7 @@ class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
             self._learn(multiplier)
             for part in self._filled():
                 values, state = part.held.values.detach(), self._state(part)
-                optimizer.move_by_ratio(values, state, self._group(part))
+                optimizer.move_by_ratio(values, state, self._group_of(part))
             return
         for part in self._filled():
             optimizer.begin_factor(self._state(part))
@@ -89,17 +62,17 @@ class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
         self._exchange(self._take)
         for part in self._filled():
             values, state = part.held.values.detach(), self._state(part)
-            optimizer.move_by_factor(values, state, self._group(part))
+            optimizer.move_by_factor(values, state, self._group_of(part))
 
-    def _filled(self) -> Iterator[Part]:
+    def _filled(self) -> Iterator[Slice]:
         for _, part in self._all_parts():
             if part.values.numel():
                 yield part
 
-    def _take(self, part: Part, cut: slice, mean: Tensor) -> None:
+    def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
         state = self._state(part)
         first, fresh = (part.flat(state[key])[cut] for key in ("exp_avg", "exp_avg_sq_fresh"))
-        self._optimizer.learn(first, fresh, mean, self._group(part))
+        self._optimizer.learn(first, fresh, mean, self._group_of(part))
 
 
 class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
@@ -117,7 +90,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]],
     ) -> None:
-        self._anchors: dict[Part, Tensor] = {}
+        self._anchors: dict[Slice, Tensor] = {}
         self._rates: dict[int, float] = {}
         """By param group: the sum of learning rates since the last exchange; empty: ranks agree."""
         super().__init__(optimizer, gradients, parameters)
@@ -134,9 +107,9 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
             self._exchange(self._take_gradient)
         self._move()
 
-    def _take_gradient(self, part: Part, cut: slice, mean: Tensor) -> None:
+    def _take_gradient(self, part: Slice, cut: slice, mean: Tensor) -> None:
         first = part.flat(self._state(part)["exp_avg"])[cut]
-        first.lerp_(mean.to(first.dtype), 1 - self._group(part)["betas"][0])
+        first.lerp_(mean.to(first.dtype), 1 - self._group_of(part)["betas"][0])
 
     def _step_locally(self, number: int, multiplier: Multiplier) -> None:
         if not self._optimizer.is_local(number - 1):
@@ -153,9 +126,9 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         if follows:
             self._synchronize()
 
-    def _step_part(self, lane: Lane, part: Part, multiplier: Multiplier) -> None:
+    def _step_part(self, lane: Lane, part: Slice, multiplier: Multiplier) -> None:
         """Make an update of this rank's own, and owe it. Without an anchor the values are it."""
-        group, owed = self._group(part), part.cut(lane.sending().owed.mine)
+        group, owed = self._group_of(part), part.cut(lane.sending().owed.mine)
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         anchor = [self._anchors[part]] if part in self._anchors else []
         for block, gradient in self._with_gradients(lane, part, multiplier, owed, *anchor):
@@ -168,7 +141,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
                 divisor = divisor_of(block.second, group)
                 block.values.addcdiv_(block.first, divisor, value=-rate)
 
-    def _share(self, part: Part) -> float:
+    def _share(self, part: Slice) -> float:
         """The learning rates of a part's group since the last exchange, in the largest such sum."""
         largest = max(self._rates.values())
         return self._rates[part.held.group] / largest if largest else 1.0
@@ -195,8 +168,8 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         self._rates.clear()
         self._anchors.clear()
 
-    def _take_update(self, part: Part, cut: slice, mean: Tensor) -> None:
-        group, state = self._group(part), self._state(part)
+    def _take_update(self, part: Slice, cut: slice, mean: Tensor) -> None:
+        group, state = self._group_of(part), self._state(part)
         first, second = (part.flat(state[key])[cut] for key in ("exp_avg", "exp_avg_sq"))
         moved, rate = mean.to(first.dtype).mul_(self._share(part)), self._rates[part.held.group]
         if rate:

@@ -1,9 +1,9 @@
-"""How an optimizer is stepped; elementwise ones on flat cuts, each byte read and written once."""
+"""One update of an optimizer; elementwise ones read and write each byte once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
+from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.desk import Desks, Multiplier, blocks, scale_
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
 from hadal.optim.fused import BEGINNERS, UncorrectedAdam
 from hadal.optim.on_disk import (
+    Deferred,
     DiskSteps,
     PartBuffers,
     bring_weights_to_disk,
@@ -27,15 +29,21 @@ from hadal.optim.on_disk import (
     update_on_disk,
     walk_whole,
 )
+from hadal.optim.own import Group
 from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
+from hadal.optim.whole import WholeParameters, hand_over
+from hadal.zero import place
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
 _DISK_STEPS = DiskSteps()
+# Their update of one parameter looks at that parameter's gradient and state alone. Subclasses are
+# not trusted: they may have overridden the update.
+_ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 
-class Stepper(Protocol):
+class Stepper(place.Stepper, Protocol):
     """Steps an optimizer once per update and leaves the new weights in the buckets."""
 
     def step(self, multiplier: Multiplier) -> None:
@@ -44,37 +52,49 @@ class Stepper(Protocol):
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
         """Take up the buckets of the newest param group, whose parameters are `members`."""
 
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
-
     def held(self) -> Iterator[Held]:
         """All that the optimizer has in its param groups on this rank."""
-
-    def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
-        """Have a bucket's masters and state in memory; what is written into them is kept."""
 
     def slices(self, held: Held) -> Mapping[str, StoredSlice]:
         """The state on the disk, by key, of a tensor in the optimizer's param groups."""
 
 
-class StepperInMemory:
-    """What steppers share whose masters and state are in memory."""
+class BaseStepper:
+    """The tensors that an optimizer finds in its param groups, and the state that goes along.
 
-    def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
-        """Have a bucket's weights in memory too; what is written into them is kept."""
-        return bucket.present(writes=writes)
+    They are flat slices of masters, one per group and bucket, or whole parameters (see
+    `WholeParameters`) for groups that `_is_whole` names. Masters and state may be on a disk.
+    """
 
-    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
-        """Nothing: all state is in memory."""
-        return {}
-
-
-class RestingStepper:
-    """Base of steppers whose masters and state may be on the disk."""
-
-    def __init__(self, optimizer: Optimizer, steps: DiskSteps) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]] | None = None,
+        steps: DiskSteps = _DISK_STEPS,
+    ) -> None:
+        self._optimizer = optimizer
         self._steps = steps
+        self._gradients: list[Gradients] = []
+        self._pieces: dict[Gradients, list[Piece]] = {}
+        self._wholes = WholeParameters()
         self._disk_states = DiskStates(optimizer)
+        groups = range(len(optimizer.param_groups))
+        self._take_up(gradients, groups, parameters or [()] * len(groups))
+
+    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
+        """Take up the buckets of the newest param group, whose parameters are `members`."""
+        self._take_up(gradients, [len(self._optimizer.param_groups) - 1], [members])
+
+    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
+        return self._wholes.values.get(parameter)
+
+    def held(self) -> Iterator[Held]:
+        """All that the optimizer has in its param groups on this rank."""
+        yield from self._wholes.held()
+        for one, pieces in self._pieces.items():
+            yield from held_pieces(one.bucket, pieces)
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
@@ -84,38 +104,150 @@ class RestingStepper:
         """The state on the disk, by key, of a tensor in the optimizer's param groups."""
         return self._disk_states.slices(held)
 
-    def _on_disk(self, gradients: Iterable[Gradients]) -> dict[Gradients, DiskState]:
-        """Those whose state is on the disk, with that state."""
-        pairs = ((one, self._disk_states.of(one.bucket)) for one in gradients)
+    def _is_whole(self, group: int) -> bool:
+        """Whether a param group's parameters are stepped whole."""
+        return False
+
+    def _take_up(
+        self,
+        gradients: Sequence[Gradients],
+        groups: Sequence[int],
+        parameters: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self._gradients += gradients
+        self._wholes.add(gradients, self._is_whole)
+        for number, members in zip(groups, parameters, strict=True):
+            group = self._optimizer.param_groups[number]
+            if self._is_whole(number):
+                hand_over(self._optimizer, group, members, self._wholes)
+            else:
+                group["params"] = []
+        for one in gradients:
+            has_flat = not all(self._is_whole(slot.group) for slot in one.bucket.layout.slots)
+            with one.bucket.present() if has_flat else nullcontext():
+                self._pieces[one] = self._lay(one) if has_flat else []
+                self._disk_states.put(one.bucket, self._pieces[one], self._wholes.pieces(one))
+
+    def _lay(self, one: Gradients) -> list[Piece]:
+        return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))
+
+    def _group(self, piece: Piece) -> Group:
+        return self._optimizer.param_groups[piece.group]
+
+    def _on_disk(self) -> dict[Gradients, DiskState]:
+        """The buckets whose state is on the disk, with that state."""
+        pairs = ((one, self._disk_states.of(one.bucket)) for one in self._gradients)
         return {one: state for one, state in pairs if state is not None}
 
+    def _step_whole_buckets(
+        self,
+        multiplier: Multiplier,
+        step: Callable[[Sequence[Gradients]], None],
+        *,
+        at_once: bool = True,
+    ) -> None:
+        """Make one update. All ranks must call it.
 
-class FlatStepper(RestingStepper):
-    """Steps elementwise optimizers on flat cuts of the master: one tensor per group and bucket."""
+        `step` updates what the optimizer has of some buckets, when masters, state and the gradients
+        of whole parameters are in memory: of all buckets, or of one after the other if they are on
+        the disk and it need not be `at_once`.
+
+        Raises:
+            OffloadError: the disk failed on some rank; on every rank everything is as it was.
+        """
+        on_disk, wholes = self._on_disk(), self._wholes
+        if not on_disk:
+            wholes.to_owners(multiplier)
+            step(self._gradients)
+            wholes.to_shards()
+            refresh(self._gradients)
+            return
+        batches = [[*on_disk]] if at_once else [[one] for one in on_disk]
+        states = [[on_disk[one] for one in batch] for batch in batches]
+        sending, deferred = sending_of(on_disk), Deferred()
+        with (
+            update_on_disk([*on_disk.values()]),
+            wholes.without_gradients_after(),
+            rewriting_in_turn() as rewriting,
+            closing(walk_whole(states, self._steps)) as walked,
+        ):
+            for batch in batches:
+                found = deferred.run(partial(next, walked))
+                if found is None:  # this rank sends anything: the update will be taken back
+                    found = [_nothing_like(one.bucket) for one in batch]
+                masters = dict(zip(batch, found, strict=True))
+                deferred.run(partial(_absorb_edits, masters))
+                wholes.to_owners(multiplier, masters)
+                deferred.run(partial(step, batch))
+                wholes.to_shards(masters)
+                deferred.run(partial(_put_weights, masters, rewriting, sending))
+            deferred.run(partial(next, walked, None))
+            deferred.tell()
+        wait_all([one.bucket.start_refresh() for one in on_disk])
+
+
+def sending_of(gradients: Iterable[Gradients]) -> Crossing | None:
+    """The way of new weights to the device, if any of these buckets is updated on the host.
+
+    It follows what the device was given so far, and not the updates that it is given now.
+    """
+    ways = (one.bucket.start_sending() for one in gradients)
+    return next(filter(None, ways), None)
+
+
+def _nothing_like(bucket: Bucket) -> Tensor:
+    return torch.zeros(bucket.span[1] - bucket.span[0], dtype=bucket.precision.master)
+
+
+def _absorb_edits(masters: Mapping[Gradients, Tensor]) -> None:
+    for one, master in masters.items():
+        one.bucket.absorb_edits_into(master, 0)
+
+
+def _put_weights(
+    masters: Mapping[Gradients, Tensor],
+    rewriting: Callable[[Bucket], None],
+    sending: Crossing | None,
+) -> None:
+    for one, master in masters.items():
+        rewriting(one.bucket)
+        one.bucket.put_weights(0, master, sending)
+
+
+class WholeStepper(BaseStepper):
+    """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
+
+    The optimizer's own `step` is called once for each update, on the parameters that this rank
+    owns. If state is on the disk, and one parameter's update is known not to look at others, it is
+    called once for each bucket.
+    """
+
+    def _is_whole(self, group: int) -> bool:
+        return True
+
+    def step(self, multiplier: Multiplier) -> None:
+        """Make one update with the mean gradients times `multiplier`.
+
+        Raises:
+            OffloadError: the disk failed, on some rank; nothing has changed on any.
+        """
+        optimizer = self._optimizer
+        at_once = type(optimizer) not in _ONE_BY_ONE or has_step_hooks(optimizer)
+        self._step_whole_buckets(multiplier, lambda _: optimizer.step(), at_once=at_once)
+
+
+class FlatStepper(BaseStepper):
+    """Steps elementwise optimizers on flat slices of the master, in blocks where it can."""
 
     def __init__(
-        self, optimizer: Optimizer, gradients: Sequence[Gradients], steps: DiskSteps = _DISK_STEPS
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[Gradients],
+        parameters: Sequence[Sequence[nn.Parameter]] | None = None,
+        steps: DiskSteps = _DISK_STEPS,
     ) -> None:
-        super().__init__(optimizer, steps)
-        self._optimizer = optimizer
+        super().__init__(optimizer, gradients, parameters, steps)
         self._part_buffers = PartBuffers()
-        self._gradients: list[Gradients] = []
-        self._pieces: dict[Gradients, list[Piece]] = {}
-        for group in optimizer.param_groups:
-            group["params"] = []
-        self._take_up(gradients)
-
-    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group."""
-        self._optimizer.param_groups[-1]["params"] = []
-        self._take_up(gradients)
-
-    def _take_up(self, gradients: Sequence[Gradients]) -> None:
-        for one in gradients:
-            with one.bucket.present():
-                self._pieces[one] = lay_pieces(self._optimizer, one)
-                self._disk_states.put(one.bucket, self._pieces[one])
-        self._gradients += gradients
 
     @property
     def may_skip_on_device(self) -> bool:
@@ -149,17 +281,16 @@ class FlatStepper(RestingStepper):
         if begin is None:
             refuse_other_state_dtype(self._optimizer, self._gradients)
             refuse_disk_beside_memory(self._optimizer, self._gradients)
-            if self._disk_states:
-                self._step_whole_buckets(multiplier)
-            else:
-                self._step_at_once(multiplier)
+            at_once = has_step_hooks(self._optimizer)  # they may look at everything
+            self._step_whole_buckets(
+                multiplier, partial(self._step_pieces, multiplier), at_once=at_once
+            )
             return
         ordered = _in_order(self._gradients)
-        ways = (one.bucket.start_sending() for one in ordered)
-        # It follows what the device was given so far, and not the updates that it is given now.
-        desks = Desks(multiplier, next(filter(None, ways), None), overflowed)
+        desks = Desks(multiplier, sending_of(ordered), overflowed)
         refreshing: list[Pending | None] = []
-        on_disk = self._on_disk(ordered)
+        known = self._on_disk()
+        on_disk = {one: known[one] for one in ordered if one in known}
         if on_disk:
             step_on_disk(on_disk, begin, desks, self._steps, self._part_buffers)
             refreshing += [one.bucket.start_refresh() for one in on_disk]
@@ -185,15 +316,6 @@ class FlatStepper(RestingStepper):
             # A list: torch would read a single tensor on the host.
             torch._foreach_sub_(counts, [overflowed.to(torch.float32)] * len(counts))
 
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """None: the optimizer has flat cuts of the masters, and no parameter for itself."""
-        return None
-
-    def held(self) -> Iterator[Held]:
-        """The flat cuts."""
-        for one, pieces in self._pieces.items():
-            yield from held_pieces(one.bucket, pieces)
-
     def _step_bucket(self, one: Gradients, begin: Beginner, desks: Desks) -> None:
         """Cast, scale, step and write back a cache-sized block at a time."""
         bucket = one.bucket
@@ -201,21 +323,15 @@ class FlatStepper(RestingStepper):
         for piece in self._pieces[one]:
             values = piece.values.detach()
             zeros = partial(torch.zeros_like, values, dtype=bucket.precision.state_dtype)
-            group = self._optimizer.param_groups[piece.group]
-            update = begin(group, self._optimizer.state[piece.values], zeros)
+            update = begin(self._group(piece), self._optimizer.state[piece.values], zeros)
             for start, stop in blocks(piece.start, piece.stop, desk.numel):
                 cut = slice(start - piece.start, stop - piece.start)
                 owned = [run[cut] for run in (values, *update.state)]
                 desk.apply(update, one.mean[start:stop], owned)
                 bucket.write_back(start, stop, desks.sending)
 
-    def _step_at_once(self, multiplier: Multiplier) -> None:
-        """Whatever does not step in blocks: its own `step`, once, on all pieces."""
-        self._step_pieces(self._gradients, multiplier)
-        refresh(self._gradients)
-
-    def _step_pieces(self, gradients: Iterable[Gradients], multiplier: Multiplier) -> None:
-        """The optimizer's own `step` on the pieces of these buckets."""
+    def _step_pieces(self, multiplier: Multiplier, gradients: Iterable[Gradients]) -> None:
+        """The optimizer's own `step` on the flat slices of these buckets."""
         stepped = []
         for one in gradients:
             for piece in self._pieces[one]:
@@ -229,24 +345,6 @@ class FlatStepper(RestingStepper):
         finally:
             for piece in stepped:
                 piece.values.grad = None
-
-    def _step_whole_buckets(self, multiplier: Multiplier) -> None:
-        """The same for state on the disk, a bucket at a time.
-
-        Hooks are called once, and may look at all pieces: then all are in memory at once.
-        """
-        on_disk = self._on_disk(self._gradients)
-        batches = batched(on_disk, at_once=has_step_hooks(self._optimizer))
-        states = [[on_disk[one] for one in batch] for batch in batches]
-        with update_on_disk([*on_disk.values()]), rewriting_in_turn() as rewriting:
-            for batch, masters in zip(batches, walk_whole(states, self._steps), strict=True):
-                for one, master in zip(batch, masters, strict=True):
-                    one.bucket.absorb_edits_into(master, 0)
-                self._step_pieces(batch, multiplier)
-                for one, master in zip(batch, masters, strict=True):
-                    rewriting(one.bucket)
-                    one.bucket.put_weights(0, master)
-        wait_all([one.bucket.start_refresh() for one in on_disk])
 
 
 def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
@@ -262,11 +360,6 @@ def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether the user wants to see each update."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def batched(gradients: Iterable[Gradients], *, at_once: bool) -> list[list[Gradients]]:
-    """What is in memory at a time: each bucket, or all of them."""
-    return [[*gradients]] if at_once else [[one] for one in gradients]
 
 
 def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:

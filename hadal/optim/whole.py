@@ -1,11 +1,10 @@
-"""Stepping optimizers that must see whole parameters: each on one rank, in its true shape."""
+"""Whole parameters, each on the rank that owns it, for optimizers that must see them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,26 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
-from hadal.offload.crossing import Crossing
 from hadal.optim.desk import Multiplier, scale_
-from hadal.optim.on_disk import (
-    Deferred,
-    DiskSteps,
-    rewriting_in_turn,
-    update_on_disk,
-    walk_whole,
-)
 from hadal.optim.pieces import Held, Piece
-from hadal.optim.state_on_disk import DiskState
-from hadal.optim.step import RestingStepper, batched, has_step_hooks, refresh, wait_all
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out
-
-_DISK_STEPS = DiskSteps()
-# Their update of one parameter looks at that parameter's gradient and state alone. Subclasses are
-# not trusted: they may have overridden the update.
-_ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 
 class _Stamp(NamedTuple):
@@ -130,21 +114,19 @@ class WholeParameters:
                 place = one.bucket.layout.slots[slot]
                 yield Held(values, one.bucket, place.offset, place.group, slot)
 
-    def to_owners(self, multiplier: Multiplier) -> None:
+    def to_owners(
+        self, multiplier: Multiplier, masters: Mapping[Gradients, Tensor] | None = None
+    ) -> None:
         """Give the owners the mean gradients times `multiplier`, and the values they do not know.
 
-        All ranks must call it together.
-        """
-        self._gradients_to_owners(self._transfers.items(), multiplier)
-        self._values_to_owners()
-
-    def to_owners_from(self, masters: Mapping[Gradients, Tensor], multiplier: Multiplier) -> None:
-        """`to_owners` for these buckets alone, whose masters are here for a while.
-
-        Their owners remember nothing: values travel each time.
+        All ranks must call it together. `masters` names the buckets whose masters are in memory
+        for a while: the owners of their parameters are given values each time; None: all buckets.
         """
         chosen = self._chosen(masters)
         self._gradients_to_owners(chosen, multiplier)
+        if masters is None:
+            self._values_to_owners()
+            return
         joins = [
             (transfer, _start_to_owners(one.bucket, transfer, masters[one]))
             for one, transfer in chosen
@@ -154,16 +136,22 @@ class WholeParameters:
                 values = transfer.owned[slot]
                 values.data = whole.view(values.shape)
 
-    def to_shards_of(self, masters: Mapping[Gradients, Tensor]) -> None:
-        """`to_shards` for these buckets alone: into `masters`. Owners keep their values."""
+    def to_shards(self, masters: Mapping[Gradients, Tensor] | None = None) -> None:
+        """Bring the owners' new values into every rank's shard of the master, or into `masters`.
+
+        All ranks must call it together; see `to_owners`.
+        """
         waiting = []
         for one, transfer in self._chosen(masters):
             for values in transfer.owned.values():
                 values.grad = None
             if one.bucket.partition.optimizer:
-                waiting.append(_start_to_shards(one.bucket, transfer, masters[one]))
-        for finish in waiting:
+                master = _master_of(one.bucket) if masters is None else masters[one]
+                waiting.append((one, transfer, _start_to_shards(one.bucket, transfer, master)))
+        for one, transfer, finish in waiting:
             finish()
+            if masters is None:
+                transfer.seen = _stamp(one.bucket)
 
     @contextmanager
     def without_gradients_after(self) -> Iterator[None]:
@@ -174,11 +162,11 @@ class WholeParameters:
             for values in self.values.values():
                 values.grad = None
 
-    def _chosen(self, among: Container[Gradients]) -> list[tuple[Gradients, _Transfer]]:
-        return [(one, transfer) for one, transfer in self._transfers.items() if one in among]
+    def _chosen(self, among: Container[Gradients] | None) -> list[tuple[Gradients, _Transfer]]:
+        return [pair for pair in self._transfers.items() if among is None or pair[0] in among]
 
     def _gradients_to_owners(
-        self, chosen: Iterable[tuple[Gradients, _Transfer]], multiplier: Multiplier
+        self, chosen: Sequence[tuple[Gradients, _Transfer]], multiplier: Multiplier
     ) -> None:
         joins = [
             (one.bucket, transfer, _start_to_owners(one.bucket, transfer, one.mean))
@@ -215,22 +203,6 @@ class WholeParameters:
         ]
         for transfer, join in joins:
             _copy_values(transfer, join())
-
-    def to_shards(self) -> None:
-        """Bring the owners' new values into every rank's shard of the master.
-
-        All ranks must call it together.
-        """
-        waiting = []
-        for one, transfer in self._transfers.items():
-            for values in transfer.owned.values():
-                values.grad = None
-            if one.bucket.partition.optimizer:
-                finish = _start_to_shards(one.bucket, transfer, _master_of(one.bucket))
-                waiting.append((one.bucket, transfer, finish))
-        for bucket, transfer, finish in waiting:
-            finish()
-            transfer.seen = _stamp(bucket)
 
 
 def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
@@ -315,131 +287,6 @@ def _packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 def _unpacked(parts: Sequence[Fragment], packed: Tensor) -> Sequence[Tensor]:
     pieces: Sequence[Tensor] = packed.split([part.numel for part in parts])
     return pieces
-
-
-class WholeStepper(RestingStepper):
-    """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
-
-    The optimizer's own `step` is called once for each update, on the parameters that this rank
-    owns; see `WholeParameters`. If state is on the disk, and one parameter's update is known
-    not to look at others, it is called once for each bucket.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        gradients: Sequence[Gradients],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        steps: DiskSteps = _DISK_STEPS,
-    ) -> None:
-        super().__init__(optimizer, steps)
-        self._optimizer = optimizer
-        self._gradients = list(gradients)
-        self._wholes = WholeParameters()
-        self._wholes.add(gradients)
-        for group, members in zip(optimizer.param_groups, parameters, strict=True):
-            hand_over(optimizer, group, members, self._wholes)
-        for one in gradients:
-            self._disk_states.put(one.bucket, wholes=self._wholes.pieces(one))
-
-    def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group, whose parameters are `members`."""
-        self._gradients += gradients
-        self._wholes.add(gradients)
-        hand_over(self._optimizer, self._optimizer.param_groups[-1], members, self._wholes)
-        for one in gradients:
-            self._disk_states.put(one.bucket, wholes=self._wholes.pieces(one))
-
-    def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
-        return self._wholes.values.get(parameter)
-
-    def held(self) -> Iterator[Held]:
-        """The whole parameters that this rank owns."""
-        return self._wholes.held()
-
-    def step(self, multiplier: Multiplier) -> None:
-        """Make one update with the mean gradients times `multiplier`.
-
-        Raises:
-            OffloadError: the disk failed, on some rank; nothing has changed on any.
-        """
-        if self._disk_states:
-            optimizer = self._optimizer
-            at_once = type(optimizer) not in _ONE_BY_ONE or has_step_hooks(optimizer)
-            on_disk = self._on_disk(self._gradients)
-            batches = batched(on_disk, at_once=at_once)
-            step_wholes_on_disk(
-                on_disk, batches, self._wholes, lambda _: self._step(), multiplier, self._steps
-            )
-            return
-        self._wholes.to_owners(multiplier)
-        self._step()
-        self._wholes.to_shards()
-        refresh(self._gradients)
-
-    def _step(self) -> None:
-        self._optimizer.step()
-
-
-def step_wholes_on_disk(
-    on_disk: Mapping[Gradients, DiskState],
-    batches: Sequence[Sequence[Gradients]],
-    wholes: WholeParameters,
-    step: Callable[[Sequence[Gradients]], None],
-    multiplier: Multiplier,
-    steps: DiskSteps,
-) -> None:
-    """Make one update, a batch of buckets in memory at a time. All ranks must call it.
-
-    `step` updates what the optimizer has of a batch, when masters, state and gradients are there.
-
-    Raises:
-        OffloadError: the disk failed on some rank; on every rank everything is as it was.
-    """
-    states = [[on_disk[one] for one in batch] for batch in batches]
-    ways = (one.bucket.start_sending() for one in on_disk)
-    sending = next(filter(None, ways), None)
-    deferred = Deferred()
-    with (
-        update_on_disk([*on_disk.values()]),
-        wholes.without_gradients_after(),
-        rewriting_in_turn() as rewriting,
-        closing(walk_whole(states, steps)) as walked,
-    ):
-        for batch in batches:
-            found = deferred.run(partial(next, walked))
-            if found is None:
-                found = [_nothing_like(one.bucket) for one in batch]
-            masters = dict(zip(batch, found, strict=True))
-            deferred.run(partial(_absorb_edits, masters))
-            wholes.to_owners_from(masters, multiplier)
-            deferred.run(partial(step, batch))
-            wholes.to_shards_of(masters)
-            deferred.run(partial(_put_weights, masters, rewriting, sending))
-        deferred.run(partial(next, walked, None))
-        deferred.tell()
-    wait_all([one.bucket.start_refresh() for one in on_disk])
-
-
-def _nothing_like(bucket: Bucket) -> Tensor:
-    """What a rank sends that has no masters."""
-    return torch.zeros(bucket.span[1] - bucket.span[0], dtype=bucket.precision.master)
-
-
-def _absorb_edits(masters: Mapping[Gradients, Tensor]) -> None:
-    for one, master in masters.items():
-        one.bucket.absorb_edits_into(master, 0)
-
-
-def _put_weights(
-    masters: Mapping[Gradients, Tensor],
-    rewriting: Callable[[Bucket], None],
-    sending: Crossing | None,
-) -> None:
-    for one, master in masters.items():
-        rewriting(one.bucket)
-        one.bucket.put_weights(0, master, sending)
 
 
 def hand_over(

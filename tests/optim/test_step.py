@@ -15,8 +15,7 @@ from ranks import RankPools
 from hadal import comm
 from hadal.optim.desk import block_numel
 from hadal.optim.norm import clip_coefficient
-from hadal.optim.step import FlatStepper
-from hadal.optim.whole import WholeStepper
+from hadal.optim.step import FlatStepper, WholeStepper
 
 UPDATES = 4
 ODD = ((5, 3), (), (7,), (0, 2), (1,), (2, 3, 4), (33,))
