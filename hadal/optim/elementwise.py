@@ -27,8 +27,7 @@ class Scaling(NamedTuple):
     divisor: Tensor | None = None
     """Divides them; None: nothing does."""
     overflowed: Tensor | None = None
-    """Leaves everything as it is if it is 1; None, or 0: nothing is skipped. torch's fused kernels
-    alone read it."""
+    """Leaves everything as it is if it is 1; None, or 0: nothing is skipped."""
 
 
 class Update(NamedTuple):

@@ -46,13 +46,21 @@ class Lion(ElementwiseOptimizer):
         ) -> None:
             if scaling.divisor is not None:
                 gradient.div_(scaling.divisor)
+            kept: Tensor | float = 1.0
+            if scaling.overflowed is not None:
+                # A gradient equal to the momentum moves neither it nor, times 0, the values.
+                kept = 1 - scaling.overflowed.double()
+                torch.where(scaling.overflowed > 0, owned[0], gradient, out=gradient)
             if not spare or spare[0].numel() < values.numel():
                 spare[:] = [torch.empty_like(values)]
             direction = spare[0][: values.numel()] if values.dim() == 1 else spare[0]
             torch.lerp(owned[0], gradient, 1 - beta1, out=direction)
             owned[0].lerp_(gradient, 1 - beta2)
             if decay:
-                values.mul_(1 - lr * decay)
-            values.add_(direction.sign_(), alpha=-lr)
+                values.mul_(1 - lr * decay * kept)
+            direction.sign_()
+            if scaling.overflowed is not None:
+                direction.mul_(kept)
+            values.add_(direction, alpha=-lr)
 
         return Update((state["exp_avg"],), apply, in_float32=True)

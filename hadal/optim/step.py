@@ -18,7 +18,7 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.desk import Desks, Multiplier, blocks, scale_
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
-from hadal.optim.fused import BEGINNERS, UncorrectedAdam
+from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
@@ -253,12 +253,11 @@ class FlatStepper(BaseStepper):
     def may_skip_on_device(self) -> bool:
         """Whether `step` takes a flag on the device for the next update.
 
-        Only torch's fused kernels read it, and only for state that exists already: a first update
-        that is skipped must not make any.
+        Only updates in blocks read it, and only for state that exists already: a first update that
+        is skipped must not make any.
         """
         optimizer = self._optimizer
-        takes_flag = type(optimizer) is UncorrectedAdam or type(optimizer) in BEGINNERS
-        if not takes_flag or _beginner_of(optimizer, self._gradients) is None:
+        if _beginner_of(optimizer, self._gradients) is None:
             return False
         on_device = {one.bucket.steps_on for one in self._gradients}
         if len(on_device) != 1 or is_host_memory(*on_device):

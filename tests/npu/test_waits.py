@@ -38,6 +38,9 @@ NO_NORM = {
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 
 
+LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1}}}
+
+
 @pytest.mark.parametrize(
     ("changed", "asks", "waits"),
     [
@@ -49,8 +52,9 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
         ({"gradient_clipping": 0.0}, False, 0),
         (NO_NORM, False, 0),
         (SGD, False, 0),
-        # Their kernels read no flag, or the next loss needs the scale: the host must decide.
-        ({"optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 1),
+        (LION, False, 0),
+        # It reads no flag, or the next loss needs the scale: the host must decide.
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 1),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, False, 1),
         ({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
         ({**UNCHECKED, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, False, 0),
@@ -66,7 +70,7 @@ def test_the_step_of_the_optimizer(
         assert len(mine) in ({0, 1} if asks else {waits}), told(found)  # it may be there already
 
 
-@pytest.mark.parametrize(("stage", "changed"), [(0, {}), (2, SGD), (3, {})])
+@pytest.mark.parametrize(("stage", "changed"), [(0, {}), (1, LION), (2, SGD), (3, {})])
 def test_an_update_that_the_device_skips(
     stage: int, changed: dict[str, Any], npus: RankPools, ranks: RankPools
 ) -> None:
