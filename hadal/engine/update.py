@@ -52,9 +52,11 @@ def measure(parts: Parts, scale: float, *, later: bool = False) -> Finding:
 def late_finding(found: Finding, parts: Parts) -> Finding:
     """The finding of an update that the device has skipped. All ranks must call it together."""
     names = [name for name, _ in parts.model.named_parameters()]
-    culprit = None if found.rows is None else first_row_overflow(found.rows, names, parts.ranks)
+    if found.rows is None:
+        return Finding(overflow=True, culprit="a parameter")  # no norm is computed
+    culprit = first_row_overflow(found.rows, names, parts.ranks)
     near = None if culprit is None else f"{culprit} (or of a parameter stored beside it)"
-    return Finding(None if found.measured is None else math.inf, overflow=True, culprit=near)
+    return Finding(math.inf, overflow=True, culprit=near)
 
 
 def _culprit(parts: Parts) -> str | None:
