@@ -247,14 +247,12 @@ class MuonStepper(BaseStepper):
         def step(gradients: Sequence[Gradients]) -> None:
             for one in gradients:
                 for piece in self._wholes.pieces(one):
-                    self._step_matrix(piece.values, self._group(piece))
+                    gradient = piece.values.grad
+                    assert gradient is not None  # `to_owners` has put it there
+                    self._optimizer.step_matrix(piece.values, gradient, self._group(piece))
                 for piece in self._pieces[one]:
                     mean = one.mean[piece.start : piece.stop]
                     self._optimizer.step_flat(piece.values, mean, multiplier, self._group(piece))
 
         with as_one_step(self._optimizer):
             self._step_whole_buckets(multiplier, step, at_once=False)
-
-    def _step_matrix(self, values: nn.Parameter, group: Group) -> None:
-        assert values.grad is not None  # `to_owners` has put it there
-        self._optimizer.step_matrix(values, values.grad, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +34,6 @@ class Held(NamedTuple):
     group: int
     slot: int | None
     """Whose whole values they are; None for a flat cut through the parameters of a group."""
-
-
-def held_pieces(bucket: Bucket, pieces: Iterable[Piece]) -> Iterator[Held]:
-    """The flat cuts of one bucket."""
-    for piece in pieces:
-        start = bucket.span[0] + piece.start
-        yield Held(piece.values, bucket, start, piece.group, None)
 
 
 def lay_pieces(

@@ -30,7 +30,7 @@ from hadal.optim.on_disk import (
     walk_whole,
 )
 from hadal.optim.own import Group
-from hadal.optim.pieces import Held, Piece, held_pieces, lay_pieces
+from hadal.optim.pieces import Held, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero import place
@@ -94,7 +94,9 @@ class BaseStepper:
         """All that the optimizer has in its param groups on this rank."""
         yield from self._wholes.held()
         for one, pieces in self._pieces.items():
-            yield from held_pieces(one.bucket, pieces)
+            for piece in pieces:
+                start = one.bucket.span[0] + piece.start
+                yield Held(piece.values, one.bucket, start, piece.group, None)
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
