@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.offload.runs import UNIT_NUMEL
+from hadal.offload.tensors import UNIT_NUMEL
 from hadal.optim import desk, norm
 from hadal.optim.fused import begin_adam
 
