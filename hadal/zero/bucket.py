@@ -97,9 +97,12 @@ class Bucket:
         self.on_gather: Callable[[Tensor, range], None] | None = None
         """Is shown what was gathered, for this rank's use or for the others', and by whom."""
         self._steps_off = offload.lands_off(device)
-        # Of whole weights as the last update left them, where masters lie in another memory.
+        # Of weights as the last update left them, or as they arrived, where what they were made of
+        # lies in another memory.
         self._digest: Tensor | None = None
         self._is_suspect = True
+        # On an accelerator: whether weights that were freed meanwhile had changed in their use.
+        self._is_lost: Tensor | None = None
         self._pending: Pending | None = None
         self._places = range(0)
         # My cut of what was decoded, as it arrived; None where `full` holds the shards themselves.
@@ -325,6 +328,8 @@ class Bucket:
         self._pending = None
         if self.rounds and not self._is_exact:
             self._arrived = self.full[self.span[0] : self.span[1]].clone()
+        elif self.device.type != "cpu" and not self._has_shard_here:
+            self._digest = digest(self.full[self.span[0] : self.span[1]])
         if self.on_gather is not None:
             self.on_gather(self.full, self._places)
         self._views.look_into_full()
@@ -339,18 +344,35 @@ class Bucket:
         """Drop the full buffer: FULL to SHARDED. Edits by the user are kept first.
 
         `in_use`: inside forward or backward. Where comparing values would take a wait for the
-        device or a read of the disk, there only writes that torch has counted are looked for.
+        device or a read of the disk, there only writes that torch has counted are kept; of others
+        an accelerator remembers that there were some (`absorb_unread`).
         """
         if not self.partition.weights or self.state is not Weights.FULL:
             return
         if not in_use or self._compares_for_nothing or self._views.were_written:
             self.absorb_edits()
+        elif self.device.type != "cpu":
+            is_lost = self._differs_from_arrived()
+            self._is_lost = is_lost if self._is_lost is None else self._is_lost.logical_or_(is_lost)
         if self.node_copy.is_current and self._holds_what_travels:
             self.node_copy.keep(self.full)
         self._views.look_at_placeholders()
         self._arrived = None
         self.full.untyped_storage().resize_(0)
         self.state = Weights.SHARDED
+
+    @property
+    def _has_shard_here(self) -> bool:
+        return self._shard.is_present and not self._shard.is_offloaded
+
+    def _differs_from_arrived(self) -> Tensor:
+        """Whether my cut of the full buffer has changed since it arrived; nothing waits for it."""
+        mine = self.full[self.span[0] : self.span[1]]
+        if self._arrived is None and not self._has_shard_here:
+            now = digest(mine)
+            return now.ne(now if self._digest is None else self._digest)
+        arrived = self.shard if self._arrived is None else self._arrived
+        return mine.view(torch.int64).ne(arrived.view(torch.int64)).any()
 
     @property
     def has_other_views(self) -> bool:
@@ -489,17 +511,19 @@ class Bucket:
         update.
 
         Returns:
-            Whether whole weights have changed by a write that torch does not count (through
-            `parameter.data`), as a 0-dim bool tensor of the device; None: nothing is known, or
-            there is no master that such a write would have to reach.
+            Whether weights have changed by a write that torch does not count (through
+            `parameter.data`), whole ones or those freed since the last update, as a 0-dim bool
+            tensor of the device; None: nothing is known, or there is no master that such a write
+            would have to reach.
         """
+        is_lost, self._is_lost = self._is_lost, None
         if self.state is not Weights.FULL:
-            return None
+            return is_lost
         self.check_links()
         if self.partition.weights:
             if self._views.were_written:
                 self.absorb_edits()
-            return None
+            return is_lost
         if not self.has_own_master:
             return None
         mine = self.full[self.span[0] : self.span[1]]

@@ -56,7 +56,7 @@ class UncountedEdits:
         rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return UsageError(
             f"weights of {', '.join(names[:_SHOWN])}{rest} were written to through parameter.data"
-            " (or a tensor made from it) before the last update, which has overwritten them: on an"
+            " (or a tensor made from it) before the last update, and the write is lost: on an"
             " accelerator torch does not count such a write, and nothing waits for the device to"
             " see it. Write in place under torch.no_grad(), as in parameter.copy_(values), or"
             " inside `with hadal.zero.GatheredParameters(parameters, modifier_rank=0):`"

@@ -66,3 +66,35 @@ def test_a_write_through_data_is_told_an_update_late(stage: int, npus: RankPools
     for update, told in npus(2).run(_written_through_data, stage):
         assert update == 1
         assert "blocks.1" in told and "in place under torch.no_grad()" in told
+
+
+def _written_in_forward(zero: dict[str, Any]) -> tuple[int, str]:
+    """As above, of a write to gathered weights, which are freed behind it."""
+    with npu.asynchronous():
+        engine = runs.built(runs.config(3, "bf16", zero))
+        runs.advanced(engine, 2)
+        layer = engine.module.blocks[1].wide
+
+        def write(*_: Any) -> None:
+            layer.weight.data[-1:].add_(1.0)
+
+        handle = layer.register_forward_hook(write)
+        for update in range(3):
+            try:
+                runs.advanced(engine, 1, first=2 + update)
+                torch.accelerator.synchronize(current_device())
+            except UsageError as error:
+                return update, str(error)
+            handle.remove()
+    return -1, ""
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"offload_param": {"device": "cpu"}}, {"zero_quantized_weights": True}],
+    ids=["sharded", "offloaded", "encoded"],
+)
+def test_a_write_to_gathered_weights_is_told_too(zero: dict[str, Any], npus: RankPools) -> None:
+    for update, told in npus(2).run(_written_in_forward, zero):
+        assert update == 1
+        assert "blocks.1" in told and "in place under torch.no_grad()" in told
