@@ -72,8 +72,9 @@ class Adopter:
 
         `group_of`: the param group of each parameter that will be trained.
         """
-        new = [p for p in self.newcomers().values() if not is_foreign(p)]
-        init.show_as_given(new)
+        newcomers = {n: p for n, p in self.newcomers().items() if not is_foreign(p)}
+        new = list(newcomers.values())
+        init.show_as_given(newcomers.items())
         model, config = self._model, self._config
         precisions = precisions or precisions_of(config, model, self._device)
         units = find_units(model, {p: group_of.get(p, -1) for p in new}, leaves_of(config))
@@ -81,7 +82,7 @@ class Adopter:
         buckets = []
         for plan in plan_buckets(units, self._partition, self._limits, precisions, tables):
             precision = precisions(plan.members[0].parameter)
-            with init.taking_over([member.parameter for member in plan.members]):
+            with init.taking_over([m.parameter for m in plan.members]) as plan.is_agreed:
                 bucket = Bucket(
                     plan,
                     precision,

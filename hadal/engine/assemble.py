@@ -137,9 +137,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         admitted = _admit(model, wishes, source, wish, world, engine_type)
     _log_collectives(admitted.config)
     topology = make_topology(wish, admitted.config, world)
-    engine = _assemble(admitted, wishes, topology, world, engine_type)
     if not memory_is_tuned():
         keep_freed_memory(current_device())
+    engine = _assemble(admitted, wishes, topology, world, engine_type)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -176,7 +176,7 @@ def _admit(
         raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, Engine):
         raise UsageError("initialize got an engine; give it the module, engine.module")
-    init.show_as_given(model.parameters())
+    init.show_as_given(model.named_parameters())
     config = load_config(
         source,
         world_size=ranks.size,

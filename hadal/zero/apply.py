@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hadal.device import unwatched
 from hadal.zero import access
 from hadal.zero.bucket import Bucket
 from hadal.zero.hooks import ReadWatcher
@@ -51,17 +52,17 @@ def attended() -> Iterator[None]:
 def _gathering_apply(self: _M, fn: Callable[[nn.Module], None]) -> _M:
     if _attended or all(_freed_bucket(parameter) is None for parameter in self.parameters()):
         return _plain_apply(self, fn)
-    touched = _Touched()
+    touched = Touched(_freed_bucket)
 
     def watched(module: nn.Module) -> None:
         fn(module)
-        touched.end_all_but_latest()
+        touched.keep(1)  # the next call mostly works on the same bucket
 
     try:
         with attended(), ReadWatcher(touched.on_read):
             return _plain_apply(self, watched)
     finally:
-        touched.end_all()
+        touched.keep(0)
 
 
 def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
@@ -73,42 +74,41 @@ def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
     return bucket if bucket.partition.weights else None
 
 
-class _Touched:
-    """The buckets that are gathered at the moment because something touched them."""
+class Touched:
+    """The buckets that are gathered at the moment because an operation touched a parameter.
 
-    def __init__(self) -> None:
+    At most the `limit` latest stay gathered: a value that an initialisation still holds must not be
+    freed under it.
+    """
+
+    def __init__(
+        self, bucket_of: Callable[[nn.Parameter], Bucket | None], limit: int | None = None
+    ) -> None:
+        self._bucket_of = bucket_of
+        self._limit = limit
         self._held: OrderedDict[Bucket, AbstractContextManager[None]] = OrderedDict()
-        self._moves = False
 
     def on_read(self, parameter: nn.Parameter) -> None:
-        """A parameter is about to be read or written."""
-        bucket = None if self._moves else _freed_bucket(parameter)
-        keeper = access.keeper_of(parameter)
-        if bucket is None or keeper is None:
+        """Gather the bucket of a parameter that is about to be read or written."""
+        bucket = self._bucket_of(parameter)
+        if bucket is None:
             return
         if bucket not in self._held:
+            keeper = access.keeper_of(parameter)
+            assert keeper is not None  # it lies in a bucket
             context = keeper.editing(bucket)
-            self._move(lambda: context.__enter__())
+            with unwatched():
+                context.__enter__()
             self._held[bucket] = context
         self._held.move_to_end(bucket)
+        if self._limit is not None:
+            self.keep(self._limit)
 
-    def end_all_but_latest(self) -> None:
-        """Between two calls: the next one mostly works on the same bucket."""
-        while len(self._held) > 1:
-            self._end(self._held.popitem(last=False)[1])
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self._held
 
-    def end_all(self) -> None:
-        """Keep rank 0's values and free everything."""
-        while self._held:
-            self._end(self._held.popitem(last=False)[1])
-
-    def _end(self, context: AbstractContextManager[None]) -> None:
-        self._move(lambda: context.__exit__(None, None, None))
-
-    def _move(self, act: Callable[[], object]) -> None:
-        """Whatever the moves themselves touch is no read."""
-        self._moves = True
-        try:
-            act()
-        finally:
-            self._moves = False
+    def keep(self, count: int) -> None:
+        """Take rank 0's values of all but the `count` latest, on every rank, and free them."""
+        while len(self._held) > count:
+            with unwatched():
+                self._held.popitem(last=False)[1].__exit__(None, None, None)

@@ -93,7 +93,7 @@ class Bucket:
         self._gather_label = f"the gather of {self.name} ({members[0].name}{others})"
         cut = plan.partition.optimizer or plan.partition.weights
         self.span = self.layout.span(sharing.shards.rank) if cut else (0, self.layout.numel)
-        self.state = Weights.FULL
+        self.state = Weights.SHARDED if plan.partition.weights else Weights.FULL
         self.on_gather: Callable[[Tensor, range], None] | None = None
         """Is shown what was gathered, for this rank's use or for the others', and by whom."""
         self._steps_off = offload.lands_off(device)
@@ -109,7 +109,7 @@ class Bucket:
         self._arrived: Tensor | None = None
         self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
-        self._adopt()
+        self._adopt(is_agreed=plan.is_agreed)
 
     def divided(self, plan: BucketPlan) -> Bucket:
         """A bucket like this one, which takes over the parameters of `plan` from it."""
@@ -130,38 +130,52 @@ class Bucket:
 
     # ---- laying down -----------------------------------------------------------------------------
 
-    def _adopt(self) -> None:
+    def _adopt(self, *, is_agreed: bool) -> None:
         """Take over the parameters' values, rank 0's on every rank.
 
         Masters are made of them before any cast, but where the precision says otherwise.
         """
-        given = torch.zeros(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        for start, stop in self.layout.gaps:
+            given[start:stop].zero_()
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             place = given[slot.offset : slot.stop]
             place.copy_(parameter.detach().reshape(-1))
             parameter.grad = None
             # One parameter's old memory after the other: never a second copy of all of them.
             look_at(parameter, place.view(slot.shape))
-        broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
-        self.full: Tensor = given.to(self.precision.compute)
+        if not is_agreed:
+            broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
+        is_cut, compute = self.partition.weights, self.precision.compute
+        self.full: Tensor = torch.empty_like(given, dtype=compute) if is_cut else given.to(compute)
         with self.offload.as_one(self.ranks, f"laying {self.name} down"):
             self._store(given)
         self._views = Views(self.parameters, self.layout, self.full, self.ranks.rank)
+        if is_cut:
+            self._views.look_at_placeholders()
+            for whole in (given, self.full):  # whoever sent it may still know it
+                whole.untyped_storage().resize_(0)
 
     def _store(self, given: Tensor) -> None:
-        start, stop = self.span
+        mine, is_cut = given[self.span[0] : self.span[1]], self.partition.weights
+        weights = self.full[self.span[0] : self.span[1]]
+        if is_cut:
+            weights = mine.to(self.precision.compute, copy=True)
         self._shard = self.offload.store_weights(
             f"the weights of {self.name}",
-            self.full[start:stop],
-            is_cut=self.partition.weights,
+            weights,
+            is_cut=is_cut,
             encodes=None if self.trainable else self.transport.frozen,
         )
         self._master: Stored | None = None
         if self.trainable:
             self._master = self._shard
             if self.has_own_master:
-                first = self.full if self.precision.rounds_early else given
-                values = first[start:stop].to(self.precision.master, copy=True)
+                first = weights if self.precision.rounds_early else mine
+                # Where all of it is mine, what was given is the master.
+                is_kept = first is mine and mine.numel() == given.numel() and not is_cut
+                is_kept = is_kept and given is not self.full
+                values = first.to(self.precision.master, copy=not is_kept)
                 self._master = self.offload.store_master(f"the masters of {self.name}", values)
 
     # ---- stored ----------------------------------------------------------------------------------

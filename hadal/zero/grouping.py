@@ -77,6 +77,8 @@ class BucketPlan:
     units: list[Unit]
     row_numel: int = 0
     """Elements of a row, where gradients travel as the rows that are not zero; 0: they do not."""
+    is_agreed: bool = False
+    """Whether all ranks hold the same values already."""
 
     @property
     def trainable(self) -> bool:

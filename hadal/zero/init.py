@@ -9,12 +9,11 @@ runs, a copy) sees its real values: an operation's arguments are looked at befor
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,10 @@ from torch.nn.modules.module import (
 from hadal.comm import Ranks, init_distributed
 from hadal.comm.collectives import broadcast_, start_all_gather
 from hadal.comm.mpu import sharing_group_of
-from hadal.device import current_device
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.comm.pending import Pending
+from hadal.comm.start import memory_is_tuned
+from hadal.device import current_device, keep_freed_memory, unwatched
+from hadal.errors import ModelError, NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
 from hadal.zero import access, apply
 from hadal.zero.attached import Attached
@@ -43,7 +44,7 @@ from hadal.zero.sharing import Sharing
 _CUT_WEIGHTS = Partition(weights=True)
 
 # Buckets that stay gathered behind the latest touch: an initialisation touches one module after the
-# other, and a value it still holds must not be freed under it.
+# other.
 _STAY_WHOLE = 8
 
 
@@ -52,75 +53,82 @@ class _Nursery:
 
     Owns their buckets. Where a parameter is shown in another dtype than it was given in, its bucket
     keeps the given values as masters, so that a later initialisation and `initialize` find them as
-    exact as they were.
+    exact as they were. A parameter that the program casts has the values cast, too.
     """
 
     def __init__(self) -> None:
         self.bucket_of: Attached[Bucket] = Attached("birth")
         self.asked: Attached[tuple[str, ...]] = Attached("asked")
         """The keys that `initialize` must find on."""
-        self._touched: OrderedDict[Bucket, None] = OrderedDict()
+        self.touched = apply.Touched(self._bucket_to_gather, _STAY_WHOLE)
+        self._casts: Attached[torch.dtype] = Attached("cast")
+        """The dtype that the program has cast a parameter to."""
         # The gathered masters that parameters look at instead of their own bucket's buffer.
         self._given: dict[Bucket, Tensor] = {}
-        self._moves = False
+        # Born in a context that is still open: shown in the dtype that they were given in.
+        self._young: set[Bucket] = set()
 
     def bear(
-        self, parameters: Iterable[nn.Parameter], name: str, sharing: Sharing, offload: Offload
+        self,
+        parameters: Iterable[nn.Parameter],
+        name: str,
+        sharing: Sharing,
+        offload: Offload,
+        dtype: torch.dtype | None,
     ) -> list[Bucket]:
-        """Cut the values of new parameters over the ranks."""
-        by_dtype: dict[torch.dtype, list[Member]] = {}
+        """Cut the values of new parameters over the ranks, to be shown in `dtype`."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in dict.fromkeys(parameters):
             known = parameter in self.bucket_of or is_foreign(parameter)
             if not known and parameter.numel() > 1 and parameter.device.type != "meta":
-                member = Member(f"{name}[{len(by_dtype)}]", parameter, -1)
-                by_dtype.setdefault(parameter.dtype, []).append(member)
-        return [
-            self._lay_down(name, members, Precision(dtype, dtype, dtype, dtype), sharing, offload)
-            for dtype, members in by_dtype.items()
-        ]
-
-    def _lay_down(
-        self,
-        name: str,
-        members: list[Member],
-        precision: Precision,
-        sharing: Sharing,
-        offload: Offload,
-    ) -> Bucket:
-        plan = BucketPlan(name, _CUT_WEIGHTS, members, [])
-        bucket = Bucket(plan, precision, sharing, current_device(), offload=offload)
-        bucket.reshard()
-        for parameter in bucket.parameters:
-            self.bucket_of[parameter] = bucket
-        access.register(self, bucket.parameters)
-        return bucket
-
-    def show_as(self, buckets: Iterable[Bucket], dtype: torch.dtype) -> None:
-        """Show parameters in `dtype`, and keep what they were given as masters."""
-        for bucket in buckets:
-            given = bucket.precision.compute
-            if given == dtype or any(
-                self.bucket_of.get(p) is not bucket for p in bucket.parameters
-            ):
-                continue
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        buckets = []
+        for number, (given, members) in enumerate(by_dtype.items()):
+            shown = dtype or given
             # Masters belong to what is trained: param group 0 stands for that.
-            members = [
-                Member(slot.name, parameter, 0)
-                for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
-            ]
-            with self._own_moves():
-                bucket.unshard()
-                precision = Precision(dtype, given, dtype, dtype)
-                self._lay_down(bucket.name, members, precision, bucket.sharing, bucket.offload)
-                bucket.leave_disk()
+            group = -1 if shown == given else 0
+            described = [Member(f"{name}[{number}]", parameter, group) for parameter in members]
+            plan = BucketPlan(name, _CUT_WEIGHTS, described, [])
+            precision = Precision(shown, given, shown, shown)
+            bucket = Bucket(plan, precision, sharing, current_device(), offload)
+            for parameter in bucket.parameters:
+                self.bucket_of[parameter] = bucket
+            access.register(self, bucket.parameters)
+            self._young.add(bucket)
+            self._hide(bucket)
+            buckets.append(bucket)
+        return buckets
+
+    def show(self, buckets: Iterable[Bucket]) -> None:
+        """Show parameters in the dtype that their context asked for, which ends."""
+        for bucket in buckets:
+            self._young.discard(bucket)
+            if all(self.bucket_of.get(p) is bucket for p in bucket.parameters):
+                self._hide(bucket)
 
     # ---- seeing what was given -------------------------------------------------------------------
 
-    def _reveal(self, bucket: Bucket) -> None:
+    def _is_whole(self, bucket: Bucket) -> bool:
+        return bucket.state is Weights.FULL or bucket in self._given
+
+    def _bucket_to_gather(self, parameter: nn.Parameter) -> Bucket | None:
+        """The bucket of a parameter that is about to be read or written by an operation."""
+        bucket = self.bucket_of.get(parameter)
+        if bucket is None or (self._is_whole(bucket) and bucket not in self.touched):
+            return None  # nobody's, or whole already for somebody who will free it
+        return bucket
+
+    def _reveal(self, buckets: Iterable[Bucket]) -> None:
         """Make parameters look at their values as given."""
-        if not bucket.trainable:
-            bucket.unshard()
-        elif bucket not in self._given:
+        arriving: list[tuple[Bucket, Tensor | None, Pending | None]] = []
+        for bucket in buckets:
+            if self._is_whole(bucket):
+                continue
+            self._link(bucket)
+            if not bucket.trainable:
+                bucket.start_unshard()
+                arriving.append((bucket, None, None))
+                continue
             given = torch.empty(
                 bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
             )
@@ -128,18 +136,76 @@ class _Nursery:
             with reading, bucket.present(writes=False):
                 assert bucket.master is not None  # it is trained
                 given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
-            start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}").wait()
-            self._show(bucket, bucket.views_of(given))
-            self._given[bucket] = given
+            label = f"the gather of {bucket.name}"
+            arriving.append((bucket, given, start_all_gather(given, bucket.ranks, label)))
+        for bucket, gathered, pending in arriving:
+            if gathered is None or pending is None:
+                bucket.wait_unshard()
+                self._show(bucket, bucket.views_of(bucket.full))
+            else:
+                pending.wait()
+                self._show(bucket, bucket.views_of(gathered))
+                self._given[bucket] = gathered
 
     def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
-        """Make what is still ours of a bucket look at `values`."""
+        """Make what is still ours of a bucket look at `values`, cast as the program has asked."""
         pairs = zip(bucket.parameters, values, strict=True)
-        bucket.show([v if self.bucket_of.get(p) is bucket else p.data for p, v in pairs])
+        bucket.show(
+            [
+                value.to(self._casts.get(p) or value.dtype)
+                if self.bucket_of.get(p) is bucket
+                else p.data
+                for p, value in pairs
+            ]
+        )
+
+    def _hide(self, bucket: Bucket) -> None:
+        """Make parameters look at placeholders, of the dtypes that the program expects."""
+        bucket.hide()
+        self._show_nothing(bucket, in_given=bucket in self._young)
+
+    def _show_nothing(self, bucket: Bucket, *, in_given: bool) -> None:
+        dtype = bucket.precision.master if in_given else bucket.precision.compute
+        if dtype != bucket.precision.compute or any(p in self._casts for p in bucket.parameters):
+            nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
+            self._show(
+                bucket,
+                [
+                    nan.to(self._casts.get(p) or dtype).expand(slot.shape)
+                    for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)
+                ],
+            )
+
+    def _link(self, bucket: Bucket) -> None:
+        """Make parameters that were moved or cast since look at the bucket again.
+
+        Raises:
+            ModelError: a parameter was given values of its own.
+        """
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            if self.bucket_of.get(parameter) is not bucket:
+                continue
+            if not _is_placeholder(parameter):
+                raise ModelError(
+                    f"rank {bucket.ranks.rank}: parameter {slot.name} was born in zero.Init and has"
+                    " been given other values since, while its own were spread over the ranks."
+                    " Assign them inside `with hadal.zero.GatheredParameters([parameter],"
+                    " modifier_rank=0):`, or in place inside the zero.Init context."
+                )
+            self._note_cast(bucket, parameter)
+        bucket.hide()
+
+    def _note_cast(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        if parameter.dtype in (bucket.precision.compute, bucket.precision.master):
+            self._casts.pop(parameter)
+        else:
+            self._casts[parameter] = parameter.dtype
 
     def _cut_again(self, bucket: Bucket) -> None:
         """Keep what was written, by way of `.data` too, and free the full values."""
         label = f"rank 0's first values of {bucket.name}"
+        for parameter in bucket.parameters:
+            self._note_cast(bucket, parameter)
         given = self._given.pop(bucket, None)
         if given is not None:
             for parameter, view in zip(bucket.parameters, bucket.views_of(given), strict=True):
@@ -152,43 +218,16 @@ class _Nursery:
                 bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
                 bucket.write_back(0, bucket.master.numel())
             bucket.outdate()
-            bucket.hide()
         elif bucket.state is Weights.FULL:
             bucket.take_back()
             broadcast_(bucket.full, 0, bucket.ranks, label)
             bucket.reshard()
-
-    @contextmanager
-    def _own_moves(self) -> Iterator[None]:
-        """While buckets are moved, what the moves touch is no read."""
-        before, self._moves = self._moves, True
-        try:
-            yield
-        finally:
-            self._moves = before
-
-    def on_read(self, parameter: nn.Parameter) -> None:
-        """A parameter is about to be read or written by an operation."""
-        bucket = None if self._moves else self.bucket_of.get(parameter)
-        if bucket is None or (bucket.state is Weights.FULL and bucket not in self._touched):
-            return  # nobody's, or whole already for somebody who will free it
-        with self._own_moves():
-            self._reveal(bucket)
-            self._touched[bucket] = None
-            self._touched.move_to_end(bucket)
-            if len(self._touched) > _STAY_WHOLE:
-                self._cut_again(self._touched.popitem(last=False)[0])
-
-    def settle(self) -> None:
-        """Cut everything again that was touched."""
-        with self._own_moves():
-            while self._touched:
-                self._cut_again(self._touched.popitem(last=False)[0])
+        self._hide(bucket)
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
-        """Show a bucket's values as given (`Module.apply` before `initialize`)."""
-        self._reveal(bucket)
+        """Show a bucket's values as given; rank 0's are kept."""
+        self._reveal([bucket])
         try:
             yield
         finally:
@@ -197,43 +236,81 @@ class _Nursery:
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable for a while (`GatheredParameters` before `initialize`)."""
-        held = dict.fromkeys(buckets)
-        cut = [b for b in held if b.state is not Weights.FULL and b not in self._given]
+        cut = [bucket for bucket in dict.fromkeys(buckets) if not self._is_whole(bucket)]
         for bucket in cut:
-            if bucket.parameters[0].dtype != bucket.precision.compute:
-                bucket.hide()  # an `initialize` that failed left it shown as given
+            self._link(bucket)
             bucket.unshard()
+            self._show(bucket, bucket.views_of(bucket.full))
         try:
             yield
         finally:
             for bucket in cut:
+                for parameter in bucket.parameters:
+                    self._note_cast(bucket, parameter)
                 bucket.take_back()
                 bucket.reshard()
+                self._hide(bucket)
 
     # ---- handing over ----------------------------------------------------------------------------
 
-    def show_as_given(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let parameters say the dtype they were given in: `initialize` decides by it."""
-        for bucket in dict.fromkeys(self.bucket_of[p] for p in parameters if p in self.bucket_of):
-            if bucket.trainable:
-                dtype = bucket.precision.master
-                nan = torch.full((), torch.nan, dtype=dtype, device=bucket.device)
-                self._show(bucket, [nan.expand(slot.shape) for slot in bucket.layout.slots])
+    def show_as_given(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Let parameters say the dtype they were given in, or cast to: `initialize` decides by it.
+
+        Raises:
+            ModelError: a parameter was given values of its own.
+        """
+        self.touched.keep(0)
+        names = {parameter: name for name, parameter in named if parameter in self.bucket_of}
+        for bucket in dict.fromkeys(self.bucket_of[parameter] for parameter in names):
+            slots = zip(bucket.parameters, bucket.layout.slots, strict=True)
+            bucket.rename([names.get(parameter, slot.name) for parameter, slot in slots])
+            if not self._is_whole(bucket):
+                self._link(bucket)
+                self._show_nothing(bucket, in_given=True)
 
     @contextmanager
-    def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Show whole values to whoever moves these parameters into memory of its own."""
+    def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
+        """Show whole values to whoever moves these parameters into memory of its own.
+
+        Gives whether all were born here, so that all ranks see the same values of them.
+        """
         born = [p for p in parameters if p in self.bucket_of]
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
-        for bucket in buckets:
-            self._reveal(bucket)
-        yield
+        self._reveal(buckets)
+        yield len(born) == len(parameters)
         for parameter in born:
             del self.bucket_of[parameter]
+            self._casts.pop(parameter)
         for bucket in buckets:
             if all(self.bucket_of.get(parameter) is not bucket for parameter in bucket.parameters):
                 self._given.pop(bucket, None)
+                self._young.discard(bucket)
                 bucket.leave_disk()
+
+
+def _is_placeholder(parameter: nn.Parameter) -> bool:
+    """Whether a parameter holds no values: it was never written, wherever it was moved."""
+    values = parameter.data
+    one = values[(slice(0, 1),) * values.dim()] if not any(values.stride()) else values
+    return bool(one.isnan().all())
+
+
+_M = TypeVar("_M", bound=nn.Module)
+_plain_move = nn.Module._apply
+
+
+def _moving(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
+    """`.to`, `.half` and the like: a placeholder is moved or cast as the one element that it is."""
+
+    def move(tensor: Tensor) -> Tensor:
+        is_born = isinstance(tensor, nn.Parameter) and tensor in _nursery.bucket_of
+        if not is_born or any(tensor.stride()):
+            return fn(tensor)
+        moved = fn(tensor.detach()[(slice(0, 1),) * tensor.dim()])
+        return moved.expand(tensor.shape) if bool(moved.isnan().all()) else fn(tensor)
+
+    moved: _M = _plain_move(self, fn if Init._contexts else move, recurse)  # type: ignore[no-untyped-call]
+    return moved
 
 
 _nursery = _Nursery()
@@ -343,8 +420,11 @@ class Init:
         self._born: list[Bucket] = []
         self._begun: list[weakref.ref[nn.Module]] = []
         init_distributed()
+        if not memory_is_tuned():
+            keep_freed_memory(current_device())
         self._sharing = _sharing_of(group, zero_param_parallel_group)
         apply.watch_apply()
+        nn.Module._apply = _moving  # type: ignore[method-assign]
         if module is not None:
             self._bear_all(module)
             self._show()
@@ -354,7 +434,7 @@ class Init:
             if not Init._contexts:
                 stack = Init._watching
                 stack.enter_context(apply.attended())
-                stack.enter_context(ReadWatcher(_nursery.on_read))
+                stack.enter_context(ReadWatcher(_nursery.touched.on_read))
                 for handle in (
                     register_module_module_registration_hook(_on_attach),
                     register_module_parameter_registration_hook(_on_parameter),
@@ -381,7 +461,7 @@ class Init:
                 module = reference()
                 if module is not None:
                     self._bear_all(module)
-            _nursery.settle()
+            _nursery.touched.keep(0)
             self._show()
 
     def begin(self, module: nn.Module) -> None:
@@ -390,12 +470,14 @@ class Init:
 
     def bear(self, module: nn.Module) -> None:
         """A module has been built and becomes part of another one."""
-        _nursery.settle()
+        _nursery.touched.keep(0)
         self._bear_all(module)
 
     def _bear_all(self, module: nn.Module) -> None:
         fresh = [p for p in module.parameters() if p not in _nursery.bucket_of]
-        self._born += _nursery.bear(fresh, type(module).__name__, self._sharing, self._offload)
+        name, dtype = type(module).__name__, self._birth.dtype
+        with unwatched():
+            self._born += _nursery.bear(fresh, name, self._sharing, self._offload, dtype)
         for parameter in fresh if self._asked else ():
             _nursery.asked[parameter] = self._asked
         if not self._birth.gathers_in_apply:
@@ -404,9 +486,8 @@ class Init:
     def _show(self) -> None:
         """Show what was born here in the wanted dtype, now that initialisations are through."""
         born, self._born = self._born, []
-        if self._birth.dtype is not None:
-            floating = [bucket for bucket in born if bucket.precision.compute.is_floating_point]
-            _nursery.show_as(floating, self._birth.dtype)
+        with unwatched():
+            _nursery.show(born)
 
 
 def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's

@@ -95,7 +95,7 @@ class Offload:
     def store_weights(
         self, name: str, values: Tensor, *, is_cut: bool, encodes: Codec | None
     ) -> Stored:
-        """Store my shard; whole weights are views. `encodes`: unless it is on the disk."""
+        """Store my shard, which may be kept, or whole weights. `encodes`: unless on the disk."""
         if not is_cut:
             return Stored(name, values)
         crossing = self.crossing(values.device)
@@ -106,7 +106,7 @@ class Offload:
         if self.weights is Tier.HOST and crossing is not None:
             values = _in_host(values, pinned=self.pins_weights)
         else:
-            values, crossing = values.clone(), None
+            crossing = None
         if encodes is not None:
             return Stored(name, values, EncodedTensor(values, encodes))
         return Stored(name, values, crossing=crossing)

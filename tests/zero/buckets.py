@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hadal.comm import Ranks
-from hadal.zero.bucket import Bucket
+from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.policy import Partition, Precision
 from hadal.zero.sharing import Sharing
@@ -53,4 +53,7 @@ def make_bucket(
         for index, (value, group) in enumerate(zip(values, groups, strict=True))
     ]
     plan = BucketPlan("layer", partition, members, [])
-    return Bucket(plan, precision, Sharing.over(ranks), CPU)
+    bucket = Bucket(plan, precision, Sharing.over(ranks), CPU)
+    assert (bucket.state is Weights.SHARDED) == partition.weights
+    bucket.unshard()
+    return bucket

@@ -17,7 +17,7 @@ from torch import nn
 
 import hadal
 from hadal import comm, utils
-from hadal.errors import ConfigError, NotBuiltYetError, UsageError
+from hadal.errors import ConfigError, ModelError, NotBuiltYetError, UsageError
 from hadal.zero import GatheredParameters
 
 
@@ -394,6 +394,97 @@ def nest() -> None:
 
 def test_contexts_nest(ranks: RankPools) -> None:
     ranks(2).run(nest)
+
+
+# ---- moved, cast or frozen before `initialize` ----------------------------------------------
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "to(device)": lambda model: model.to("cpu"),
+    "to(cpu:0)": lambda model: model.to(torch.device("cpu", 0)),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to(dtype, device)": lambda model: model.to(torch.device("cpu", 0), torch.bfloat16),
+    "by layers": lambda model: [layer.double() for layer in model],
+    "data": lambda model: [setattr(p, "data", p.data.bfloat16()) for p in model.parameters()],
+    "double": lambda model: model.double(),
+    "there and back": lambda model: model.to(torch.device("cpu", 0)).to("cpu"),
+    "requires_grad_": lambda model: model[0].requires_grad_(False),
+}
+
+
+def move_before(move: str, settings: dict[str, Any]) -> None:
+    """A model born sharded does as one that was built plainly and moved in the same way."""
+    states, dtypes, trained = [], [], []
+    for context in (hadal.zero.Init(), contextlib.nullcontext()):
+        with context:
+            model = model_of()
+        MOVES[move](model)
+        if isinstance(context, hadal.zero.Init):
+            assert all(is_cut(p) or move == "data" for p in model.parameters())
+            with GatheredParameters(model.parameters()):
+                pass  # nor does a look from outside undo it
+        given = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+        if isinstance(context, hadal.zero.Init):
+            assert_equal(values_of(model), states_of_plain(move))
+        engine = engine_of(3, model, **settings)
+        losses = train(engine, range(3))
+        masters = {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
+        whole = {n: v for n, v in masters.items() if v is not None}
+        states.append({**engine.state_dict(), **whole, "losses": torch.stack(losses)})
+        dtypes.append(given)
+        trained.append({name: p.dtype for name, p in model.named_parameters()})
+        engine.destroy()
+    assert dtypes[0] == dtypes[1]
+    assert trained[0] == trained[1]
+    assert_equal(*states)
+
+
+def states_of_plain(move: str) -> dict[str, torch.Tensor]:
+    model = model_of()
+    MOVES[move](model)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_may_be_moved_or_cast_before_initialize(
+    world: int, settings: dict[str, Any], ranks: RankPools
+) -> None:
+    for move in MOVES:
+        ranks(world).run(move_before, move, settings)
+
+
+def move_what_is_shown_in_16_bit() -> None:
+    """What only changes its place keeps the values as given, beneath those that are shown."""
+    for move, dtype in (("to(cpu:0)", torch.float32), ("half", torch.float16)):
+        with hadal.zero.Init(dtype=torch.bfloat16):
+            model = model_of()
+        MOVES[move](model)
+        engine = engine_of(3, model, **BF16)
+        for name, value in model_of().state_dict().items():
+            master = utils.safe_get_full_fp32_param(dict(model.named_parameters())[name])
+            assert torch.equal(master, value.to(dtype).float()), (move, name)
+        engine.destroy()
+
+
+def test_values_stay_exact_where_only_the_place_changes(ranks: RankPools) -> None:
+    ranks(2).run(move_what_is_shown_in_16_bit)
+
+
+def assign_values(dtype: torch.dtype | None) -> None:
+    with hadal.zero.Init(dtype=dtype):
+        model = model_of()
+    model[3].weight.data = torch.ones(4, 9)
+    with pytest.raises(
+        ModelError, match=r"rank \d: parameter 3\.weight was born .*modifier_rank=0"
+    ):
+        engine_of(3, model)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_values_that_would_be_lost_are_refused(dtype: torch.dtype | None, ranks: RankPools) -> None:
+    ranks(2).run(assign_values, dtype)
 
 
 # ---- from meta, and over some of the ranks --------------------------------------------------
