@@ -17,8 +17,8 @@ from hadal.errors import HadalError, ModelError
 if TYPE_CHECKING:
     from torch import nn
 
+    from hadal.autotuning.estimate import Buffers, Cost, Held, Job, Model, Rest, States
     from hadal.config import Config
-    from hadal.zero.estimate import Buffers, Cost, Held, Job, Model, Rest, States
     from hadal.zero.policy import Tier
 
 _FAULTY = 2
@@ -108,7 +108,7 @@ def _model(path: str | None) -> nn.Module | None:
 
 
 def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: int) -> Model:
-    from hadal.zero.estimate import Model, counted
+    from hadal.autotuning.estimate import Model, counted
 
     if model is None:
         return Model(parsed.params, largest=parsed.largest_layer)
@@ -126,7 +126,7 @@ def _tiers() -> dict[str, Tier]:
 
 
 def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
-    from hadal.zero.estimate import HALF, Job, Rest, states_of
+    from hadal.autotuning.estimate import HALF, Job, Rest, states_of
 
     job = Job(parsed.devices_per_node, parsed.nodes)
     plans = [(stage, "none", "none") for stage in range(4)]
@@ -158,8 +158,8 @@ class _Plan(NamedTuple):
 
 
 def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
+    from hadal.autotuning.estimate import states_of
     from hadal.config import load_config
-    from hadal.zero.estimate import states_of
     from hadal.zero.policy import STAGES
 
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
@@ -178,14 +178,14 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> Held:
     """What one rank holds of a model's states under a configuration."""
-    from hadal.zero.estimate import states_of
+    from hadal.autotuning.estimate import states_of
 
     plan = _plan(config, devices_per_node, nodes)
     return states_of(plan.stage, model, plan.job, plan.cost, plan.rest).total
 
 
 def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
-    from hadal.zero.estimate import Job, Rest
+    from hadal.autotuning.estimate import Job, Rest
     from hadal.zero.policy import STAGES
 
     zero = config.zero_optimization
@@ -216,9 +216,9 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
     """The host memory through which the engine would read and write a disk."""
     import torch
 
+    from hadal.autotuning.estimate import Buffers
     from hadal.engine.tiers import disk_steps_of, weight_buffers_of
     from hadal.optim.desk import block_numel
-    from hadal.zero.estimate import Buffers
 
     steps = disk_steps_of(config)
     runs = 1 + cost.state // cost.moment  # the master, and each value that is remembered
@@ -232,8 +232,8 @@ def _cost(config: Config) -> Cost:
     import torch
     from torch import nn
 
+    from hadal.autotuning.estimate import Cost
     from hadal.engine.precision import precisions_of
-    from hadal.zero.estimate import Cost
 
     module, weight = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8, 8))
     module.weight = weight
@@ -300,7 +300,7 @@ def _tell_rest(
     model: Model, job: Job, cost: Cost, rest: Rest, *, stage: int, held: Held | None = None
 ) -> None:
     """What comes on top, and what a whole node has."""
-    from hadal.zero.estimate import host_nbytes, layer_nbytes, layers_take_turns
+    from hadal.autotuning.estimate import host_nbytes, layer_nbytes, layers_take_turns
     from hadal.zero.policy import STAGES
 
     if model.largest and layers_take_turns(stage, job, rest):

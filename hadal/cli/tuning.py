@@ -113,9 +113,9 @@ def _states_of(wish: Wish, job: Job) -> Any:
     on_host = not devices_here()
 
     def states_nbytes(config: Mapping[str, Any], look: Look) -> int:
+        from hadal.autotuning.estimate import Model
         from hadal.cli.estimate import held_of
         from hadal.config import load_config
-        from hadal.zero.estimate import Model
 
         checked = load_config(config, world_size=job.world_size)
         model = Model(look.trainable, look.num_params - look.trainable)

@@ -12,18 +12,25 @@ run       the stretch of a shard that belongs to one param group: what an optimi
 master    the values that the optimizer updates
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hadal.zero.access import GatheredParameters
-from hadal.zero.estimate import (
-    estimate_zero2_model_states_mem_needs,
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
 from hadal.zero.external import register_external_parameter, unregister_external_parameter
 from hadal.zero.init import Init, MiCS_Init
-from hadal.zero.tiling import TiledLinear
+
+if TYPE_CHECKING:
+    from hadal.autotuning.estimate import (
+        estimate_zero2_model_states_mem_needs,
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from hadal.compat.tiling import TiledLinear
 
 __all__ = [
     "GatheredParameters",
@@ -39,3 +46,12 @@ __all__ = [
     "register_external_parameter",
     "unregister_external_parameter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is public here and lives elsewhere when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'hadal.zero' has no attribute {name!r}")
+    home = "hadal.compat.tiling" if name == "TiledLinear" else "hadal.autotuning.estimate"
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value

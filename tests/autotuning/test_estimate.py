@@ -18,10 +18,7 @@ from torch import nn
 
 import hadal
 from hadal import zero
-from hadal.cli import estimate
-from hadal.config import load_config
-from hadal.offload import buffers
-from hadal.zero.estimate import (
+from hadal.autotuning.estimate import (
     FULL,
     HALF,
     Cost,
@@ -34,6 +31,9 @@ from hadal.zero.estimate import (
     host_nbytes,
     states_of,
 )
+from hadal.cli import estimate
+from hadal.config import load_config
+from hadal.offload import buffers
 from hadal.zero.policy import Tier
 
 
