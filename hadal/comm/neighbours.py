@@ -21,10 +21,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hadal.comm.cross_memory import MEETING_S, Neighbour, Office, read, system
+from hadal.device import accelerator_kind
 from hadal.errors import CommunicationError
 
-# Linux: whoever may read this process's memory, where the Yama module guards it (prctl.h).
-_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+# Linux: who may read this process's memory, where the Yama module guards it (prctl.h).
+_PR_SET_PTRACER = 0x59616D61
+_GUARD = Path("/proc/sys/kernel/yama/ptrace_scope")
+_ONLY_ANCESTORS = 1
+# The number of the host's own space of processes, where process 1 is above everybody (proc_ns.h).
+_HOST_PIDS = 0xEFFFFFFC
 
 
 class Identity(NamedTuple):
@@ -110,7 +115,8 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
 
 def _connect(others: Mapping[int, Identity], rank: int) -> None:
     """Connect with processes that are not known yet, and keep those that can read, both ways."""
-    _let_read()
+    known = [neighbour.pid for neighbour in _office().neighbours.values()]
+    _let_read([*known, *(other.pid for other in others.values())])
     connections: dict[int, socket.socket] = {}
     for number, other in others.items():
         if number < rank:  # its socket listens already, so that nobody waits for anybody
@@ -144,13 +150,46 @@ def _pid_of(connection: socket.socket) -> int:
     return int(pid)
 
 
-def _let_read() -> None:
-    """Where the system lets only parents read from a process, let other processes do so too."""
+def _let_read(pids: Sequence[int]) -> None:
+    """Where the system lets only ancestors read from a process, let these processes do so too.
+
+    A job on accelerators has little to send on its hosts, and leaves such a guard as it is.
+    """
     library = system()
+    if library is None or accelerator_kind() is not None or not pids:
+        return
     with contextlib.suppress(OSError, ValueError):
-        guard = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-        if library is not None and guard == 1:
-            library.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
+        if int(_GUARD.read_text()) == _ONLY_ANCESTORS:
+            reader = _reader_of(pids)
+            if reader is not None:
+                library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(reader), 0, 0, 0)
+
+
+def _reader_of(pids: Sequence[int]) -> int | None:
+    """The process to be named for all of these: Yama takes one, and lets its descendants read too.
+
+    It is the nearest that all of them descend from, mostly their launcher; None if that would name
+    every process of the host.
+    """
+    lines = [line for pid in pids if (line := _line_of(pid))]
+    common = [pid for pid in lines[0] if all(pid in line for line in lines)] if lines else []
+    reader = common[0] if common else 0
+    if reader == 1 and Path("/proc/self/ns/pid").stat().st_ino == _HOST_PIDS:
+        return None
+    return reader or None
+
+
+def _line_of(pid: int) -> list[int]:
+    """A process, its parent, and so on; empty if it is gone."""
+    line = []
+    while pid:
+        try:
+            told = Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            break
+        line.append(pid)
+        pid = int(told.rpartition(")")[2].split()[1])
+    return line
 
 
 def _trusted(connections: Mapping[int, tuple[int, socket.socket]]) -> list[int]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -282,6 +286,54 @@ def test_another_host_is_no_neighbour() -> None:
     # Processes that tell nothing of their host are on no host together.
     nameless = Identity("", 1, b"", 5)
     assert meet([nameless, nameless._replace(pid=2)], 0).neighbours == {}
+
+
+_FAMILY = """
+import os, subprocess, sys
+sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+children = [subprocess.Popen(sleeper) for _ in range(2)]
+print(os.getpid(), *(child.pid for child in children), flush=True)
+for child in children:
+    child.wait()
+"""
+
+
+def test_yama_is_told_of_the_peers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes one process, and lets that one's descendants read: a peer, or all peers' launcher.
+
+    Where only the first process of the host is above all of them, nobody is told.
+    """
+    told: list[int] = []
+    library = SimpleNamespace(prctl=lambda _, reader, *__: told.append(reader.value))
+    monkeypatch.setattr(neighbours, "system", lambda: library)
+    monkeypatch.setattr(neighbours, "_GUARD", tmp_path / "ptrace_scope")
+    neighbours._GUARD.write_text("1\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", _FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        parent, *peers = map(int, launcher.stdout.readline().split())
+        assert parent == launcher.pid
+        for pids, reader in (
+            (peers[:1], peers[0]),
+            (peers, parent),
+            ([*peers, 2**22 + 1], parent),  # one has died
+            ([*peers, os.getpid()], os.getpid()),
+        ):
+            told.clear()
+            neighbours._let_read(pids)
+            assert told == [reader]
+        told.clear()
+        on_host = os.stat("/proc/self/ns/pid").st_ino == neighbours._HOST_PIDS
+        monkeypatch.setattr(neighbours, "_line_of", lambda pid: [pid, 1])
+        neighbours._let_read(peers)
+        assert told == ([] if on_host else [1])
+        neighbours._GUARD.write_text("0\n")
+        neighbours._let_read(peers[:1])
+        neighbours._GUARD.write_text("1\n")
+        monkeypatch.setattr(neighbours, "accelerator_kind", lambda: "cuda")
+        neighbours._let_read(peers[:1])
+        assert told == ([] if on_host else [1])
+        launcher.stdin.close()
 
 
 @pytest.mark.parametrize(("value", "reads"), [("", True), ("1", True), ("0", False)])
