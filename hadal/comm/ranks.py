@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -131,8 +132,24 @@ def _new_group(numbers: list[int], backend: str | None = None) -> dist.ProcessGr
     ranks were to be found. All ranks of the world number their groups, and never meet that.
     """
     is_local = len(numbers) < dist.get_world_size()
-    made = dist.new_group(numbers, backend=backend, use_local_synchronization=is_local)
+    with _unbound() if is_local else nullcontext():
+        made = dist.new_group(numbers, backend=backend, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, made)  # this rank is in it
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Make groups that are not split off the world's communicator.
+
+    NCCL splits one with all of its ranks. torch does so for each group where the world is bound to
+    a device (`device_id`), and would wait for those that do not make this one.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:

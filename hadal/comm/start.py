@@ -15,9 +15,12 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from hadal.device import choose_kind, collective_backend, rank_device
+from hadal.device import choose_kind, collective_backend, device_identity, rank_device
 from hadal.errors import CommunicationError
 from hadal.launcher.place import first_slurm_host
 
@@ -26,6 +29,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WATCHDOG_S = 300.0
 # Without the interpreter's lock, which is all that gloo's threads wait for: microseconds of work.
 _GIVING_BACK_S = 0.1
+# How long rank 0 waits for the others to read why it ends.
+_LAST_WORD_S = 10.0
 
 
 class Place(NamedTuple):
@@ -88,7 +93,7 @@ def init_distributed(
     timeout = told_timeout(os.environ) if timeout is None else timeout
     _timeout.append(timeout)
     place = find_place(os.environ, distributed_port, is_told_where=init_method is not None)
-    rank_device(place.local_rank)
+    device = rank_device(place.local_rank)
     backend = dist_backend or collective_backend()
     if init_method is not None:
         known = rank >= 0 and world_size > 0
@@ -98,7 +103,9 @@ def init_distributed(
             told_by=f"init_method {init_method}",
         )
     try:
-        _start(backend, place, init_method, timeout)
+        _start(backend, place, init_method, timeout, device)
+    except CommunicationError:
+        raise  # it says all itself
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         where = init_method or f"{place.address}:{place.port}"
         raise CommunicationError(
@@ -152,7 +159,13 @@ def _end() -> None:
     time.sleep(_GIVING_BACK_S)
 
 
-def _start(backend: str, place: Place, init_method: str | None, timeout: timedelta) -> None:
+def _start(
+    backend: str,
+    place: Place,
+    init_method: str | None,
+    timeout: timedelta,
+    device: torch.device,
+) -> None:
     if place.world_size == 1 and init_method is None:
         # Alone there is nobody to meet: no port is opened, so that many such runs share a host.
         dist.init_process_group(
@@ -163,13 +176,58 @@ def _start(backend: str, place: Place, init_method: str | None, timeout: timedel
             timeout=timeout,
         )
         return
+    meeting = rendezvous(init_method or _url(place), place.rank, place.world_size, timeout=timeout)
+    store, rank, world_size = next(meeting)
+    store.set_timeout(timeout)
+    if "nccl" in backend:
+        refuse_shared_devices(store, rank, world_size, device)
     dist.init_process_group(
         backend,
-        init_method=init_method or _url(place),
-        rank=place.rank,
-        world_size=place.world_size,
+        store=PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=world_size,
         timeout=timeout,
+        device_id=device if _carries(backend, device) else None,
     )
+
+
+def _carries(backend: str, device: torch.device) -> bool:
+    """Whether the device's own backend is among these: it then connects its ranks at once."""
+    if device.type == "cpu":
+        return False
+    return dist.get_default_backend_for_device(device) in backend
+
+
+def refuse_shared_devices(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Refuse two ranks on one accelerator, on all ranks; each asks the store a few times.
+
+    Raises:
+        CommunicationError: NCCL, which connects no two ranks of one device, would fail later.
+    """
+    own = PrefixStore("hadal/devices", store)
+    identity = device_identity(device)
+    place = f"{socket.gethostname()}/{identity or rank}"
+    own.set(f"{place}/{own.add(place, 1)}", str(rank))
+    count = own.add(place, 0)
+    if count > 1:
+        ranks = sorted({int(own.get(f"{place}/{number}")) for number in range(1, count + 1)})
+        own.set(
+            "fault",
+            f"ranks {', '.join(map(str, ranks))} would share {device} ({identity}) of the host"
+            f" {socket.gethostname()}, and NCCL connects one rank to each device. Start at most as"
+            " many ranks on a host as it has devices (--num_gpus, --nproc_per_node), or let"
+            " CUDA_VISIBLE_DEVICES name a device of its own for each rank.",
+        )
+    if own.add("looked", 1) == world_size:
+        own.set("found", own.get("fault").decode() if own.check(["fault"]) else "")
+    fault = own.get("found").decode()
+    if not fault:
+        return
+    own.add("told", 1)
+    patience = time.monotonic() + _LAST_WORD_S
+    while rank == 0 and own.add("told", 0) < world_size and time.monotonic() < patience:
+        time.sleep(0.01)  # the store ends with this process
+    raise CommunicationError(fault)
 
 
 def _url(place: Place) -> str:

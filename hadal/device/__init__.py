@@ -5,6 +5,7 @@ from hadal.device.accelerator import (
     choose_kind,
     collective_backend,
     current_device,
+    device_identity,
     rank_device,
     widest_float,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "choose_kind",
     "collective_backend",
     "current_device",
+    "device_identity",
     "fused_adagrad_",
     "fused_adam_",
     "fused_sgd_",

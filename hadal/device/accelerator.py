@@ -66,6 +66,17 @@ def collective_backend() -> str:
     return f"cpu:gloo,{kind}:{own}"
 
 
+def device_identity(device: torch.device) -> str:
+    """A name that one accelerator has in every process of its host; empty if it has none.
+
+    Its index is none: each process may see devices of its own (CUDA_VISIBLE_DEVICES).
+    """
+    if device.type == "cpu":
+        return ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
+
+
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
     """In which dtype many numbers are added up there: float64, or float32 where it has no other.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
+from unittest.mock import patch
 
 import forks
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPools
 
 from hadal.comm.start import (
     ALONE,
@@ -19,6 +24,7 @@ from hadal.comm.start import (
     find_place,
     first_slurm_host,
     local_size,
+    refuse_shared_devices,
 )
 from hadal.errors import CommunicationError
 
@@ -221,6 +227,23 @@ def test_processes_meet_by_url_and_one_alone_needs_nobody(tmp_path: Path):
         assert done.returncode == 0, done.stderr
         answers.append(done.stdout.strip())
     assert answers == ["0 1 ()", "0 2 (1,)", "1 2 (0,)"]
+
+
+def in_one_room(identities: list[str], name: str) -> None:
+    """What this rank is told if the ranks of this host compute on these devices."""
+    rank = dist.get_rank()
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    with patch("hadal.comm.start.device_identity", lambda _: identities[rank]):
+        refuse_shared_devices(store, rank, dist.get_world_size(), torch.device("cuda", rank))
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(ranks: RankPools) -> None:
+    ranks(3).run(in_one_room, ["GPU-1", "GPU-2", "GPU-3"], "apart")
+    ranks(3).run(in_one_room, ["", "", ""], "nameless")
+    told = [str(e) for e in ranks(3).raises(in_one_room, ["GPU-1", "GPU-2", "GPU-1"], "shared")]
+    assert told == told[:1] * 3
+    assert re.match(r"ranks 0, 2 would share cuda:[02] \(GPU-1\) of the host", told[0])
+    assert "--nproc_per_node" in told[0]
 
 
 # Handlers at the exit run in the reverse of their order: what this one tells is found behind ours.
