@@ -97,8 +97,10 @@ def start_reduce_scatter(
     if ranks.size == 1:
         factor = factors.before * factors.after
         return Pending(label, act=lambda: sum_into(out, [full], factor, accumulate))
+    transport = transport_of(full, ranks)
+    factors = transport.factors(factors, wire, ranks)
     sent = _table(for_the_wire(full, factors.before, wire), ranks)
-    works, pieces, after = transport_of(full, ranks).reduce(sent, factors, ranks, label)
+    works, pieces, after = transport.reduce(sent, factors, ranks, label)
     return Pending(label, works, lambda: sum_into(out, pieces, after, accumulate))
 
 

@@ -30,6 +30,11 @@ class Factors(NamedTuple):
         """The same for one of several groups: the mean over such groups is what these make."""
         return Factors(self.before, self.after * copies)
 
+    def divided_first(self, world_size: int) -> Factors:
+        """The same for a sum that is made in fp16: it does not overflow unless a value does."""
+        before = min(self.before, 1.0 / world_size)
+        return Factors(before, self.before * self.after / before)
+
     def at_owner_and_on_arrival(self, is_narrow: bool) -> tuple[float, float]:
         """`after` as two factors, where an owner's sum travels on in a dtype that may be narrow.
 

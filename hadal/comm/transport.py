@@ -46,6 +46,10 @@ class Collectives:
         work = functions.all_gather_into_tensor(flat, mine, ranks.group, True, label=label)
         return Pending(label, [work], None if whole is table else lambda: table.copy_(whole))
 
+    def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
+        """The factors of a sum whose values travel in `wire`; the backend adds them up in that."""
+        return factors.divided_first(ranks.size) if wire == torch.float16 else factors
+
     def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
         """Begin to sum my row; values have been multiplied with `before` already."""
         operation, after = _backend_operation(*factors, ranks)
@@ -59,6 +63,7 @@ class Collectives:
         self, full: Tensor, wire: torch.dtype, factors: Factors, ranks: Ranks, label: str
     ) -> Pending:
         """Replace 1-D `full` by its sum, carried in `wire`: the same bits on all ranks."""
+        factors = self.factors(factors, wire, ranks)
         operation, after = _backend_operation(*factors, ranks)
         sent = for_the_wire(full, factors.before, wire)
         work = functions.all_reduce(sent, operation, ranks.group, True, label=label)
@@ -88,6 +93,10 @@ class Pairs(Collectives):
         leaving = [(table[ranks.rank], other) for other in ranks.others]
         coming = [(table[other], other) for other in ranks.others]
         return Pending(label, exchange("all_gather", table, leaving, coming, ranks, tag, label))
+
+    def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
+        """They stay as they are: sums are made in float32."""
+        return factors
 
     def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
         """Send the others their rows, and receive what they have for mine."""

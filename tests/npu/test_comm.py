@@ -17,7 +17,13 @@ from zero.test_starved import PATHS, held_at_once
 import npu
 from hadal import comm
 from hadal.comm import functions
-from hadal.comm.collectives import gather_codes, start_gather_in_hops
+from hadal.comm.collectives import (
+    gather_codes,
+    start_all_reduce,
+    start_gather_in_hops,
+    start_reduce_scatter,
+)
+from hadal.comm.factors import Factors
 from hadal.device import collective_backend, current_device
 from hadal.errors import CommunicationError
 
@@ -259,3 +265,27 @@ def test_ranks_that_lack_gradients_send_in_one_order(
     first, second = npus(2).run(_order_of_collectives, path, stage)
     assert first == second
     assert len(first) == (2 if stage == 3 else 1)
+
+
+def _large_sums() -> list[list[float]]:
+    """Values that fp16 holds, and their sum would not."""
+    ranks = comm.Ranks.world()
+    found = []
+    for factors in (
+        Factors.of_mean(ranks.size),
+        Factors(1.0, 1.0),  # as where both ranks share a sequence, or gradients are added up
+        Factors(1 / 1.25, 1.25 / ranks.size),
+        Factors(1 / ranks.size, 1.0),
+    ):
+        full = torch.full((8,), 40000.0, device=current_device())
+        out = torch.zeros(8 // ranks.size, device=current_device())
+        start_reduce_scatter(full, out, ranks, torch.float16, True, "a cut", factors).wait()
+        start_all_reduce(full, ranks, torch.float16, "a sum", factors).wait()
+        found += [out.tolist(), full.tolist()]
+    return found
+
+
+def test_sums_in_fp16_overflow_only_where_values_do(npus: RankPools) -> None:
+    found = npus(2).run(_large_sums)
+    wanted = [mean for factor in (1, 2, 1, 1) for mean in ([40000.0 * factor] * n for n in (4, 8))]
+    assert found == [wanted] * 2
