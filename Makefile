@@ -19,10 +19,10 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full test-torch lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
+.PHONY: help install demo demo-clean test test-full test-torch test-processors lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 18
 
 # ---- installation -----------------------------------------------------------------------------
 
@@ -65,6 +65,17 @@ $(OTHER)/.test: pyproject.toml constraints.txt
 
 test-torch: $(OTHER)/.test  ## run the tests with another release of torch, on CPUs (TORCH=2.11.0; gigabytes)
 	CUDA_VISIBLE_DEVICES= $(OTHER)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# Vectors of other lengths, and the orders of summation that other processors have.
+PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2
+
+test-processors: $(VENV)/.test  ## run the contracts and what compares bits as other processors round
+	for setting in $(PROCESSORS); do \
+		echo "== $$setting"; \
+		env $$setting $(BIN)/python -m pytest -m "not slow" tests/contracts tests/engine/test_wire.py \
+			tests/comm/test_rows.py tests/comm/test_factors.py tests/device/test_kernels.py \
+			$(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.test  ## look at style and layout
 	$(BIN)/ruff check .

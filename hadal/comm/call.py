@@ -11,11 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hadal.comm.comms_log import Record, numbers_of, opened
+from hadal.comm.progress import Begun, Queued, begin
 from hadal.comm.start import get_rank
 from hadal.comm.watchdog import watched
 from hadal.comm.works import NamedWork, failure
 
 Group = dist.ProcessGroup | None
+
+# Not all ranks of a group make these calls, nor in one order.
+_OF_TWO = ("send", "recv")
 
 
 class Call:
@@ -42,10 +46,12 @@ class Call:
         if torch.compiler.is_compiling():
             return function(*args, **rest)
         record = opened(self.operation, self.tensors, self.group, self.label, self.times)
+        name = self.label or self.operation
+        begun = None if self.operation in _OF_TWO else begin(self.group, name)
         try:
             if is_async:
-                return self._handed(function(*args, **rest), record)
-            with watched(self.label or self.operation):
+                return self._handed(function(*args, **rest), record, begun)
+            with watched(name, () if begun is None else (begun,)):
                 found = function(*args, **rest)
         except (RuntimeError, dist.DistError) as error:
             raise self.failed(error, record) from error
@@ -53,10 +59,13 @@ class Call:
             record.end()
         return found
 
-    def _handed(self, work: Any, record: Record | None) -> Any:
+    def _handed(self, work: Any, record: Record | None, begun: Begun | None) -> Any:
         """The work for the caller: it names its own fault, unless he names what he waits for."""
-        if work is None or (self.label and record is None):
+        if work is None:
             return work
+        if self.label and record is None:
+            first = self.tensors if isinstance(self.tensors, Tensor) else self.tensors[0]
+            return work if begun is None else Queued(work, begun, first.device)
         return NamedWork(work, self.failed, None if record is None else record.parts(1)[0])
 
     @contextmanager

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from pace import paces
-from ranks import RankPool
+from ranks import RankPool, RankPools
 from torch import nn
 
 import hadal
+from hadal import comm
+from hadal.comm import watchdog
+from hadal.comm.collectives import broadcast_, sum_
 from hadal.comm.start import DEFAULT_WATCHDOG_S, watchdog_limit
 from hadal.comm.watchdog import Letter, Wait, Watchdog
 from hadal.errors import CommunicationError
@@ -75,6 +80,43 @@ def test_the_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("HADAL_WATCHDOG_S", told)
         with pytest.raises(CommunicationError, match="HADAL_WATCHDOG_S"):
             watchdog_limit()
+
+
+def missed_in_a_broadcast() -> list[str]:
+    """The last rank comes when another one has been told that it is missing."""
+    ranks, lines = comm.Ranks.world(), []
+    store = torch.distributed.distributed_c10d._get_default_store()
+
+    def tell(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if "has begun" in lines[-1]:
+            store.set("told", "")
+
+    handler = logging.Handler()
+    handler.emit = tell  # type: ignore[method-assign]
+    log = logging.getLogger("hadal.comm.watchdog")
+    log.addHandler(handler)
+    before, watchdog._watchdog = watchdog._watchdog, Watchdog(0.05)
+    try:
+        comm.barrier()
+        values = torch.ones(3)
+        if ranks.rank == 2:
+            store.wait(["told"], timedelta(seconds=60))
+        broadcast_(values, 0, ranks, "the broadcast of weights")
+        sum_(torch.ones(5000), ranks, "a sum")
+    finally:
+        watchdog._watchdog.stop()
+        watchdog._watchdog = before
+        log.removeHandler(handler)
+    return lines
+
+
+def test_ranks_are_asked_who_is_missing_in_a_collective_of_all(ranks: RankPools) -> None:
+    told = [line for lines in ranks(3).run(missed_in_a_broadcast) for line in lines]
+    name = r"rank [01]: (the broadcast of weights|a sum) is collective \d+ of its group"
+    asked = [line for line in told if re.match(name, line)]
+    assert any("rank 2 has begun" in line for line in asked), told
+    assert not any("rank 1 has begun" in line for line in asked), told
 
 
 def wait_for_a_sleeper(sleep_s: float) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,7 +14,11 @@ from torch import Tensor
 import npu
 from hadal import comm
 from hadal.comm import watchdog
+from hadal.comm.collectives import start_all_reduce
+from hadal.comm.factors import Factors
 from hadal.device import Event, read_on_host, start_reading, synchronize
+
+SUM = Factors(1.0, 1.0)
 
 
 def _read_later(values: Tensor) -> Tensor:
@@ -47,30 +52,34 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _told_of_waits() -> list[str]:
     """Rank 1 comes to each sum only when rank 0 has been told that it waits for its values."""
+    ranks = comm.Ranks.world()
     store = torch.distributed.distributed_c10d._get_default_store()
     lines: list[str] = []
 
     def tell(record: logging.LogRecord) -> None:
         lines.append(record.getMessage())
-        store.set(f"told {name}", "")
+        if "rank 1 has begun" in lines[-1]:
+            store.set(f"told {name}", "")
 
     handler = logging.Handler()
     handler.emit = tell  # type: ignore[method-assign]
     log = logging.getLogger("hadal.comm.watchdog")
     before = watchdog._watchdog
+    watchdog._watchdog = watchdog.Watchdog(0.05)
     if comm.get_rank() == 0:
         log.addHandler(handler)
-        watchdog._watchdog = watchdog.Watchdog(0.05)
+    comm.barrier()  # the first wait of each starts its watchdog
     try:
         with npu.asynchronous():
             for name, read in WAYS.items():
                 values = torch.ones(4, device="npu")
                 if comm.get_rank() == 1:
                     store.wait([f"told {name}"], timedelta(seconds=60))
-                comm.all_reduce(values, async_op=True).wait()
+                start_all_reduce(values, ranks, torch.float32, f"the sum for {name}", SUM).wait()
                 assert (read(values) == 2).all()
     finally:
         log.removeHandler(handler)
+        watchdog._watchdog.stop()
         watchdog._watchdog = before
     return lines
 
@@ -78,4 +87,9 @@ def _told_of_waits() -> list[str]:
 def test_the_host_says_what_it_waits_for(npus: RankPools) -> None:
     waiting, _ = npus(2).run(_told_of_waits)
     for name in WAYS:
-        assert any(f"s for {name}: " in line for line in waiting), (name, waiting)
+        behind = f"s for {name} behind the sum for {name}: another rank has not come"
+        assert any(behind in line for line in waiting), (name, waiting)
+        missing = (
+            rf"rank 0: the sum for {name} is collective \d+ of its group: rank 1 has begun \d+ "
+        )
+        assert any(re.match(missing, line) for line in waiting), (name, waiting)
