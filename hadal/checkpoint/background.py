@@ -15,6 +15,7 @@ from hadal.checkpoint.live import Live
 from hadal.checkpoint.saving import Job, Order, Plain, begin
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
+from hadal.device import current_device, synchronize
 from hadal.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -98,8 +99,7 @@ class Saver:
             )
             for plain in (job.own, job.client)
         )
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        synchronize(current_device(), "what is to be saved")
         # At the end of a program this thread is waited for, but cannot start another one.
         writing = replace(job.rules.writing, is_doubled=False)
         rules = replace(job.rules, writing=writing)

@@ -8,6 +8,7 @@ of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.pairs import exchange, receive, send
 from hadal.comm.pending import Pending, Work
 from hadal.comm.ranks import Ranks
-from hadal.device import read_on_host
+from hadal.device import read_on_host, waiting_for
 
 # Tags of counts, row numbers and values: on the way to the owner of a slice, and from it.
 _TO_OWNERS, _FROM_OWNERS = (21, 22, 23), (24, 25, 26)
@@ -133,7 +134,9 @@ def _count(rows: _Rows) -> Tensor:
 
 def _touched(rows: Tensor) -> Tensor:
     """The numbers (int32) of the rows that are not zero; a NaN is not zero either."""
-    return (rows != 0).any(dim=1).nonzero().flatten().to(torch.int32)
+    is_touched = (rows != 0).any(dim=1)
+    with waiting_for("the rows that are not zero") if rows.device.type != "cpu" else nullcontext():
+        return is_touched.nonzero().flatten().to(torch.int32)
 
 
 def _packed(cut: Tensor, before: float, dtype: torch.dtype, row_numel: int) -> _Rows:

@@ -55,8 +55,9 @@ def _not_finite(one: Gradients) -> Iterator[str]:
     layout = one.bucket.layout
     for part in layout.fragments(*one.bucket.span):
         values = one.mean[part.offset : part.offset + part.numel]
-        if not bool(torch.isfinite(values).all()):
-            yield layout.slots[part.slot].name
+        where = layout.slots[part.slot].name
+        if not bool(read_on_host(torch.isfinite(values).all(), f"whether {where} overflowed")):
+            yield where
 
 
 def first_row_overflow(rows: RowNorms, names: Sequence[str], ranks: Ranks) -> str | None:
