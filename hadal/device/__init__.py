@@ -41,6 +41,7 @@ from hadal.device.memory import (
     page_locked,
     peak_memory,
     reset_peak_memory,
+    same_bytes,
     total_memory,
     unforked_memory,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "rank_device",
     "read_on_host",
     "reset_peak_memory",
+    "same_bytes",
     "set_random_state",
     "spared_import",
     "start_reading",

@@ -8,7 +8,9 @@ import os
 import resource
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,6 +158,29 @@ def _unlock(address: int) -> None:
 def is_host_memory(device: torch.device) -> bool:
     """Whether tensors of `device` lie in the memory of the host."""
     return device.type == "cpu"
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors in host memory, of equally many bytes, hold the same ones.
+
+    By the C library, where that can be called: `torch.equal` takes four times as long.
+    """
+    compare = _memcmp()
+    if compare is None:
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return not compare(one.data_ptr(), other.data_ptr(), one.nbytes)
+
+
+@cache
+def _memcmp() -> Callable[[int, int, int], int] | None:
+    try:
+        # Other threads stay out meanwhile: to hand them the interpreter's lock would take longer.
+        function = ctypes.PyDLL(None).memcmp
+    except (OSError, TypeError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_int
+    return function
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:

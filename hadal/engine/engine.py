@@ -303,7 +303,9 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             parts.runtime.reduce_all()
         with parts.clocks.step:
             parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
-            parts.runtime.reshard_all()
+            stepper = training.stepper
+            looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
+            parts.runtime.reshard_all(update_looks=looks)
             factor, self._cycle.factor = self.gradient_factor, None
             later = not self._cycle.skips_next and decides_on_device(parts, training)
             found = measure(parts, factor, later=later)

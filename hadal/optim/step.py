@@ -252,6 +252,11 @@ class FlatStepper(BaseStepper):
         self._part_buffers = PartBuffers()
 
     @property
+    def steps_in_blocks(self) -> bool:
+        """Whether `step` updates masters block by block, and looks for edits in each."""
+        return _beginner_of(self._optimizer, self._gradients) is not None
+
+    @property
     def may_skip_on_device(self) -> bool:
         """Whether `step` takes a flag on the device for the next update.
 
@@ -328,6 +333,8 @@ class FlatStepper(BaseStepper):
             for start, stop in blocks(piece.start, piece.stop, desk.numel):
                 cut = slice(start - piece.start, stop - piece.start)
                 owned = [run[cut] for run in (values, *update.state)]
+                if is_host_memory(bucket.device):
+                    bucket.absorb_edits_into(owned[0], start)
                 desk.apply(update, one.mean[start:stop], owned)
                 bucket.write_back(start, stop, desks.sending)
 

@@ -485,8 +485,11 @@ class Bucket:
         label, numel = f"the refresh of {self.name}", self.transport.refresh_numel
         return start_gather_in_pieces(self.full, self.sharing.shards, label, numel)
 
-    def absorb_edits(self) -> None:
+    def absorb_edits(self, *, update_looks: bool = False) -> None:
         """Put weights that the user changed since the last look into shard and master.
+
+        `update_looks`: an update on a CPU follows that calls `absorb_edits_into` for each block of
+        masters, which it reads anyway.
 
         The values themselves are compared, because a write through `parameter.data` leaves no other
         trace. Where weights are whole and masters are on the disk, the next update looks, as it
@@ -510,7 +513,7 @@ class Bucket:
         else:
             self._is_suspect = self._digest is None or not torch.equal(self._digest, digest(mine))
             is_away = self._master is not None and not self._master.is_present
-            if is_away or not self._is_suspect:
+            if is_away or not self._is_suspect or update_looks:
                 return
         if self._master is not None and self.has_own_master:
             with self._master.present() as master:
@@ -553,7 +556,8 @@ class Bucket:
 
     def absorb_edits_into(self, values: Tensor, start: int) -> None:
         """Put the user's edits of whole weights into masters from `start` of my span on."""
-        if self.state is Weights.FULL and not self.partition.weights and self._is_suspect:
+        is_whole = self.state is Weights.FULL and not self.partition.weights
+        if is_whole and self._is_suspect and self.has_own_master:
             first = self.span[0] + start
             absorb_into(values, self.full[first : first + values.numel()])
 

@@ -158,11 +158,14 @@ class ZeroRuntime:
         for bucket in self.buckets:
             bucket.check_links()
 
-    def reshard_all(self) -> None:
-        """Before an update: take up the user's edits, and free what will be stale."""
+    def reshard_all(self, *, update_looks: bool = False) -> None:
+        """Before an update: take up the user's edits, and free what will be stale.
+
+        `update_looks`: see `Bucket.absorb_edits`.
+        """
         if self._device.type == "cpu":
             for bucket in self.buckets:
-                bucket.absorb_edits()
+                bucket.absorb_edits(update_looks=update_looks)
         else:
             self._edits.look(self.buckets)
         self.gathering.free_all()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hadal.comm.start import memory_is_tuned
 from hadal.device import memory
@@ -78,3 +79,19 @@ def test_free_memory_is_that_of_the_container(
     assert memory.free_host_nbytes() > 1 << 20
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "missing")
     assert memory.free_host_nbytes() == 0
+
+
+@pytest.mark.parametrize("calls_library", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_bytes_are_told_from_equal_values(
+    calls_library: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not calls_library:
+        monkeypatch.setattr(memory, "_memcmp", lambda: None)
+    values = torch.tensor([0.0, 1.0, torch.nan] * 333 + [2.0], dtype=dtype)
+    assert memory.same_bytes(values, values.clone())
+    for place, other in ((0, -0.0), (999, 3.0), (2, 0.0)):
+        changed = values.clone()
+        changed[place] = other
+        assert not memory.same_bytes(values, changed)
+        assert memory.same_bytes(values[place + 1 :], changed[place + 1 :])

@@ -80,6 +80,27 @@ def writing_data(stage: int) -> None:
     engine.destroy()
 
 
+def writing_data_before_a_step(stage: int) -> None:
+    """The update finds in each block what a look at all of the bucket finds before it."""
+    found = []
+    for looks_before in (True, False):
+        model = model_of()
+        engine = engine_of(stage, model, bf16={"enabled": True})
+        inputs, targets = batch_of(0)
+        engine.backward(loss_of(engine(inputs.bfloat16()).float(), targets))
+        for weight in (model[0].bias, model[3].weight):
+            weight.data[:1] = 0.75
+        if looks_before:
+            engine._parts.runtime.reshard_all()
+        engine.step()
+        found.append(
+            torch.cat([utils.safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
+        )
+        assert bool((utils.safe_get_full_fp32_param(model[3].weight)[:1] - 0.75).abs().max() < 0.1)
+        engine.destroy()
+    assert torch.equal(*found)
+
+
 def nesting(stage: int) -> None:
     model = model_of()
     engine = engine_of(stage, model)
@@ -290,3 +311,8 @@ def loading(stage: int) -> None:
 )
 def test_gathered_parameters(case: Callable[[int], None], stage: int, ranks: RankPools) -> None:
     ranks(2).run(case, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_data_may_be_written_before_a_step(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(writing_data_before_a_step, stage)
