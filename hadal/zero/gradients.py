@@ -104,7 +104,7 @@ class Gradients:
 
     def _read(self) -> Tensor | None:
         """The mean, in the memory where updates are made."""
-        self._land()
+        self.land()
         if self._host is not None:
             self._host.wait()
         return self._mean
@@ -388,7 +388,7 @@ class Gradients:
         self._pending.wait()
         self._pending = None
         if self._lands_next:
-            self._land()
+            self.land()
         self._mean_holds = True
         self.state = Arrival.MEAN
         if self._kept is not None:
@@ -406,8 +406,8 @@ class Gradients:
     def _has_landed(self) -> bool:
         return self._host is not None and self._mean is self._host.values
 
-    def _land(self) -> None:
-        """Let the mean leave for the host, where updates are made there."""
+    def land(self) -> None:
+        """Let the mean leave for the host if it makes the updates; nobody waits for it here."""
         if self._host is not None and self._mean is not None and not self._has_landed:
             self._mean = self._host.land(self._mean)
 
@@ -427,7 +427,7 @@ class Gradients:
         else:
             self.full.zero_()
             self._mean = self.full[start:stop]
-        self._land()
+        self.land()
         self.state = Arrival.MEAN
 
     def remove_views(self) -> None:

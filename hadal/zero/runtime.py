@@ -369,6 +369,7 @@ class ZeroRuntime:
         for gradients in self.gradients:
             if gradients.state is Arrival.EMPTY:
                 gradients.count_as_zero()
+            gradients.land()
         self._choose_order(brought)
 
     def _choose_order(self, brought: Sequence[bool]) -> None:
