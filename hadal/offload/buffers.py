@@ -93,12 +93,7 @@ class BufferPool:
                 f"all {self.count} buffers of {self.nbytes} bytes are in use; give one back"
                 " first, or raise the number of buffers (`buffer_count` in the configuration)"
             )
-        # A view of its own place in memory even if it is empty: buffers are told apart by it.
-        buffer = (
-            self._free.pop()
-            if self._free
-            else aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
-        )
+        buffer = self._free.pop() if self._free else self._made()
         self._taken[buffer.data_ptr()] = buffer
         return buffer
 
@@ -133,6 +128,10 @@ class BufferPool:
         while self._leaving and self._leaving[0][0].is_over:
             self._free.append(self._leaving.popleft()[1])
         return bool(self._free) or len(self._taken) + len(self._leaving) < self.count
+
+    def _made(self) -> Tensor:
+        # A view of its own place in memory even if it is empty: buffers are told apart by it.
+        return aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
 
 
 class LooseBuffers:
