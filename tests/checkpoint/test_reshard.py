@@ -93,7 +93,7 @@ def check(engine: Any, expected: dict[str, Tensor], *, exact: bool = True) -> No
         found = {"master": safe_get_local_fp32_param(parameter)}
         if place.bucket.trainable and start < stop:
             found |= {key: safe_get_local_optimizer_state(parameter, key) for key in KEYS}
-            state = place.part_of_optimizer().state
+            state = place.state_slice().state
             assert float(state["step"]) == engine.global_steps
         for kind, value in found.items():
             wanted = expected[f"{kind}.{name}"].reshape(-1)[start:stop].to(value.dtype)
