@@ -23,6 +23,7 @@ from hadal.device import current_device
 from hadal.offload import crossing
 from hadal.offload.crossing import Crossing
 from hadal.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from hadal.zero.edits import _odd_numbers
 
 from . import runs
 from .test_training import on_disk, same
@@ -74,7 +75,9 @@ def _moved(config: dict[str, Any], pinned: bool, waits: bool) -> dict[str, Any]:
             engine.offload_states(pin_memory=pinned, non_blocking=not waits)
             torch.ones(400, device=engine.device).mul_(2)  # may get memory that has been left
             if waits and current_device().type == "npu":
-                assert _allocated() < before / 2
+                # But for the digest's table, the same however large the model is.
+                fixed = _odd_numbers(engine.device)[0].untyped_storage().nbytes()
+                assert _allocated() - fixed < (before - fixed) / 2
             engine.reload_states(non_blocking=not waits)
             more = runs.advanced(engine, 1, first)
             told = {key: told[key] + more[key] for key in told}
