@@ -272,8 +272,8 @@ class Gathering:
         if self._stays(bucket, self._recorder.done(number)):
             return
         # A view that nobody would announce: the bucket stays until this forward or backward ends.
-        if self.phase is Phase.IDLE or not self.escapes.note(bucket):
-            self._free(bucket)
+        if not self.escapes.note(bucket) or self.phase is Phase.IDLE:
+            self._free(bucket, is_noted=True)
 
     def _is_busy(self, bucket: Bucket) -> bool:
         running = any(bucket in self._uses.of(unit) for unit in self._running)
@@ -288,8 +288,8 @@ class Gathering:
             return use is None or walk.plan.keeps[use]
         return bucket in self._kept and (self.phase is Phase.FORWARD or self._keeps)
 
-    def _free(self, bucket: Bucket) -> None:
-        if bucket.state is Weights.FULL:
+    def _free(self, bucket: Bucket, *, is_noted: bool = False) -> None:
+        if bucket.state is Weights.FULL and not is_noted:
             self.escapes.note(bucket)
         with self._own_moves():
             bucket.reshard(in_use=self.phase is not Phase.IDLE)

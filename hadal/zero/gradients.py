@@ -22,7 +22,7 @@ from hadal.comm.collectives import (
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
-from hadal.device import is_host_memory
+from hadal.device import is_host_memory, unwatched
 from hadal.zero.bucket import Bucket
 from hadal.zero.landing import HostMean
 from hadal.zero.policy import Reduction
@@ -432,8 +432,9 @@ class Gradients:
 
     def remove_views(self) -> None:
         """Whatever `place_views` put on parameters is taken off again."""
-        for parameter in self.bucket.parameters:
-            parameter.grad = None
+        with unwatched():
+            for parameter in self.bucket.parameters:
+                parameter.grad = None
 
     def clear(self) -> None:
         """Forget everything collected since the last update.

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from hadal.device import unwatched
 from hadal.zero.bucket import Bucket
 
 
 def has_frozen(bucket: Bucket) -> bool:
     """Whether a parameter of a trained bucket requires no gradient now."""
-    return not all(parameter.requires_grad for parameter in bucket.parameters)
+    with unwatched():
+        return not all(parameter.requires_grad for parameter in bucket.parameters)
 
 
 @contextmanager

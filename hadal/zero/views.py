@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hadal.device import number_of_users, unwatched
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.layout import Layout
-from hadal.zero.watched import take_touched, unwatch, watch
+from hadal.zero.watched import kind_of, take_touched, watched_kind_of
 
 
 class Views:
@@ -35,6 +35,8 @@ class Views:
             self._nans[index].expand(slot.shape) for index, slot in enumerate(layout.slots)
         ]
         self._versions = [0] * len(parameters)
+        self._kinds = [kind_of(parameter) for parameter in parameters]
+        self._watched_kinds = [watched_kind_of(parameter) for parameter in parameters]
         self._full_users = 0
         self.look_into_full()
 
@@ -45,15 +47,15 @@ class Views:
     def look_at_placeholders(self) -> None:
         """The parameters hold their shapes, and no values; whoever reads them is announced."""
         self.look_at(self._placeholders)
-        for parameter in self._parameters:
-            watch(parameter)
+        for parameter, kind in zip(self._parameters, self._watched_kinds, strict=True):
+            parameter.__class__ = kind
 
     def look_at(self, values: Sequence[Tensor]) -> None:
         """The parameters look at these values, one for each."""
         is_full = values is self._into_full
         self._full_users = 1 + len(self._into_full) * (2 if is_full else 1)
         for index, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
-            unwatch(parameter)
+            parameter.__class__ = self._kinds[index]
             parameter.data = value
             self._versions[index] = parameter._version
 

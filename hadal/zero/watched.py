@@ -124,15 +124,9 @@ def kind_of(parameter: Tensor) -> type:
     return kind.__bases__[1] if issubclass(kind, _Watched) else kind
 
 
-def watch(parameter: nn.Parameter) -> None:
-    """Announce each read of a parameter from now on."""
-    parameter.__class__ = _watched_kind(kind_of(parameter))
-
-
-def unwatch(parameter: nn.Parameter) -> None:
-    """Undo `watch`."""
-    if isinstance(parameter, _Watched):
-        parameter.__class__ = kind_of(parameter)
+def watched_kind_of(parameter: Tensor) -> type:
+    """The class of the parameter while each read of it is announced."""
+    return _watched_kind(kind_of(parameter))
 
 
 def take_touched(parameter: nn.Parameter) -> bool:

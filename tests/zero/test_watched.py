@@ -15,9 +15,17 @@ from torch.nn import functional as F
 
 from hadal.errors import ShardedAccessError
 from hadal.zero.bucket import Weights
-from hadal.zero.watched import Listener, kind_of, unwatch, watch
+from hadal.zero.watched import Listener, kind_of, watched_kind_of
 
 WIDTH = 6
+
+
+def watch(parameter: nn.Parameter) -> None:
+    parameter.__class__ = watched_kind_of(parameter)
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    parameter.__class__ = kind_of(parameter)
 
 
 class Named(nn.Parameter):
