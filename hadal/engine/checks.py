@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from hadal.config.plain import leaves
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
-from hadal.zero.kinds import refusal_of
+from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.sharing import Sharing
+
+_log = logging.getLogger(__name__)
 
 _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
@@ -54,6 +57,25 @@ def check_parameters(
                 f"rank {ranks.rank}: parameter {name} is on {parameter.device}, expected {device}"
                 f" or the cpu; move it with .to({str(device)!r}) first"
             )
+
+
+def warn_of_strides(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Warn of parameters that become contiguous in their buckets (those in channels_last, say)."""
+    strided = (
+        name
+        for name, parameter in named
+        if not is_foreign(parameter)
+        and not parameter.is_contiguous()
+        and 0 not in parameter.stride()  # a placeholder of `zero.Init`
+    )
+    names = list(strided)
+    if names:
+        _log.warning(
+            "%d parameters, the first of them %s, are not contiguous (channels_last?) and become"
+            " so: values stay the same, convolutions may be slower. Convert the inputs alone.",
+            len(names),
+            names[0],
+        )
 
 
 def check_birth(
