@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hadal
-from hadal.comm import Ranks, functions, transport
+from hadal.comm import Ranks, collectives, functions, transport
 
 _MIB = 2**20
 _WORLDS = (1, 2, 8, 64, 256, 1024)
@@ -83,22 +83,36 @@ class Traffic:
     """Bytes of values that leave this rank: by messages, or in a ring's share of a collective."""
     across: int = 0
     """Those of them that leave its node; of a ring, a rank's share of what does."""
-    agreements: int = 0
-    """Small exchanges of whole numbers and scalars: which bucket next, who is late, the norm."""
+    rendezvous: int = 0
+    """Exchanges of a few numbers that every rank waits for: which bucket next, the norm. Nothing of
+    them is counted above."""
+    is_small = False  # whether what is sent now is one of these
 
     def clear(self) -> None:
         """Count from nothing."""
         self.__init__()
 
-    def add_all_reduce(self, nodes: Sequence[int], nbytes: int, *, of_values: bool) -> None:
-        """Count one of values, or one of agreements: for those the mechanism waits at once."""
-        if of_values:
-            self.add_ring(nodes, 2 * nbytes)
-        else:
-            self.agreements += 1
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Count one rendezvous."""
+        self.rendezvous += 1
+        self.is_small = True
+        try:
+            yield
+        finally:
+            self.is_small = False
+
+    def add_message(self, nbytes: int, *, leaves_node: bool) -> None:
+        """Count one message to one rank."""
+        if not self.is_small:
+            self.messages += 1
+            self.nbytes += nbytes
+            self.across += nbytes * leaves_node
 
     def add_ring(self, nodes: Sequence[int], nbytes: int) -> None:
         """Count a collective around the ring, from each rank to the next; ranks by their nodes."""
+        if self.is_small:
+            return
         nbytes = nbytes * (len(nodes) - 1) // len(nodes)
         borders = sum(node != nodes[place - 1] for place, node in enumerate(nodes))
         self.collectives += 1
@@ -115,6 +129,10 @@ class Found:
     start_calls: int
     held: dict[str, int]
     traffic: Traffic
+    """Of a micro-step and its update."""
+    in_micro_step: int
+    """Rendezvous in forward and backward, in the steady state."""
+    in_update: int
     peak: int
 
     @property
@@ -148,14 +166,9 @@ def _counted(case: Case) -> Iterator[Traffic]:
 
     def isend(tensor: Tensor, **rest: Any) -> Any:
         mirror.keep(tensor, rest["group"], rest["group_dst"], rest["tag"])
-        if rest["tag"] == transport.CODE:
-            traffic.agreements += 1
-        else:
-            traffic.messages += 1
-            traffic.nbytes += tensor.nbytes
-            nodes = nodes_of(rest["group"])
-            if nodes[rest["group_dst"]] != nodes[dist.get_rank(rest["group"])]:
-                traffic.across += tensor.nbytes
+        nodes = nodes_of(rest["group"])
+        leaves = nodes[rest["group_dst"]] != nodes[dist.get_rank(rest["group"])]
+        traffic.add_message(tensor.nbytes, leaves_node=leaves)
         return originals["isend"](tensor, **rest)
 
     def irecv(tensor: Tensor, **rest: Any) -> Any:
@@ -163,8 +176,7 @@ def _counted(case: Case) -> Iterator[Traffic]:
         return originals["irecv"](tensor, **rest)
 
     def all_reduce(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        _, group, is_async = args
-        traffic.add_all_reduce(nodes_of(group), tensor.nbytes, of_values=is_async)
+        traffic.add_ring(nodes_of(args[1]), 2 * tensor.nbytes)
         return originals["all_reduce"](tensor, *args, **rest)
 
     def note(name: str, full_at: int) -> Any:
@@ -176,7 +188,19 @@ def _counted(case: Case) -> Iterator[Traffic]:
 
         return patch.object(functions, name, noted)
 
+    small_reduction, all_gather = collectives._small_reduction, collectives.start_all_gather
+
+    def note_small(tensor: Tensor, operation: Any, ranks: Ranks, label: str) -> None:
+        with traffic.meeting() if ranks.size > 1 else nullcontext():
+            small_reduction(tensor, operation, ranks, label)
+
+    def note_codes(full: Tensor, ranks: Ranks, label: str, tag: int = transport.GATHER) -> Any:
+        with traffic.meeting() if tag == transport.CODE else nullcontext():
+            return all_gather(full, ranks, label, tag)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(collectives, "_small_reduction", note_small))
+        stack.enter_context(patch.object(collectives, "start_all_gather", note_codes))
         for patched in (isend, irecv, all_reduce):
             stack.enter_context(patch.object(dist, patched.__name__, patched))
         stack.enter_context(note("_reduce_scatter", 1))
@@ -306,10 +330,12 @@ def measure(case: Case, options: argparse.Namespace) -> Found:
             parameter.register_post_accumulate_grad_hook(look)
         traffic.clear()
         engine.backward(engine(inputs).float().square().mean())
-        held = _held(engine)
+        held, in_micro_step = _held(engine), traffic.rendezvous
         engine.step()
-        numel = sum(p.numel() for p in engine.module.parameters())
-        found = Found(numel, min(seconds), calls[0], held, copy(traffic), peak - rests)
+        sent, numel = copy(traffic), sum(p.numel() for p in engine.module.parameters())
+        in_update = sent.rendezvous - in_micro_step
+        start = min(seconds), calls[0]
+        found = Found(numel, *start, held, sent, in_micro_step, in_update, peak - rests)
         engine.destroy()
     return found
 
@@ -324,7 +350,8 @@ def passes(case: Case, found: Found) -> float:
 
 _HEADER = (
     "way         | route | dtype | stage | ranks | weights  master moments   grads |   all MiB |"
-    " calls messages agreements | wire MiB passes across MiB | peak MiB | start: calls      s"
+    " calls messages | rendezvous: micro-step update | wire MiB passes across MiB | peak MiB |"
+    " start: calls      s"
 )
 
 
@@ -335,8 +362,9 @@ def _line(case: Case, found: Found) -> str:
         f"{'pairs' if case.pairs else 'collectives':11} | {case.route:5} | {case.dtype:5} |"
         f" {case.stage:5} |"
         f" {case.world:5} | {kinds} | {found.state / _MIB:9.3f} | {traffic.collectives:5}"
-        f" {traffic.messages:8} {traffic.agreements:10} | {traffic.nbytes / _MIB:8.3f}"
-        f" {passes(case, found):6.3f} {traffic.across / _MIB:10.3f} | {found.peak / _MIB:8.3f} |"
+        f" {traffic.messages:8} | {found.in_micro_step:22} {found.in_update:6} |"
+        f" {traffic.nbytes / _MIB:8.3f} {passes(case, found):6.3f}"
+        f" {traffic.across / _MIB:10.3f} | {found.peak / _MIB:8.3f} |"
         f" {found.start_calls:12,} {found.start_s:6.3f}"
     )
 
