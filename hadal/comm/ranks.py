@@ -24,6 +24,7 @@ T = TypeVar("T")
 _blocks: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, ...]]]
 _blocks = WeakKeyDictionary()
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _circles: WeakKeyDictionary[dist.ProcessGroup, Circle] = WeakKeyDictionary()
 
 
@@ -82,7 +83,9 @@ class Ranks:
         """
         if self.size == 1 or current_device().type == "cpu":
             return self
-        return Ranks.of(_new_group(list(self.numbers)))
+        if self.group not in _twins:
+            _twins[self.group] = _new_group(list(self.numbers))
+        return Ranks.of(_twins[self.group])
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
