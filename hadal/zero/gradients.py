@@ -196,6 +196,10 @@ class Gradients:
             parameter.grad = None
             return
         self._open()
+        self._collect(index, gradient)
+        parameter.grad = None
+
+    def _collect(self, index: int, gradient: Tensor) -> None:
         view = self._views[index]
         if gradient.data_ptr() != view.data_ptr():
             if self._filled[index]:
@@ -203,7 +207,6 @@ class Gradients:
             else:
                 view.copy_(gradient)
         self._filled[index] = 1
-        parameter.grad = None
 
     def _open(self) -> None:
         """Make the full buffer ready to collect local gradients."""
@@ -246,8 +249,7 @@ class Gradients:
         self.remove_views()
         assert self.full is not None
         for index, gradient in self._late.items():
-            self._views[index].copy_(gradient)
-            self._filled[index] = 1
+            self._collect(index, gradient)
         self._late.clear()
         for index, view in enumerate(self._views):
             if not self._filled[index]:

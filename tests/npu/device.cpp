@@ -45,7 +45,7 @@ namespace npu {
 using Clock = std::chrono::steady_clock;
 
 constexpr c10::DeviceIndex DEVICES = 2;
-constexpr int STREAMS = 64; // of each device; 0 is the default one
+constexpr int STREAMS = 1024; // of each device, so that none is shared; 0 is the default one
 constexpr size_t TOTAL = size_t(4) << 30;
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 
