@@ -222,8 +222,7 @@ def _small_reduction(
         functions.all_reduce(tensor, operation, ranks.group_for(tensor), label=label)
         return
     # Every rank sees what each has, and takes it in the order of ranks: the same bits on all.
-    values = tensor.new_empty(ranks.size, *tensor.shape)
-    values[ranks.rank] = tensor
+    values = torch.stack([tensor] * ranks.size)
     leaving = [(values[ranks.rank], other) for other in ranks.others]
     coming = [(values[other], other) for other in ranks.others]
     Pending(label, exchange("all_reduce", tensor, leaving, coming, ranks, SMALL, label)).wait()

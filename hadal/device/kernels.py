@@ -160,9 +160,12 @@ def fused_adagrad_(
 @contextmanager
 def _whole_vectors(tensors: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
     """Each of equally long tensors as pieces that are whole vectors on a CPU; changes reach it."""
+    if all(one.is_contiguous() for one in tensors):
+        tensors = [one.view(-1) for one in tensors]
     first = tensors[0]
     vector = _VECTOR_NBYTES // first.itemsize
-    rest = first.numel() % vector if first.device.type == "cpu" else 0
+    is_flat = first.dim() == 1 and first.device.type == "cpu"
+    rest = first.numel() % vector if is_flat else 0
     if not rest:
         yield [[one] for one in tensors]
         return

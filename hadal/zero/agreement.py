@@ -28,7 +28,8 @@ from hadal.errors import MismatchError
     BEGINNING,
     REGROUP,
     CHECKPOINT,
-) = range(1, 10)
+    PROGRESS,
+) = range(1, 11)
 _MARKERS = {
     BEGINNING: "the beginning of a forward",
     FINE: "the beginning of a backward that does not end an update",
@@ -39,6 +40,7 @@ _MARKERS = {
     END_OF_ACCESS: "the end of GatheredParameters or of a step",
     REGROUP: "optimizer.add_param_group",
     CHECKPOINT: "engine.save_checkpoint or load_checkpoint",
+    PROGRESS: "the next gather, or the end of a backward",
 }
 _MARKER_BITS = 4
 WORD_LIMIT = 1 << 59
@@ -103,7 +105,7 @@ class Agreement:
             codes = self._talk(mine, label)
             wanted = sorted({code for code in codes if code >= 0})
             self._serve(wanted, mine, codes)
-            if wanted:
+            if wanted or -PROGRESS in codes:
                 continue
             told = [-code & ((1 << _MARKER_BITS) - 1) for code in codes]
             markers = frozenset(told)
@@ -117,6 +119,11 @@ class Agreement:
                     " often, with the same boundaries between updates."
                 )
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
+
+    def compare_progress(self) -> None:
+        """Learn `least_progress`; the others are where they are, and are lent what they ask for."""
+        codes = self._talk(-PROGRESS, f"all ranks to come to {_MARKERS[PROGRESS]}")
+        self._serve(sorted({code for code in codes if code >= 0}), -PROGRESS, codes)
 
     def _talk(self, code: int, label: str) -> list[int]:
         count = self.progress()

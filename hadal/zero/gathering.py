@@ -237,6 +237,12 @@ class Gathering:
         """Let ranks tell each other how many reductions of a backward they have started."""
         self._agreement.progress = progress
 
+    def compare_progress(self) -> None:
+        """Where no plan says it, ask how many reductions of this backward every rank started."""
+        if self.started_everywhere is not None and self._walk.plan is None:
+            with self._own_moves():
+                self._agreement.compare_progress()
+
     @property
     def started_everywhere(self) -> int | None:
         """How many reductions of this backward each rank starts without any help from now on.

@@ -323,6 +323,9 @@ class ZeroRuntime:
 
     def _advance_in_flight(self, *, through: bool = False) -> None:
         known = self.gathering.started_everywhere
+        if self._in_flight and known is not None and known < self._started:
+            self.gathering.compare_progress()
+            known = self.gathering.started_everywhere
         if known is None:
             for earlier in self._in_flight:
                 earlier.advance(through=through)
