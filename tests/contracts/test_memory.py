@@ -111,10 +111,19 @@ def held_nbytes() -> int:
                         continue
                     # What a compiler traced with says cpu, and its storage is on meta.
                     storage = tensor.untyped_storage()
-                    if storage.device.type != "meta":
+                    if storage.device.type != "meta" and _has_memory(storage):
                         storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether it is memory: a wrapper of other tensors, as a DTensor, has none of its own."""
+    try:
+        storage.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def memory_of_a_rank(stage: int, precision: str, key: int) -> Held:

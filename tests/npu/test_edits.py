@@ -57,6 +57,7 @@ def _written_through_data(stage: int) -> tuple[int, str]:
                 runs.advanced(engine, 1, first=2 + update)
                 torch.accelerator.synchronize(current_device())
             except UsageError as error:
+                engine.destroy()
                 return update, str(error)
     return -1, ""
 
@@ -84,6 +85,7 @@ def _written_in_forward(zero: dict[str, Any]) -> tuple[int, str]:
                 runs.advanced(engine, 1, first=2 + update)
                 torch.accelerator.synchronize(current_device())
             except UsageError as error:
+                engine.destroy()
                 return update, str(error)
             handle.remove()
     return -1, ""
