@@ -65,7 +65,7 @@ def _told_of_waits() -> list[str]:
     handler.emit = tell  # type: ignore[method-assign]
     log = logging.getLogger("hadal.comm.watchdog")
     before = watchdog._watchdog
-    watchdog._watchdog = watchdog.Watchdog(0.05)
+    watchdog._watchdog = watchdog.Watchdog(0.4)  # a rank has half of it to answer
     if comm.get_rank() == 0:
         log.addHandler(handler)
     comm.barrier()  # the first wait of each starts its watchdog
