@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.functions import labelled
 from hadal.comm.pairs import exchange
 from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
@@ -155,7 +156,7 @@ def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
         works = exchange("broadcast", tensor, leaving, coming, ranks, SPREAD, label)
     else:
         group = ranks.group_for(tensor)
-        works = [functions.broadcast(tensor, None, group, True, source, label=label)]
+        works = [labelled(label, functions.broadcast, tensor, None, group, True, source)]
     Pending(label, works).wait()
 
 
@@ -219,7 +220,7 @@ def _small_reduction(
         return
     few = ranks.size <= _FEW_RANKS and tensor.nbytes <= _FEW_BYTES
     if not (few and tensor.device.type == "cpu"):
-        functions.all_reduce(tensor, operation, ranks.group_for(tensor), label=label)
+        labelled(label, functions.all_reduce, tensor, operation, ranks.group_for(tensor))
         return
     # Every rank sees what each has, and takes it in the order of ranks: the same bits on all.
     values = torch.stack([tensor] * ranks.size)

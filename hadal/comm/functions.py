@@ -10,283 +10,174 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from hadal.comm.call import Call, Group
 from hadal.comm.comms_log import Record, numbers_of, opened
+from hadal.comm.progress import Begun, Queued, begin
+from hadal.comm.start import get_rank
 from hadal.comm.watchdog import watched
-from hadal.comm.works import NamedWork
+from hadal.comm.works import NamedWork, failure
 from hadal.errors import UsageError
 
-# torch 2.13 renamed these; the library supports 2.11 too.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Group = dist.ProcessGroup | None
+P = ParamSpec("P")
+
+# Not all ranks of a group make these calls, nor in one order.
+_OF_TWO = ("send", "recv")
 
 
-# ---- from all to all -----------------------------------------------------------------------------
+class Call:
+    """One call: what it is named by in the log and in errors."""
+
+    __slots__ = ("group", "label", "operation", "tensors", "times")
+
+    def __init__(
+        self,
+        operation: str,
+        tensors: Tensor | Sequence[Tensor],
+        group: Group,
+        label: str,
+        times: int = 1,
+    ) -> None:
+        self.operation = operation
+        self.tensors = tensors
+        self.group = group
+        self.label = label
+        self.times = times
+
+    def run(self, function: Callable[..., Any], *args: Any, is_async: bool, **rest: Any) -> Any:
+        """Make it, at once or as a work under way."""
+        if torch.compiler.is_compiling():
+            return function(*args, **rest)
+        record = opened(self.operation, self.tensors, self.group, self.label, self.times)
+        name = self.label or self.operation
+        begun = None if self.operation in _OF_TWO else begin(self.group, name)
+        try:
+            if is_async:
+                return self._handed(function(*args, **rest), record, begun)
+            with watched(name, () if begun is None else (begun,)):
+                found = function(*args, **rest)
+        except (RuntimeError, dist.DistError) as error:
+            raise self.failed(error, record) from error
+        if record is not None:
+            record.end()
+        return found
+
+    def _handed(self, work: Any, record: Record | None, begun: Begun | None) -> Any:
+        """The work for the caller: it names its own fault, unless he names what he waits for."""
+        if work is None:
+            return work
+        if self.label and record is None:
+            first = self.tensors if isinstance(self.tensors, Tensor) else self.tensors[0]
+            return work if begun is None else Queued(work, begun, first.device)
+        return NamedWork(work, self.failed, None if record is None else record.parts(1)[0])
+
+    @contextmanager
+    def named(self, record: Record | None) -> Iterator[None]:
+        """Let a fault say what failed."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise self.failed(error, record) from error
+
+    def failed(self, error: Exception, record: Record | None = None) -> Exception:
+        """What to raise where the backend reports `error`."""
+        if record is not None:
+            record.give_up()
+        found = [self.tensors] if isinstance(self.tensors, Tensor) else self.tensors
+        nbytes = sum(one.nbytes for one in found) * self.times
+        dtype = f" of {found[0].dtype}" if found else ""
+        group = self.group if isinstance(self.group, dist.ProcessGroup) else dist.group.WORLD
+        name = "" if group is None else f" of the group {group.group_name!r}"
+        among = f"{self.operation} of {nbytes} bytes{dtype} among ranks {_shown(self.group)}{name}"
+        label = self.label or self.operation
+        return failure(label, error, f"{among}, on rank {get_rank()}")
 
 
-def all_reduce(
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
+def _shown(group: Group) -> str:
+    """The numbers of ranks; of many, the first and the last."""
+    numbers = numbers_of(group)
+    if len(numbers) > 8:
+        return f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}] ({len(numbers)} ranks)"
+    return str(list(numbers))
+
+
+def _reported(
+    function: Callable[P, Any],
+    operation: str,
+    message: str = "tensor",
     *,
-    label: str = "",
-) -> Any:
-    """Replace a tensor by its sum (or what `op` says) over all ranks."""
-    call = Call("all_reduce", tensor, group, label)
-    return call.run(dist.all_reduce, tensor, op, group, async_op, is_async=async_op)
+    is_for_each: bool = False,
+    is_async: bool = False,
+) -> Callable[P, Any]:
+    """A function of torch's whose calls are in the log, are watched, and are named by errors.
 
-
-def inference_all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Any:
-    """As `all_reduce`."""
-    return all_reduce(tensor, op, group, async_op)
-
-
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Any:
-    """As `all_reduce` of several tensors of one dtype, in one message."""
-    joined = _joined(tensors, "all_reduce_coalesced")
-    work = all_reduce(joined, op, group, async_op=True)
-    return _ending(work, async_op, lambda: _put(joined, tensors))
-
-
-def all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
-) -> Any:
-    """Fill a list with the tensors of all ranks."""
-    call = Call("all_gather", tensor_list, group, "")
-    return call.run(dist.all_gather, tensor_list, tensor, group, async_op, is_async=async_op)
-
-
-def all_gather_into_tensor(
-    output_tensor: Tensor,
-    input_tensor: Tensor,
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    label: str = "",
-) -> Any:
-    """Fill one tensor with those of all ranks, end to end."""
-    call = Call("all_gather", output_tensor, group, label)
-    return call.run(
-        _all_gather, output_tensor, input_tensor, group=group, async_op=async_op, is_async=async_op
-    )
-
-
-def all_gather_coalesced(
-    output_tensors: Sequence[Tensor],
-    input_tensors: Sequence[Tensor],
-    group: Group = None,
-    async_op: bool = False,
-) -> Any:
-    """As `all_gather_into_tensor` of several pairs of tensors of one dtype, in one message."""
-    mine = _joined(input_tensors, "all_gather_coalesced")
-    size = len(numbers_of(group))
-    found = mine.new_empty(size * mine.numel())
-    work = all_gather_into_tensor(found, mine, group, async_op=True)
-
-    def put() -> None:
-        lengths = [one.numel() for one in input_tensors]
-        parts = found.view(size, -1).split(lengths, dim=1)
-        for target, part in zip(output_tensors, parts, strict=True):
-            target.copy_(part.reshape(target.shape))
-
-    return _ending(work, async_op, put)
-
-
-def reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-) -> Any:
-    """Give each rank the sum of the tensors that stand in its place of everybody's list."""
-    call = Call("reduce_scatter", input_list, group, "")
-    return call.run(dist.reduce_scatter, output, input_list, op, group, async_op, is_async=async_op)
-
-
-def reduce_scatter_tensor(
-    output: Tensor,
-    input: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    label: str = "",
-) -> Any:
-    """Give each rank its even cut of the sum of everybody's tensor."""
-    call = Call("reduce_scatter", input, group, label)
-    return call.run(
-        _reduce_scatter, output, input, op=op, group=group, async_op=async_op, is_async=async_op
-    )
-
-
-def all_to_all(
-    output_tensor_list: Sequence[Tensor],
-    input_tensor_list: Sequence[Tensor],
-    group: Group = None,
-    async_op: bool = False,
-) -> Any:
-    """Send each rank its tensor of a list, and fill another list with what they send."""
-    call = Call("all_to_all", input_tensor_list, group, "")
-    return call.run(
-        dist.all_to_all,
-        output_tensor_list,
-        input_tensor_list,
-        group,
-        async_op,
-        is_async=async_op,
-    )
-
-
-def all_to_all_single(
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    label: str = "",
-) -> Any:
-    """As `all_to_all`, of cuts of one tensor: even ones, or of so many rows."""
-    call = Call("all_to_all", input, group, label)
-    splits = output_split_sizes, input_split_sizes
-    return call.run(
-        dist.all_to_all_single, output, input, *splits, group, async_op, is_async=async_op
-    )
-
-
-# ---- from one, or to one -------------------------------------------------------------------------
-
-
-def broadcast(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-    *,
-    label: str = "",
-) -> Any:
-    """Give all ranks the values of the one numbered `src` in the world, or `group_src` in the
-    group.
+    Args:
+        function: torch's.
+        operation: the kind of collective.
+        message: the argument that is the message, as `hadal.comm.bandwidth` counts it.
+        is_for_each: whether the message is as many such tensors as there are ranks.
+        is_async: whether each call returns a work, and not only one with `async_op`.
     """
-    call = Call("broadcast", tensor, group, label)
-    return call.run(
-        dist.broadcast, tensor, src, group, async_op, is_async=async_op, group_src=group_src
-    )
+    name = function.__name__
+    places = {parameter: place for place, parameter in enumerate(signature(function).parameters)}
+
+    @wraps(function)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> Any:
+        def given(parameter: str) -> Any:
+            place = places.get(parameter, len(args))
+            return args[place] if place < len(args) else kwargs.get(parameter)
+
+        group, label = given("group"), str(kwargs.pop("label", ""))
+        times = len(numbers_of(group)) if is_for_each else 1
+        call = Call(operation, given(message), group, label, times)
+        returns_work = is_async or bool(given("async_op"))
+        # By name: a program may have put something around torch's own.
+        return call.run(getattr(dist, name), *args, is_async=returns_work, **kwargs)
+
+    reported.__module__ = __name__
+    return reported
 
 
-def reduce(
-    tensor: Tensor,
-    dst: int | None = None,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-    *,
-    label: str = "",
-) -> Any:
-    """Replace a tensor on one rank by its sum over all ranks; what others have is lost."""
-    call = Call("reduce", tensor, group, label)
-    return call.run(
-        dist.reduce, tensor, dst, op, group, async_op, is_async=async_op, group_dst=group_dst
-    )
+def labelled(label: str, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+    """Call one of these functions; the log and errors call it `label`."""
+    kwargs["label"] = label
+    return function(*args, **kwargs)
 
 
-def gather(
-    tensor: Tensor,
-    gather_list: Sequence[Tensor] | None = None,
-    dst: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> Any:
-    """Fill a list on one rank with the tensors of all."""
-    call = Call("gather", tensor, group, "", len(numbers_of(group)))
-    return call.run(
-        dist.gather, tensor, gather_list, dst, group, async_op, group_dst, is_async=async_op
-    )
+# ---- tensors -------------------------------------------------------------------------------------
 
-
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = None,
-    src: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> Any:
-    """Fill the tensor of each rank from a list that one rank has."""
-    call = Call("scatter", tensor, group, "", len(numbers_of(group)))
-    return call.run(
-        dist.scatter, tensor, scatter_list, src, group, async_op, group_src, is_async=async_op
-    )
-
-
-# ---- from one to another -------------------------------------------------------------------------
-
-
-def send(
-    tensor: Tensor,
-    dst: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> None:
-    """Give a tensor to another rank."""
-    call = Call("send", tensor, group, "")
-    call.run(dist.send, tensor, dst, group, tag, group_dst, is_async=False)
-
-
-def recv(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> int:
-    """Fill a tensor with what another rank sends, or any; return that rank's number."""
-    call = Call("recv", tensor, group, "")
-    sender: int = call.run(dist.recv, tensor, src, group, tag, group_src, is_async=False)
-    return sender
-
-
-def isend(
-    tensor: Tensor,
-    dst: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> Any:
-    """As `send`, of which the end is to be waited for."""
-    call = Call("send", tensor, group, "")
-    return call.run(dist.isend, tensor, dst, group, tag, group_dst, is_async=True)
-
-
-def irecv(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> Any:
-    """As `recv`, of which the end is to be waited for."""
-    call = Call("recv", tensor, group, "")
-    return call.run(dist.irecv, tensor, src, group, tag, group_src, is_async=True)
+all_reduce = inference_all_reduce = _reported(dist.all_reduce, "all_reduce")
+all_gather = _reported(dist.all_gather, "all_gather", "tensor_list")
+# torch 2.13 renamed these two; the library supports 2.11 too.
+all_gather_into_tensor = _reported(
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "all_gather",
+    "output_tensor",
+)
+reduce_scatter_tensor = _reported(
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+    "reduce_scatter",
+    "input",
+)
+reduce_scatter = _reported(dist.reduce_scatter, "reduce_scatter", "input_list")
+all_to_all = _reported(dist.all_to_all, "all_to_all", "input_tensor_list")
+all_to_all_single = _reported(dist.all_to_all_single, "all_to_all", "input")
+broadcast = _reported(dist.broadcast, "broadcast")
+reduce = _reported(dist.reduce, "reduce")
+gather = _reported(dist.gather, "gather", is_for_each=True)
+scatter = _reported(dist.scatter, "scatter", is_for_each=True)
+send = _reported(dist.send, "send")
+recv = _reported(dist.recv, "recv")
+isend = _reported(dist.isend, "send", is_async=True)
+irecv = _reported(dist.irecv, "recv", is_async=True)
 
 
 def P2POp(
@@ -425,6 +316,36 @@ def monitored_barrier(
 
 
 # ---- several tensors in one message --------------------------------------------------------------
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """As `all_reduce` of several tensors of one dtype, in one message."""
+    joined = _joined(tensors, "all_reduce_coalesced")
+    work = all_reduce(joined, op, group, async_op=True)
+    return _ending(work, async_op, lambda: _put(joined, tensors))
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor],
+    input_tensors: Sequence[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Any:
+    """As `all_gather_into_tensor` of several pairs of tensors of one dtype, in one message."""
+    mine = _joined(input_tensors, "all_gather_coalesced")
+    size = len(numbers_of(group))
+    found = mine.new_empty(size * mine.numel())
+    work = all_gather_into_tensor(found, mine, group, async_op=True)
+
+    def put() -> None:
+        lengths = [one.numel() for one in input_tensors]
+        parts = found.view(size, -1).split(lengths, dim=1)
+        for target, part in zip(output_tensors, parts, strict=True):
+            target.copy_(part.reshape(target.shape))
+
+    return _ending(work, async_op, put)
 
 
 def _joined(tensors: Sequence[Tensor], name: str) -> Tensor:

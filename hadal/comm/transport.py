@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
+from hadal.comm.functions import labelled
 from hadal.comm.pairs import exchange
 from hadal.comm.pending import Pending, Work
 from hadal.comm.ranks import Ranks
@@ -43,7 +44,7 @@ class Collectives:
         if whole is not table:
             mine.copy_(table[ranks.rank])
         flat = whole.view(-1)
-        work = functions.all_gather_into_tensor(flat, mine, ranks.group, True, label=label)
+        work = labelled(label, functions.all_gather_into_tensor, flat, mine, ranks.group, True)
         return Pending(label, [work], None if whole is table else lambda: table.copy_(whole))
 
     def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
@@ -54,9 +55,8 @@ class Collectives:
         """Begin to sum my row; values have been multiplied with `before` already."""
         operation, after = _backend_operation(*factors, ranks)
         total, group = torch.empty_like(table[0]), ranks.group
-        work = functions.reduce_scatter_tensor(
-            total, table.view(-1), operation, group, True, label=label
-        )
+        sent = table.view(-1)
+        work = labelled(label, functions.reduce_scatter_tensor, total, sent, operation, group, True)
         return Summands([work], [total], after)
 
     def all_reduce(
@@ -66,15 +66,15 @@ class Collectives:
         factors = self.factors(factors, wire, ranks)
         operation, after = _backend_operation(*factors, ranks)
         sent = for_the_wire(full, factors.before, wire)
-        work = functions.all_reduce(sent, operation, ranks.group, True, label=label)
+        work = labelled(label, functions.all_reduce, sent, operation, ranks.group, True)
         return Pending(label, [work], lambda: sum_into(full, [sent], after, False))
 
     def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
         """Send 1-D `out[r]` to each rank r; fill `found[r]` with what r sends."""
         sent, lengths = torch.cat(list(out)), [one.numel() for one in found]
         joined, leaving = sent.new_empty(sum(lengths)), [one.numel() for one in out]
-        work = functions.all_to_all_single(
-            joined, sent, lengths, leaving, ranks.group, True, label=label
+        work = labelled(
+            label, functions.all_to_all_single, joined, sent, lengths, leaving, ranks.group, True
         )
         parts = list(joined.split(lengths))
         return Pending(label, [work], lambda: torch._foreach_copy_(list(found), parts))

@@ -449,7 +449,7 @@ def test_calls_from_different_places_are_told_apart() -> None:
         for _ in range(2):
             functions.all_reduce(torch.ones(2))
         functions.all_reduce(torch.ones(2))
-        functions.all_reduce(torch.ones(2), label="the norm")
+        functions.labelled("the norm", functions.all_reduce, torch.ones(2))
         sites = sorted((row.site, row.count) for row in log.rows())
     assert [count for _, count in sites] == [2, 1, 1]
     name = "test_calls_from_different_places_are_told_apart"

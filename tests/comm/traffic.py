@@ -19,8 +19,8 @@ _CALLS = {
     "isend": (pairs, "_start_send"),
     "broadcast": (dist, "broadcast"),
     "reduce": (dist, "reduce"),
-    "reduce_scatter": (functions, "_reduce_scatter"),
-    "all_gather": (functions, "_all_gather"),
+    "reduce_scatter": (dist, functions.reduce_scatter_tensor.__name__),
+    "all_gather": (dist, functions.all_gather_into_tensor.__name__),
 }
 
 
