@@ -206,21 +206,25 @@ def free_host_nbytes() -> int:
     return max(free, 0)
 
 
-def keep_freed_memory(device: torch.device) -> None:
+def keep_freed_memory(device: torch.device) -> bool:
     """Let this process keep host memory that it frees, where that is what it computes in.
 
     By default the C library gives large pieces back to the system at once and asks for them anew
     in the next step: every page is then cleared and mapped again, which takes longer than to gather
     or to add up what is in it. Nothing is done where the C library is not glibc.
+
+    Returns:
+        Whether it is kept.
     """
     library = _glibc() if device.type == "cpu" else None
     if library is None:
-        return
+        return False
     # Either call keeps the library from moving both thresholds by itself.
     if not library.mallopt(_MMAP_THRESHOLD, _MMAP_NBYTES):
         library.mallopt(_MMAP_THRESHOLD, _OLDER_MMAP_NBYTES)
     library.mallopt(_TRIM_THRESHOLD, -1)
     library.malloc_trim(0)
+    return True
 
 
 def give_back_freed_memory() -> None:

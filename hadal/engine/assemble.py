@@ -16,7 +16,7 @@ from hadal.comm import Ranks, init_distributed, start_log
 from hadal.comm.faults import told_to_all
 from hadal.comm.start import memory_is_tuned, told_elasticity
 from hadal.config import Config, load_config
-from hadal.device import current_device, keep_freed_memory
+from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import choose_config, with_schedule
 from hadal.engine.checks import (
@@ -138,9 +138,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         admitted = _admit(model, wishes, source, wish, world, engine_type)
     _log_collectives(admitted.config)
     topology = make_topology(wish, admitted.config, world)
-    if not memory_is_tuned():
-        keep_freed_memory(current_device())
+    is_kept = not memory_is_tuned() and keep_freed_memory(current_device())
     engine = _assemble(admitted, wishes, topology, world, engine_type)
+    if is_kept:
+        # Whole weights were moved through here once; the steps ask for other sizes.
+        give_back_freed_memory()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import subprocess
 import sys
@@ -50,6 +52,41 @@ def test_what_is_freed_is_used_again_and_given_back_when_asked() -> None:
     assert returned > 0.9 * NBYTES  # and what lies between other pieces
     cleared, _ = run("by default")
     assert cleared > 4.5 * NBYTES
+
+
+BEGINNING = """
+import torch, hadal
+from hadal.device import memory_use
+
+cpu = torch.device("cpu")
+hadal.init_distributed()
+torch.ones(8).to(torch.bfloat16)
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(6)])
+before = memory_use(cpu).host
+hadal.initialize(model=model, config={
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+})
+print(memory_use(cpu).host - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_what_was_moved_at_the_start_is_given_back(tmp_path: Path) -> None:
+    """A rank of two holds less than the model was: 2 + 4 bytes by two, in the place of 4."""
+    (tmp_path / "program.py").write_text(BEGINNING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = subprocess.run(
+        [*command, "--nproc-per-node=2", str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    grown = [int(word) for word in re.findall(r"-?\d+", run.stdout)]
+    assert len(grown) == 2 and max(grown) < 0, run.stdout
 
 
 def test_what_the_user_has_told_the_library_stands(monkeypatch: pytest.MonkeyPatch) -> None:
