@@ -24,16 +24,6 @@ class _Start(Protocol):
     def __call__(self, tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work: ...
 
 
-def send(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
-    """Begin to give another rank a contiguous tensor; what has one tag arrives in its order."""
-    return _logged("send", _start_send, tensor, other, ranks, tag, label)
-
-
-def receive(tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
-    """Begin to fill a contiguous tensor with what another rank sends."""
-    return _logged("recv", _start_receive, tensor, other, ranks, tag, label)
-
-
 def exchange(
     operation: str,
     message: Tensor | Sequence[Tensor],
@@ -61,15 +51,6 @@ def exchange(
         for (tensor, other), end in zip(coming, ends[len(leaving) :], strict=True)
     ]
     return [*received, *sent]
-
-
-def _logged(
-    operation: str, start: _Start, tensor: Tensor, other: int, ranks: Ranks, tag: int, label: str
-) -> Work:
-    """One send or receive that is a call of its own in the log."""
-    record = opened(operation, tensor, ranks.group, label)
-    ended = None if record is None else record.parts(1)[0]
-    return _begun(start, tensor, other, ranks, tag, label, ended)
 
 
 def _begun(

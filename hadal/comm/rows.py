@@ -7,7 +7,7 @@ of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from hadal.comm.collectives import (
     slice_of,
     start_all_gather,
     start_all_reduce,
+    start_exchange,
     start_reduce_scatter,
 )
 from hadal.comm.factors import Factors, for_the_wire, sum_into
-from hadal.comm.pairs import exchange, receive, send
-from hadal.comm.pending import Pending, Work
+from hadal.comm.pending import Pending
 from hadal.comm.ranks import Ranks
 from hadal.device import read_on_host, waiting_for
 
@@ -33,12 +33,29 @@ _WHOLE = -1
 
 
 class _Rows(NamedTuple):
-    """A slice as it travels."""
+    """A slice as it travels: some of its rows, or all of them without their numbers."""
 
     values: Tensor
     """(rows, row_numel)."""
-    numbers: Tensor | None
-    """(rows,) int32: which rows of the slice they are, in rising order; None: all of it."""
+    numbers: Tensor
+    """(rows,) int32: which rows of the slice they are, in rising order; (0,): all of them."""
+
+    @classmethod
+    def room(cls, announced: int, shape: Sequence[int], dtype: torch.dtype) -> _Rows:
+        """Room for what a rank has announced of a slice of `shape`."""
+        rows, numbers = (shape[0], 0) if announced == _WHOLE else (announced, announced)
+        values = torch.empty(rows, shape[1], dtype=dtype)
+        return cls(values, torch.empty(numbers, dtype=torch.int32))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows travel, without their numbers."""
+        return self.numbers.numel() < self.values.shape[0]
+
+    @property
+    def announced(self) -> int:
+        """What the receiver is told first: how many rows to expect."""
+        return _WHOLE if self.is_whole else self.numbers.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +87,13 @@ def start_rows_reduce_scatter(
             _add_up(out, own, after, accumulate, wire.row_numel)
 
         return _start_by_collectives(full, ranks, wire, label, cut, dense)
-    sent = {
-        other: _packed(slice_of(full, other, ranks), before, wire.dtype, wire.row_numel)
-        for other in ranks.others
-    }
-    touched = _touched(mine)
+    slices = [slice_of(full, rank, ranks) for rank in range(ranks.size)]
+    sent = [_packed(one, before, wire.dtype, wire.row_numel) for one in slices]
 
     def add(pieces: Sequence[_Rows]) -> None:
-        own = _Rows(for_the_wire(mine[touched], before, wire.dtype), touched)
-        _add_up(out, ranks.by_rank(own, pieces), after, accumulate, wire.row_numel)
+        _add_up(out, pieces, after, accumulate, wire.row_numel)
 
-    return _start_pairs(sent, mine.shape, ranks, wire.dtype, (label, *_TO_OWNERS), add)
+    return _start_exchange(sent, mine.shape, ranks, (label, *_TO_OWNERS), add)
 
 
 def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
@@ -116,20 +129,13 @@ def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label
     packed = _packed(mine, 1.0, wire.dtype, wire.row_numel)
 
     def fill(pieces: Sequence[_Rows]) -> None:
-        owners = [ranks.rank, *ranks.others]
         # My own too: what was rounded for the wire has the same bits on every rank.
-        for owner, piece in zip(owners, [packed, *pieces], strict=True):
-            _add_up(
-                slice_of(full, owner, ranks), [piece], wire.factors.after, False, wire.row_numel
-            )
+        for owner, piece in enumerate(pieces):
+            target = slice_of(full, owner, ranks)
+            _add_up(target, [piece], wire.factors.after, False, wire.row_numel)
 
-    sent = dict.fromkeys(ranks.others, packed)
     shape = mine.view(-1, wire.row_numel).shape
-    return _start_pairs(sent, shape, ranks, wire.dtype, (label, *_FROM_OWNERS), fill)
-
-
-def _count(rows: _Rows) -> Tensor:
-    return torch.tensor([_WHOLE if rows.numbers is None else rows.numbers.numel()])
+    return _start_exchange([packed] * ranks.size, shape, ranks, (label, *_FROM_OWNERS), fill)
 
 
 def _touched(rows: Tensor) -> Tensor:
@@ -145,7 +151,7 @@ def _packed(cut: Tensor, before: float, dtype: torch.dtype, row_numel: int) -> _
     touched = _touched(rows)
     if _is_short(touched.numel(), rows.shape[0], row_numel, dtype):
         return _Rows(for_the_wire(rows[touched], before, dtype), touched)
-    return _Rows(for_the_wire(rows, before, dtype), None)
+    return _Rows(for_the_wire(rows, before, dtype), touched[:0])
 
 
 def _is_short(count: int, rows: int, row_numel: int, dtype: torch.dtype) -> bool:
@@ -154,46 +160,30 @@ def _is_short(count: int, rows: int, row_numel: int, dtype: torch.dtype) -> bool
     return count * (row_nbytes + torch.int32.itemsize) < rows * row_nbytes
 
 
-def _start_pairs(
-    sent: Mapping[int, _Rows],
+def _start_exchange(
+    sent: Sequence[_Rows],
     shape: Sequence[int],
     ranks: Ranks,
-    dtype: torch.dtype,
     way: tuple[str, int, int, int],
     act: Callable[[Sequence[_Rows]], None],
 ) -> Pending:
-    """Exchange slices of `shape` with every other rank: first how many rows, then the rows.
+    """Send `sent[r]` of slices of `shape` to each rank r: first how many rows, then the rows.
 
-    `act` gets what arrived, in the order of `ranks.others`.
+    `act` gets what each rank has sent, by rank.
     """
     label, count_tag, number_tag, value_tag = way
-    moving: list[Work] = []
     counts = torch.empty(ranks.size, dtype=torch.int64)
-    leaving = [(_count(rows), other) for other, rows in sent.items()]
-    coming = [(counts[other : other + 1], other) for other in sent]
-    counting = exchange("all_to_all", counts, leaving, coming, ranks, count_tag, label)
-    for other, rows in sent.items():
-        if rows.numbers is not None and rows.numbers.numel():
-            moving.append(send(rows.numbers, other, ranks, number_tag, label))
-        if rows.values.numel():
-            moving.append(send(rows.values, other, ranks, value_tag, label))
 
     def move() -> Pending:
-        pieces = []
-        for other in ranks.others:
-            count = int(counts[other])
-            is_whole = count == _WHOLE
-            numbers = None if is_whole else torch.empty(count, dtype=torch.int32)
-            values = torch.empty(shape[0] if is_whole else count, shape[1], dtype=dtype)
-            if numbers is not None and count:
-                moving.append(receive(numbers, other, ranks, number_tag, label))
-            if values.numel():
-                moving.append(receive(values, other, ranks, value_tag, label))
-            pieces.append(_Rows(values, numbers))
-        return Pending(label, moving, lambda: act(pieces))
+        pieces = [_Rows.room(int(count), shape, sent[0].values.dtype) for count in counts]
+        leaving, coming = ([rows.numbers for rows in some] for some in (sent, pieces))
+        numbers = start_exchange(leaving, coming, ranks, label, number_tag)
+        leaving, coming = ([rows.values.view(-1) for rows in some] for some in (sent, pieces))
+        values = start_exchange(leaving, coming, ranks, label, value_tag)
+        return numbers.then(lambda: values).then(lambda: act(pieces))
 
-    # What moves is waited for only once everybody knows how much to expect.
-    return Pending(label, counting, move)
+    told = [torch.tensor([rows.announced]) for rows in sent]
+    return start_exchange(told, [*counts.split(1)], ranks, label, count_tag).then(move)
 
 
 def _start_by_collectives(
@@ -243,7 +233,6 @@ def _start_by_collectives(
 
 def _between(piece: _Rows, first: int, stop: int) -> _Rows:
     """The rows numbered [first, stop), counted from `first`."""
-    assert piece.numbers is not None  # collectives carry rows only
     inside = (piece.numbers >= first) & (piece.numbers < stop)
     return _Rows(piece.values[inside], piece.numbers[inside] - first)
 
@@ -252,12 +241,12 @@ def _add_up(
     out: Tensor, pieces: Sequence[_Rows], after: float, accumulate: bool, row_numel: int
 ) -> None:
     """`sum_into`, of slices in either form: of those rows that any of them has."""
-    if any(piece.numbers is None for piece in pieces):
+    if any(piece.is_whole for piece in pieces):
         whole = [_whole(piece, out.numel()) for piece in pieces]
         sum_into(out, whole, after, accumulate)
         return
     rows = out.view(-1, row_numel)
-    union = torch.cat([piece.numbers for piece in pieces if piece.numbers is not None]).unique()
+    union = torch.cat([piece.numbers for piece in pieces]).unique()
     found = rows[union] if accumulate else out.new_empty(union.numel(), row_numel)
     sum_into(found.view(-1), [_among(piece, union) for piece in pieces], after, accumulate)
     if not accumulate:
@@ -267,7 +256,6 @@ def _add_up(
 
 def _among(piece: _Rows, union: Tensor) -> Tensor:
     """The rows numbered `union`, those of a slice and zeros, in 1-D."""
-    assert piece.numbers is not None  # it has no others
     if piece.numbers.numel() == union.numel():
         return piece.values.flatten()
     found = piece.values.new_zeros(union.numel(), piece.values.shape[1])
@@ -277,7 +265,7 @@ def _among(piece: _Rows, union: Tensor) -> Tensor:
 
 def _whole(piece: _Rows, numel: int) -> Tensor:
     """A slice in its 1-D dense form."""
-    if piece.numbers is None:
+    if piece.is_whole:
         return piece.values.flatten()
     full = piece.values.new_zeros(numel // piece.values.shape[1], piece.values.shape[1])
     full[piece.numbers] = piece.values

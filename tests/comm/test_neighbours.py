@@ -19,17 +19,27 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, RankPools, RanksFailed
 
-from hadal.comm import Ranks, cross_memory, neighbours
+from hadal.comm import Ranks, cross_memory, neighbours, pairs
 from hadal.comm import ranks as ranks_module
 from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
 from hadal.comm.neighbours import Circle, Identity, meet
-from hadal.comm.pairs import receive, send
+from hadal.comm.pending import Work
 from hadal.comm.start import may_read_memory
 from hadal.errors import CommunicationError
 
 # Below and above what travels in the message itself, and odd ones.
 NUMELS = (1, 7, 1023, 1025, 4097, 300_001)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+def send(tensor: torch.Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
+    (work,) = pairs.exchange("send", tensor, [(tensor, other)], [], ranks, tag, label)
+    return work
+
+
+def receive(tensor: torch.Tensor, other: int, ranks: Ranks, tag: int, label: str) -> Work:
+    (work,) = pairs.exchange("recv", tensor, [], [(tensor, other)], ranks, tag, label)
+    return work
 
 
 def exchange() -> list[bool]:
