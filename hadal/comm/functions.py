@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from hadal.comm.comms_log import Record, numbers_of, opened
-from hadal.comm.progress import Begun, Queued, begin
 from hadal.comm.start import get_rank
 from hadal.comm.watchdog import watched
-from hadal.comm.works import NamedWork, failure
+from hadal.comm.works import Begun, NamedWork, Queued, begin, failure
 from hadal.errors import UsageError
 
 Group = dist.ProcessGroup | None

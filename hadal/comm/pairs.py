@@ -11,11 +11,9 @@ from torch import Tensor
 
 from hadal.comm.comms_log import opened
 from hadal.comm.cross_memory import Ended
-from hadal.comm.pending import Work
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import collective_timeout_s
-from hadal.comm.watchdog import Letter
-from hadal.comm.works import failure
+from hadal.comm.works import Letter, Work, failure
 
 
 class _Start(Protocol):

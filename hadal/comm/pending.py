@@ -6,22 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hadal.comm.watchdog import missing_rank, watched
-from hadal.comm.works import failure
+from hadal.comm.watchdog import watched
+from hadal.comm.works import Work, failure, missing_rank
 from hadal.device import SideStream
 from hadal.errors import CommunicationError
-
-
-class Work(Protocol):
-    """One call under way."""
-
-    def wait(self) -> Any:
-        """Wait for its end."""
 
 
 class Pending:

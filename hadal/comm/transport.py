@@ -16,8 +16,9 @@ from hadal.comm import functions
 from hadal.comm.factors import Factors, for_the_wire, sum_into
 from hadal.comm.functions import labelled
 from hadal.comm.pairs import exchange
-from hadal.comm.pending import Pending, Work
+from hadal.comm.pending import Pending
 from hadal.comm.ranks import Ranks
+from hadal.comm.works import Work
 
 Tensors = Sequence[Tensor]
 

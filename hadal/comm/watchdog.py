@@ -1,69 +1,34 @@
 """Tells who waits too long for whom: a hang that says where it is.
 
 One daemon thread looks at the waits that have begun and not ended. A wait costs an append to a
-list and a removal. Which rank is missing is known where messages go from rank to rank; of other
-collectives the thread asks the other ranks' (see `progress.py`).
+list and a removal. Which rank is missing is known where messages go from rank to rank. For other
+collectives the thread asks the other ranks' threads how far they have come, by way of the store
+that the ranks met in.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from hadal.comm.progress import Begun, Inquiry, Queued, unfinished
 from hadal.comm.start import get_rank, watchdog_limit
+from hadal.comm.works import Begun, collective_of, last_begun, missing_rank, unfinished
 from hadal.device import watch_waits
 
 _log = logging.getLogger(__name__)
 
 _LONGEST_SLEEP_S = 15.0
 _LAST_LOOK_S = 2.0
-
-
-class _Waitable(Protocol):
-    def wait(self) -> object: ...
-
-
-class Letter:
-    """One send or receive under way, the rank at its other end, and whom to tell of its end."""
-
-    __slots__ = ("_ended", "_work", "is_over", "other")
-
-    def __init__(
-        self, work: _Waitable, other: int, ended: Callable[[], None] | None = None
-    ) -> None:
-        self._work = work
-        self._ended = ended
-        self.other = other
-        self.is_over = False
-
-    def wait(self) -> None:
-        """Wait for its end."""
-        self._work.wait()
-        self.is_over = True
-        if self._ended is not None:
-            self._ended()
-
-
-def missing_rank(works: Sequence[object]) -> int | None:
-    """The number in the world of the rank that has not come, where what is waited for tells it."""
-    # They are waited for in their order, so the first that is not over is the one that hangs.
-    letters = (work for work in works if isinstance(work, Letter))
-    return next((letter.other for letter in letters if not letter.is_over), None)
-
-
-def collective_of(works: Sequence[object]) -> Begun | None:
-    """The collective that is waited for, where what is waited for tells it."""
-    found = (work.begun if isinstance(work, Queued) else work for work in works)
-    return next((one for one in found if isinstance(one, Begun)), None)
 
 
 class Wait:
@@ -98,6 +63,54 @@ class Wait:
             " not come. It died, hangs, or runs another program: look at its log and its stack."
             " (HADAL_WATCHDOG_S sets after how many seconds this is told; 0: never)"
         )
+
+
+class Inquiry:
+    """Asks how far the others have come, and answers them; for the thread of the watchdog."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self._store = PrefixStore("hadal/progress", world.get_group_store())
+        self._rank = dist.get_rank()
+        self._answered = 0
+
+    def answer(self) -> None:
+        """Tell how far this rank has come, if somebody has asked since it last did."""
+        asked = self._store.add("asked", 0)
+        if asked != self._answered:
+            self._answered = asked
+            mine = {name: [begun.number, begun.label] for name, begun in last_begun.items()}
+            self._store.set(str(self._rank), json.dumps([asked, mine]))
+
+    def ask(self, begun: Begun, patience: float) -> str:
+        """Which ranks have not begun a collective; waits so many seconds for their answers."""
+        asked, deadline = self._store.add("asked", 1), time.monotonic() + patience
+        found: dict[int, list[Any] | None] = {}
+        others = [rank for rank in begun.ranks if rank != self._rank]
+        while len(found) < len(others) and time.monotonic() < deadline:
+            self.answer()
+            time.sleep(patience / 20)
+            for rank in others:
+                if rank not in found and self._store.check([str(rank)]):
+                    number, told = json.loads(self._store.get(str(rank)))
+                    if number >= asked:
+                        found[rank] = told.get(begun.group, [0, "none"])
+        return _told(begun, {rank: found.get(rank) for rank in others})
+
+
+def _told(begun: Begun, found: dict[int, list[Any] | None]) -> str:
+    behind = [
+        f"rank {rank} does not answer"
+        if one is None
+        else f"rank {rank} has begun {one[0]} (the last: {one[1]})"
+        for rank, one in found.items()
+        if one is None or one[0] < begun.number
+    ]
+    where = f"{begun.label} is collective {begun.number} of its group"
+    if not behind:
+        return (
+            f"{where}, and all its ranks have begun it: a device or the network between them hangs"
+        )
+    return f"{where}: {'; '.join(behind[:8])}" + (f"; {len(behind)} in all" * (len(behind) > 8))
 
 
 class Watchdog:

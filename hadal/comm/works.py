@@ -1,16 +1,35 @@
-"""What is waited for: a work under way, by the name that its fault is told by."""
+"""Works under way, and how errors and the watchdog name them.
+
+All ranks of a group begin its collectives in one order, so a number names the same one on all of
+them. The host of an accelerator waits for no collective, only its stream does: an event behind each
+tells which are over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from hadal.comm.comms_log import numbers_of
+from hadal.device import Event
 from hadal.errors import CommunicationError
+
+# Collectives under way that are remembered: far more than an accelerator has queued.
+_MOST = 4096
+
+
+class Work(Protocol):
+    """One call under way."""
+
+    def wait(self) -> Any:
+        """Wait for its end."""
 
 
 def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
@@ -91,3 +110,86 @@ def tell_end(work: dist.Work, ended: Callable[[], None]) -> None:
     except RuntimeError:
         return  # gloo's sends and reduce-scatters have none: whoever waits knows the end
     future.add_done_callback(lambda _: ended())
+
+
+class Letter:
+    """One send or receive under way, the rank at its other end, and whom to tell of its end."""
+
+    __slots__ = ("_ended", "_work", "is_over", "other")
+
+    def __init__(self, work: Work, other: int, ended: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._ended = ended
+        self.other = other
+        self.is_over = False
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._work.wait()
+        self.is_over = True
+        if self._ended is not None:
+            self._ended()
+
+
+class Begun(NamedTuple):
+    """A collective that this rank has begun."""
+
+    group: str
+    number: int
+    label: str
+    ranks: tuple[int, ...]
+
+
+# The last one of each group, by its name.
+last_begun: dict[str, Begun] = {}
+_queued: deque[tuple[Begun, Event]] = deque(maxlen=_MOST)
+
+
+def begin(group: dist.ProcessGroup | None, label: str) -> Begun:
+    """Count a collective of a group (None: of the world)."""
+    group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    name = "" if group is None else group.group_name
+    before = last_begun.get(name)
+    ranks = numbers_of(group) if before is None else before.ranks
+    number = 1 if before is None else before.number + 1
+    begun = last_begun[name] = Begun(name, number, label, ranks)
+    return begun
+
+
+class Queued:
+    """A work, and which collective it is."""
+
+    __slots__ = ("_device", "_work", "begun")
+
+    def __init__(self, work: Work, begun: Begun, device: torch.device) -> None:
+        self._work = work
+        self._device = device
+        self.begun = begun
+
+    def wait(self) -> Any:
+        """Wait for its end: on an accelerator its stream does."""
+        found = self._work.wait()
+        if self._device.type != "cpu":
+            while _queued and _queued[0][1].is_over:
+                _queued.popleft()
+            stream = torch.accelerator.current_stream(self._device)
+            _queued.append((self.begun, Event(stream.record_event(), self._device)))
+        return found
+
+
+def unfinished() -> Begun | None:
+    """The first collective that the device still waits for."""
+    return next((begun for begun, event in tuple(_queued) if not event.is_over), None)
+
+
+def missing_rank(works: Sequence[object]) -> int | None:
+    """The number in the world of the rank that has not come, where what is waited for tells it."""
+    # They are waited for in their order, so the first that is not over is the one that hangs.
+    letters = (work for work in works if isinstance(work, Letter))
+    return next((letter.other for letter in letters if not letter.is_over), None)
+
+
+def collective_of(works: Sequence[object]) -> Begun | None:
+    """The collective that is waited for, where what is waited for tells it."""
+    found = (work.begun if isinstance(work, Queued) else work for work in works)
+    return next((one for one in found if isinstance(one, Begun)), None)

@@ -23,8 +23,8 @@ from hadal.comm import Ranks, cross_memory, neighbours, pairs
 from hadal.comm import ranks as ranks_module
 from hadal.comm.collectives import max_, start_all_gather, start_reduce_scatter, sum_
 from hadal.comm.neighbours import Circle, Identity, meet
-from hadal.comm.pending import Work
 from hadal.comm.start import may_read_memory
+from hadal.comm.works import Work
 from hadal.errors import CommunicationError
 
 # Below and above what travels in the message itself, and odd ones.

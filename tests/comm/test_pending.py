@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hadal.comm.pending import Pending, finished, relayed
-from hadal.comm.watchdog import Letter
+from hadal.comm.works import Letter
 from hadal.errors import CommunicationError
 
 

@@ -22,7 +22,8 @@ from hadal import comm
 from hadal.comm import watchdog
 from hadal.comm.collectives import broadcast_, sum_
 from hadal.comm.start import DEFAULT_WATCHDOG_S, watchdog_limit
-from hadal.comm.watchdog import Letter, Wait, Watchdog
+from hadal.comm.watchdog import Wait, Watchdog
+from hadal.comm.works import Letter
 from hadal.errors import CommunicationError
 
 
