@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hadal.comm import Ranks
 from hadal.device import current_device, spared_import
 from hadal.errors import NotBuiltYetError, OptimizerError
+from hadal.optim.exchanging import ExchangingStepper
 from hadal.optim.fused import UncorrectedAdam
 from hadal.optim.lamb import Lamb, LambStepper
 from hadal.optim.lion import Lion
@@ -21,7 +22,7 @@ from hadal.optim.muon import Muon, MuonStepper
 from hadal.optim.mup import MUP_KINDS, build_mup
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from hadal.optim.signs import OneBitAdamStepper, OneBitLambStepper, ZeroOneAdamStepper
+from hadal.optim.signs import OneBitLambStepper, ZeroOneAdamStepper
 from hadal.optim.step import (
     FlatStepper,
     Stepper,
@@ -65,7 +66,7 @@ _OWN: Mapping[str, type[Optimizer]] = {
     "ZeroOneAdam": ZeroOneAdam,
 }
 _SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., Stepper]] = {
-    OneBitAdam: OneBitAdamStepper,
+    OneBitAdam: ExchangingStepper,
     OneBitLamb: OneBitLambStepper,
     ZeroOneAdam: ZeroOneAdamStepper,
 }

@@ -1,10 +1,9 @@
-"""What steppers share that send something else than gradients: who lies where, and what travels."""
+"""The stepper of 1-bit Adam, which sends signs of momenta, as a base for those like it."""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -149,11 +148,11 @@ class Lane:
                 yield part, mine, values[low - start : high - start]
 
 
-class ExchangingStepper(BaseStepper, ABC, Generic[Kind]):
+class ExchangingStepper(BaseStepper, Generic[Kind]):
     """Steps an optimizer whose momentum travels in place of gradients.
 
     Where the optimizer learns the variance in an update, the mechanism averages the gradients for
-    it; else they stay on their ranks, and `_update` sends something else.
+    it; else they stay on their ranks, and each rank sends its momentum.
     """
 
     _optimizer: Kind
@@ -198,9 +197,15 @@ class ExchangingStepper(BaseStepper, ABC, Generic[Kind]):
             refresh(self._gradients)
         self._follow()
 
-    @abstractmethod
     def _update(self, number: int, multiplier: Multiplier) -> None:
         """Make update `number` of all masters."""
+        learns = self._optimizer.learns_variance(number)
+        if learns:
+            self._learn(multiplier)
+        else:
+            self._owe(multiplier)
+            self._exchange(self._take)
+        self._move(learns=learns)
 
     # ---- what lies where -------------------------------------------------------------------------
 
@@ -257,8 +262,8 @@ class ExchangingStepper(BaseStepper, ABC, Generic[Kind]):
                 block.first.lerp_(gradient, 1 - group["betas"][0])
                 learn_second(block.second, gradient, group)
 
-    def _move(self) -> None:
-        """Make Adam's update of all values."""
+    def _move(self, *, learns: bool) -> None:
+        """Make Adam's update of all values; `learns`: the variance has just been learnt."""
         for _, part in self._all_parts():
             for block in self._blocks(part):
                 move(block.values, block.first, block.second, self._group_of(part))
@@ -279,15 +284,22 @@ class ExchangingStepper(BaseStepper, ABC, Generic[Kind]):
             given = block.rest[0].to(block.values.dtype, copy=True)
             yield block._replace(rest=block.rest[1:]), scale_(given, multiplier)
 
-    def _owe(self, multiplier: Multiplier, add: Callable[[Group, Block, Tensor], None]) -> None:
-        """Let `add` put something of each block and its gradient into what is to be sent.
-
-        That is the block's `rest[0]`.
-        """
+    def _owe(self, multiplier: Multiplier) -> None:
+        """Add what this update sends to what is owed."""
         for lane, part in self._all_parts():
             owed, group = part.cut(lane.sending().owed.mine), self._group_of(part)
             for block, gradient in self._with_gradients(lane, part, multiplier, owed):
-                add(group, block, gradient)
+                self._owe_block(block, gradient, group)
+
+    def _owe_block(self, block: Block, gradient: Tensor, group: Group) -> None:
+        """Add to `block.rest[0]`: the momentum that this rank's own gradient makes."""
+        beta1 = group["betas"][0]
+        block.rest[0].add_(block.first, alpha=beta1).add_(gradient, alpha=1 - beta1)
+
+    def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
+        """Take over the mean of what was sent of some elements of a part."""
+        renewed = [part.flat(one)[cut] for one in self._optimizer.renewed(self._state(part))]
+        self._optimizer.take(renewed, mean, self._group_of(part))
 
     def _exchange(self, take: Callable[[Slice, slice, Tensor], None]) -> None:
         """Average all that is owed; `take` is given the mean of some elements of a part.

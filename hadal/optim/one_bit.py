@@ -14,6 +14,7 @@ that no engine steps sees all gradients itself, and nothing travels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,10 +71,26 @@ class SignOptimizer(OwnOptimizer):
         """Make one update of a whole parameter, whose gradient is everybody's."""
         state = begin_state(self.state[parameter], parameter)
         state["step"] += 1
-        if self.learns_variance(int(state["step"])):
+        momentum = state["exp_avg"].lerp(gradient, 1 - group["betas"][0])
+        learns = self.learns_variance(int(state["step"]))
+        if learns:
+            state["exp_avg"].copy_(momentum)
             learn_second(state["exp_avg_sq"], gradient, group)
-        state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
-        move(parameter.detach(), state["exp_avg"], state["exp_avg_sq"], group)
+        else:
+            self.take(self.renewed(state), momentum, group)
+        self.move_whole(parameter.detach(), state, group, learns=learns)
+
+    def renewed(self, state: State) -> Sequence[Tensor]:
+        """The state that `take` renews, made where it is not there yet."""
+        return [state["exp_avg"]]
+
+    def take(self, renewed: Sequence[Tensor], momentum: Tensor, group: Group) -> None:
+        """Take over a new momentum while the variance stands still; all are of one shape."""
+        renewed[0].copy_(momentum)
+
+    def move_whole(self, values: Tensor, state: State, group: Group, *, learns: bool) -> None:
+        """Update the values of a whole parameter; `learns`: the variance has just been learnt."""
+        move(values, state["exp_avg"], state["exp_avg_sq"], group)
 
 
 class _WarmedUp(SignOptimizer):
@@ -133,17 +150,8 @@ class OneBitLamb(_WarmedUp):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            eps_inside_sqrt,
-            weight_decay,
-            amsgrad,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, lr, betas, eps, eps_inside_sqrt, weight_decay, amsgrad, **bounds)
         self.freeze_step = freeze_step
         self.coeff_beta = coeff_beta
         self.factor_max = factor_max
@@ -152,35 +160,31 @@ class OneBitLamb(_WarmedUp):
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter, whose gradient is everybody's."""
-        if not parameter.numel():
-            return
-        state = begin_state(self.state[parameter], parameter)
-        state["step"] += 1
-        first = state["exp_avg"]
-        if self.learns_variance(int(state["step"])):
-            first.lerp_(gradient, 1 - group["betas"][0])
-            learn_second(state["exp_avg_sq"], gradient, group)
-            self.move_by_ratio(parameter.detach(), state, group)
-            return
-        self.begin_factor(state)
-        self.learn(
-            first, state["exp_avg_sq_fresh"], first.lerp(gradient, 1 - group["betas"][0]), group
-        )
-        self.move_by_factor(parameter.detach(), state, group)
+        if parameter.numel():
+            super().step_parameter(parameter, gradient, group)
 
-    def begin_factor(self, state: State) -> None:
-        """Make what is needed once the variance stands still."""
+    def renewed(self, state: State) -> Sequence[Tensor]:
+        """The momentum, and the variance that would be if it were still learnt."""
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+        return [state["exp_avg"], state["exp_avg_sq_fresh"]]
 
-    def learn(self, first: Tensor, fresh: Tensor, new: Tensor, group: Group) -> None:
-        """Take over a new momentum; the variance that would be is that of the gradient in it."""
+    def take(self, renewed: Sequence[Tensor], momentum: Tensor, group: Group) -> None:
+        """Take over a new momentum, and learn the fresh variance of the gradient in it."""
+        first, fresh = renewed
         beta1, beta2 = group["betas"]
-        gradient = (new - beta1 * first).div_(1 - beta1)
+        gradient = (momentum - beta1 * first).div_(1 - beta1)
         fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        first.copy_(new)
+        first.copy_(momentum)
 
-    def move_by_ratio(self, values: Tensor, state: State, group: Group) -> None:
+    def move_whole(self, values: Tensor, state: State, group: Group, *, learns: bool) -> None:
+        """Update the values of a whole parameter; `learns`: the variance has just been learnt."""
+        if learns:
+            self._move_by_ratio(values, state, group)
+        else:
+            self._move_by_factor(values, state, group)
+
+    def _move_by_ratio(self, values: Tensor, state: State, group: Group) -> None:
         """As Lamb does; the ratio goes into its running average."""
         for key in ("exp_avg_sq_fresh", "last_factor"):
             # Of a variance that stood still before: this one begins anew from where it will stand.
@@ -196,7 +200,7 @@ class OneBitLamb(_WarmedUp):
         known.copy_(torch.where(ratio == 1, known, torch.lerp(ratio, known, self.coeff_beta)))
         values.sub_(update.mul_(ratio * group["lr"]))
 
-    def move_by_factor(self, values: Tensor, state: State, group: Group) -> None:
+    def _move_by_factor(self, values: Tensor, state: State, group: Group) -> None:
         """As Lamb does with the ratio's average, times how far the variance has moved since."""
         divisor = divisor_of(state["exp_avg_sq"], group)
         factor = (divisor / divisor_of(state["exp_avg_sq_fresh"], group)).amax()

@@ -1,8 +1,8 @@
-"""Stepping 1-bit Adam, 1-bit Lamb and 0/1 Adam: what is sent of an update, and what comes of it."""
+"""Steppers of 1-bit Lamb and 0/1 Adam: how they differ from 1-bit Adam's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,36 +10,10 @@ from torch import Tensor, nn
 from hadal.comm.collectives import sum_
 from hadal.optim.desk import Multiplier
 from hadal.optim.exchanging import Block, ExchangingStepper, Lane, Slice
-from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam, divisor_of
+from hadal.optim.one_bit import OneBitLamb, ZeroOneAdam, divisor_of
 from hadal.optim.own import Group
 from hadal.optim.step import refresh
 from hadal.zero.gradients import Gradients
-
-
-def _add_momentum(group: Group, block: Block, gradient: Tensor) -> None:
-    """Send the momentum that this rank's own gradient makes; what is known of it stays."""
-    beta1 = group["betas"][0]
-    block.rest[0].add_(block.first, alpha=beta1).add_(gradient, alpha=1 - beta1)
-
-
-def _add_gradient(group: Group, block: Block, gradient: Tensor) -> None:
-    """Send the gradient."""
-    block.rest[0].add_(gradient)
-
-
-class OneBitAdamStepper(ExchangingStepper[OneBitAdam]):
-    """Steps 1-bit Adam: once the variance stands still, each rank sends its momentum."""
-
-    def _update(self, number: int, multiplier: Multiplier) -> None:
-        if self._optimizer.learns_variance(number):
-            self._learn(multiplier)
-        else:
-            self._owe(multiplier, _add_momentum)
-            self._exchange(self._take)
-        self._move()
-
-    def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
-        part.flat(self._state(part)["exp_avg"])[cut].copy_(mean)
 
 
 class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
@@ -48,31 +22,11 @@ class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
     def _is_whole(self, group: int) -> bool:
         return True
 
-    def _update(self, number: int, multiplier: Multiplier) -> None:
-        optimizer = self._optimizer
-        if optimizer.learns_variance(number):
-            self._learn(multiplier)
-            for part in self._filled():
-                values, state = part.held.values.detach(), self._state(part)
-                optimizer.move_by_ratio(values, state, self._group_of(part))
-            return
-        for part in self._filled():
-            optimizer.begin_factor(self._state(part))
-        self._owe(multiplier, _add_momentum)
-        self._exchange(self._take)
-        for part in self._filled():
-            values, state = part.held.values.detach(), self._state(part)
-            optimizer.move_by_factor(values, state, self._group_of(part))
-
-    def _filled(self) -> Iterator[Slice]:
+    def _move(self, *, learns: bool) -> None:
         for _, part in self._all_parts():
             if part.values.numel():
-                yield part
-
-    def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
-        state = self._state(part)
-        first, fresh = (part.flat(state[key])[cut] for key in ("exp_avg", "exp_avg_sq_fresh"))
-        self._optimizer.learn(first, fresh, mean, self._group_of(part))
+                values, state = part.held.values.detach(), self._state(part)
+                self._optimizer.move_whole(values, state, self._group_of(part), learns=learns)
 
 
 class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
@@ -96,18 +50,16 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         super().__init__(optimizer, gradients, parameters)
 
     def _update(self, number: int, multiplier: Multiplier) -> None:
-        optimizer = self._optimizer
-        if optimizer.is_local(number):
+        if self._optimizer.is_local(number):
             self._step_locally(number, multiplier)
-            return
-        if optimizer.learns_variance(number):
-            self._learn(multiplier)
         else:
-            self._owe(multiplier, _add_gradient)
-            self._exchange(self._take_gradient)
-        self._move()
+            super()._update(number, multiplier)
 
-    def _take_gradient(self, part: Slice, cut: slice, mean: Tensor) -> None:
+    def _owe_block(self, block: Block, gradient: Tensor, group: Group) -> None:
+        """Send the gradient."""
+        block.rest[0].add_(gradient)
+
+    def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
         first = part.flat(self._state(part)["exp_avg"])[cut]
         first.lerp_(mean.to(first.dtype), 1 - self._group_of(part)["betas"][0])
 
