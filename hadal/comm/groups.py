@@ -77,18 +77,11 @@ def monitored_barrier(
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Whether there is a gather into one tensor: in every torch that the library runs on."""
+    """Whether there is such a collective: in every torch that the library runs on."""
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    """The same of the other direction."""
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """Whether several tensors can be reduced in one message."""
-    return True
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
 
 
 def has_coalescing_manager() -> bool:

@@ -42,8 +42,7 @@ class Blockwise(Codec):
 
     def wire_bytes(self, numel: int) -> int:
         """How many bytes `numel` values become."""
-        blocks = -(-numel // self.block_numel)
-        return whole_words(blocks * _SCALE_BYTES + -(-numel * self.bits // 8))
+        return whole_words(self._used(numel))
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write `values` into `out`."""
@@ -60,19 +59,12 @@ class Blockwise(Codec):
                 rows.round_()
             self._put(rows, numbers)
 
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Fill `out` with the values of a wire."""
-        for start, stop in self._stretches(out.numel(), out.device):
-            scales, numbers = self._parts(wire, out.numel(), start, stop)
+    def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the values of a wire, some blocks at a time, and where each part begins."""
+        for start, stop in self._stretches(numel, wire.device):
+            scales, numbers = self._parts(wire, numel, start, stop)
             rows = self._taken(numbers, (stop - start) // len(scales)).mul_(scales)
-            out[start:stop].view(rows.shape).copy_(rows)
-
-    def decode_add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> None:
-        """Add the values of a wire, times `factor`, to `out`."""
-        for start, stop in self._stretches(out.numel(), out.device):
-            scales, numbers = self._parts(wire, out.numel(), start, stop)
-            rows = self._taken(numbers, (stop - start) // len(scales)).mul_(scales)
-            out[start:stop].view(rows.shape).add_(rows, alpha=factor)
+            yield start, rows.reshape(-1)
 
     def _used(self, numel: int) -> int:
         """How many bytes of a wire say something."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +27,6 @@ class Cast(Codec):
         out[:used].view(self.dtype).copy_(values)
         out[used:].zero_()
 
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Fill `out` with the values of a wire."""
-        out.copy_(self._values(wire, out.numel()))
-
-    def decode_add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> None:
-        """Add the values of a wire, times `factor`, to `out`."""
-        out.add_(self._values(wire, out.numel()), alpha=factor)
-
-    def _values(self, wire: Tensor, numel: int) -> Tensor:
-        return wire[: numel * self.dtype.itemsize].view(self.dtype)
+    def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the values of a wire."""
+        yield 0, wire[: numel * self.dtype.itemsize].view(self.dtype)

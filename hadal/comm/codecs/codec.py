@@ -34,12 +34,18 @@ class Codec(ABC):
         """Write 1-D `values` of any floating dtype into `out`: `wire_bytes` of uint8."""
 
     @abstractmethod
+    def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the `numel` values that a wire holds, 1-D in parts, and where each part begins."""
+
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Fill 1-D `out`, of any floating dtype, with the values that a wire holds."""
+        for start, values in self.decoded(wire, out.numel()):
+            out[start : start + values.numel()].copy_(values)
 
-    @abstractmethod
     def decode_add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> None:
         """Add the values that a wire holds, times `factor`, to 1-D `out`."""
+        for start, values in self.decoded(wire, out.numel()):
+            out[start : start + values.numel()].add_(values, alpha=factor)
 
 
 def whole_words(nbytes: int) -> int:

@@ -45,18 +45,8 @@ class Sign(Codec):
             _put_signs(cut, signs[start // _SIGNS_PER_BYTE : -(-stop // _SIGNS_PER_BYTE)])
         signs[-(-numel // _SIGNS_PER_BYTE) :].zero_()
 
-    def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Fill 1-D `out` with what `wire` holds."""
-        for start, values in self._decoded(wire, out.numel()):
-            out[start : start + values.numel()].copy_(values)
-
-    def decode_add(self, wire: Tensor, out: Tensor, factor: float = 1.0) -> None:
-        """Add what `wire` holds, times `factor`, to 1-D `out`."""
-        for start, values in self._decoded(wire, out.numel()):
-            out[start : start + values.numel()].add_(values, alpha=factor)
-
-    def _decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
-        """The values, stretch by stretch, each with where it begins."""
+    def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the values of a wire, some blocks at a time, and where each part begins."""
         block = self.block_numel
         scales, signs = self._parts(wire, numel)
         table = _table(wire.device)
