@@ -52,10 +52,7 @@ class Crossing:
         while len(self._landings) >= _LANDINGS:
             earliest, _ = self._landings.popleft()
             earliest.wait_on_device()
-        self._leaving.follow_device()
-        if after is not None:
-            self._leaving.follow(after)
-        self._leaving.copy(out, values)
+        self._begin(self._leaving, values, out, after)
         event = self._leaving.event()
         self._landings.append((event, values))
         return event
@@ -76,10 +73,7 @@ class Crossing:
         Returns:
             The event from which on `out` can be read.
         """
-        self._leaving.follow_device()
-        if after is not None:
-            self._leaving.follow(after)
-        self._leaving.copy(out, values)
+        self._begin(self._leaving, values, out, after)
         self._leaving.free(values)
         return self._leaving.event()
 
@@ -89,11 +83,16 @@ class Crossing:
         `after`: of what is still under way with `values`. What the device does with `out` must
         follow the arrival.
         """
-        self._coming.follow_device()
-        if after is not None:
-            self._coming.follow(after)
-        self._coming.copy(out, values)
+        self._begin(self._coming, values, out, after)
         return Upload(self._coming, self._coming.event(), (values, out))
+
+    @staticmethod
+    def _begin(way: SideStream, values: Tensor, out: Tensor, after: Event | None) -> None:
+        """Let a way copy, after what the device was given so far and what is under way with it."""
+        way.follow_device()
+        if after is not None:
+            way.follow(after)
+        way.copy(out, values)
 
     def begin_sending(self) -> None:
         """Let new weights follow all that the device was given so far (see `send`)."""

@@ -16,8 +16,7 @@ from hadal.offload.buffers import check_buffer
 from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, rounded
 from hadal.offload.file import Act, DiskFile
 from hadal.offload.folder import STATES, OwnFolder
-from hadal.offload.queues import Queue
-from hadal.offload.requests import Call, OpenRequests, Region, Request
+from hadal.offload.requests import Call, OpenRequests, Queue, Region, Request
 from hadal.offload.settings import IoSettings
 from hadal.offload.sums import CELL_NBYTES, Sums
 

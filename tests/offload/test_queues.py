@@ -11,7 +11,7 @@ import pytest
 from hadal.config import load_config
 from hadal.errors import ConfigError
 from hadal.offload import DiskStore, IoSettings, aligned, settings_of
-from hadal.offload.queues import Queue
+from hadal.offload.requests import Queue
 
 PAGE = 4096
 
