@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -132,35 +131,6 @@ class DiskTensor:
 
 def _bytes(values: Tensor) -> Tensor:
     return values.view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadOnly:
-    """A disk tensor that a walk reads and does not write."""
-
-    source: DiskTensor
-    latest: bool = False
-    """Whether to read what was written since the last commit."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.source.numel
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the elements."""
-        return self.source.dtype
-
-    def start_read(self, start: int, out: Tensor) -> Request | None:
-        """Begin to fill `out` with the elements from `start` on; None: it is done."""
-        return self.source.start_read(start, out, latest=self.latest)
-
-    def start_write(self, start: int, values: Tensor) -> None:
-        """Write nothing."""
-
-
-Walked: TypeAlias = DiskTensor | ReadOnly
 
 
 class Readable(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 from hadal.errors import OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.requests import Request
-from hadal.offload.tensors import Walked
+from hadal.offload.tensors import DiskTensor
 
 Buffers: TypeAlias = BufferPool | LooseBuffers
 
@@ -20,13 +20,20 @@ Buffers: TypeAlias = BufferPool | LooseBuffers
 class Stop(NamedTuple):
     """One part of the walk: the same elements of several tensors; some may end earlier."""
 
-    tensors: tuple[Walked, ...]
+    tensors: tuple[DiskTensor, ...]
     start: int
     numel: int
+    written: tuple[DiskTensor, ...]
+    """Those that are written afterwards. The others are read as they were last written, committed
+    or not."""
 
-    def numel_of(self, tensor: Walked) -> int:
+    def numel_of(self, tensor: DiskTensor) -> int:
         """How many of the elements a tensor has."""
         return min(self.numel, tensor.numel - self.start)
+
+    def writes(self, tensor: DiskTensor) -> bool:
+        """Whether a tensor is written afterwards."""
+        return tensor in self.written
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +105,8 @@ def walk(
                 behind.wait()
                 behind.release()
             for tensor, values in zip(stop.tensors, here.values, strict=True):
-                request = tensor.start_write(stop.start, values)
-                if request is not None:
-                    here.requests.append(request)
+                if stop.writes(tensor):
+                    here.requests.append(tensor.start_write(stop.start, values))
             behind, here = here, None
             if not pace.writes_behind:
                 behind.wait()
@@ -125,7 +131,7 @@ def _fetch(stop: Stop, pool: Buffers) -> _Load:
             load.buffers.append(buffer)
             values = buffer[:nbytes].view(tensor.dtype)
             load.values.append(values)
-            request = tensor.start_read(stop.start, values)
+            request = tensor.start_read(stop.start, values, latest=not stop.writes(tensor))
             if request is not None:
                 load.requests.append(request)
     except BaseException:

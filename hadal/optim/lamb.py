@@ -29,14 +29,16 @@ from hadal.comm.faults import is_same_everywhere
 from hadal.device import widest_float
 from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
-from hadal.offload.tensors import DiskTensor, ReadOnly, Walked
+from hadal.offload.tensors import DiskTensor
+from hadal.offload.walk import Stop
 from hadal.optim.desk import Multiplier, block_numel, blocks, scale_
 from hadal.optim.elementwise import Zeros
 from hadal.optim.norm import is_model_part
 from hadal.optim.on_disk import (
     Deferred,
     DiskSteps,
-    PartBuffers,
+    begin_on_disk,
+    of_piece,
     rewriting_in_turn,
     update_on_disk,
     walk_parts,
@@ -44,11 +46,9 @@ from hadal.optim.on_disk import (
 from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
-from hadal.optim.step import BaseStepper, as_one_step, refresh, sending_of, wait_all
+from hadal.optim.step import DISK_STEPS, BaseStepper, as_one_step, refresh, sending_of, wait_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
-
-_DISK_STEPS = DiskSteps()
 
 
 class Lamb(OwnOptimizer):
@@ -118,6 +118,10 @@ class _Moments(NamedTuple):
     state: tuple[Tensor, Tensor]
     updates: float
     """How many lie in the moments, with this one."""
+
+
+_Begun = tuple[Piece, _Moments, list[DiskTensor]]
+"""An update of a piece that was begun, and the first and second moments on the disk."""
 
 
 def _begin(group: Group, state: State, zeros: Zeros) -> _Moments:
@@ -253,10 +257,9 @@ class LambStepper(BaseStepper):
         optimizer: Lamb,
         gradients: Sequence[Gradients],
         model_parallel: Ranks | None = None,
-        steps: DiskSteps = _DISK_STEPS,
+        steps: DiskSteps = DISK_STEPS,
     ) -> None:
         self._model_parallel = model_parallel
-        self._part_buffers = PartBuffers()
         self._parts: dict[Gradients, list[list[_Extent]]] = {}
         """The parameters in each piece of a bucket."""
         self._groups: list[int] = []
@@ -335,21 +338,13 @@ class LambStepper(BaseStepper):
         sum_(cut, model_parallel, "the sum of Lamb's norms over the model's parts")
         sums[rows] = cut
 
-    def _begin(self, on_disk: Mapping[Gradients, DiskState]) -> dict[Gradients, _Begun]:
-        """Begin the update of the buckets of which this rank has more than padding."""
-        begun: dict[Gradients, _Begun] = {}
+    def _begin(self, on_disk: Mapping[Gradients, DiskState]) -> dict[Gradients, list[_Begun]]:
+        """Begin the update of every piece."""
+        begun = begin_on_disk(on_disk, _begin, self._steps)
         for one in self._gradients:
-            state = on_disk.get(one)
-            if state is None:
-                begun[one] = _Begun([self._begin_in_memory(piece) for piece in self._pieces[one]])
-                continue
-            pieces = state.begin(_begin)
-            if pieces:
-                *_, runs = pieces[0]  # the same for all
-                begun[one] = _Begun([own for _, own, _ in pieces], state.tensors[0], runs)
-            if self._steps.clears_first:
-                for run in state.tensors:
-                    run.lay_out()
+            if one not in on_disk:
+                pieces = self._pieces[one]
+                begun[one] = [(piece, self._begin_in_memory(piece), []) for piece in pieces]
         return begun
 
     def _begin_in_memory(self, piece: Piece) -> _Moments:
@@ -358,81 +353,58 @@ class LambStepper(BaseStepper):
         return _begin(self._group(piece), state, partial(torch.zeros_like, values))
 
     def _learn(
-        self, begun: Mapping[Gradients, _Begun], multiplier: Multiplier, norms: _Norms
+        self, begun: Mapping[Gradients, list[_Begun]], multiplier: Multiplier, norms: _Norms
     ) -> None:
         """Read everything, and write the moments."""
-        runs: dict[Gradients, list[Walked]] = {
-            one: [ReadOnly(own.master), *own.runs]
-            for one, own in begun.items()
-            if own.master is not None
-        }
-        for one, stretches, _ in self._walk(begun, runs):
+        for one, stretches, _ in self._walk(begun, written=slice(1, None)):
             for stretch in stretches:
                 _learn_stretch(stretch, one.mean, multiplier, norms)
 
     def _move(
-        self, begun: Mapping[Gradients, _Begun], ratios: Tensor, sending: Crossing | None
+        self, begun: Mapping[Gradients, list[_Begun]], ratios: Tensor, sending: Crossing | None
     ) -> None:
         """Read everything once more, the moments as they are now, and write the masters."""
-        runs: dict[Gradients, list[Walked]] = {
-            one: [own.master, *(ReadOnly(run, latest=True) for run in own.runs)]
-            for one, own in begun.items()
-            if own.master is not None
-        }
         with rewriting_in_turn() as rewriting:
-            for one, stretches, whole in self._walk(begun, runs):
+            for one, stretches, part in self._walk(begun, written=slice(1)):
                 for stretch in stretches:
                     _step_stretch(stretch, ratios)
-                if whole is not None:
+                if part is not None:
                     rewriting(one.bucket)
-                    one.bucket.put_weights(*whole, sending)
+                    one.bucket.put_weights(*part, sending)
 
     def _walk(
-        self, begun: Mapping[Gradients, _Begun], runs: Mapping[Gradients, Sequence[Walked]]
+        self, begun: Mapping[Gradients, list[_Begun]], written: slice
     ) -> Iterator[tuple[Gradients, list[_Stretch], tuple[int, Tensor] | None]]:
         """The masters and moments of all buckets: in memory at once, on the disk part by part.
 
-        For a part on the disk also where its masters begin in the span. Parts end where blocks do,
-        so that the sums are those of state in memory, bit for bit.
+        For a part on the disk also its masters, and where they begin in the span. Parts end where
+        blocks do, so that the sums are those of state in memory, bit for bit. Of the masters and
+        moments on the disk those `written` are.
         """
-        for one, own in begun.items():
-            if own.master is None:
-                here = zip(self._pieces[one], own.moments, strict=True)
-                values = [_Values(piece.values.detach(), *known.state) for piece, known in here]
-                starts = [piece.start for piece in self._pieces[one]]
-                yield one, self._stretches(one, own, starts, values), None
-        if not runs:
-            return
+        whole: dict[Gradients, Stop] = {}
+        for one, pieces in begun.items():
+            state = self._disk_states.of(one.bucket)
+            if state is None:
+                here = [(p.start, [p.values.detach(), *own.state]) for p, own, _ in pieces]
+                yield one, self._stretches(one, pieces, here), None
+            elif pieces:  # else there is only padding
+                whole[one] = state.stop(written)
         block = block_numel(torch.device("cpu"))
-        for one, stop, read in walk_parts(runs, block, self._steps, self._part_buffers):
-            whole, first = _Values(*read), stop.start
-            one.bucket.absorb_edits_into(whole.master, first)
-            starts = [min(max(piece.start - first, 0), stop.numel) for piece in self._pieces[one]]
-            stops = [min(max(piece.stop - first, 0), stop.numel) for piece in self._pieces[one]]
-            values = [whole.cut(*bounds) for bounds in zip(starts, stops, strict=True)]
-            found = self._stretches(one, begun[one], [first + start for start in starts], values)
-            yield one, found, (first, whole.master)
+        for one, stop, values in walk_parts(whole, block, self._steps, self._part_buffers):
+            one.bucket.absorb_edits_into(values[0], stop.start)
+            here = [of_piece(stop, values, piece, runs) for piece, _, runs in begun[one]]
+            yield one, self._stretches(one, begun[one], here), (stop.start, values[0])
 
     def _stretches(
-        self, one: Gradients, own: _Begun, starts: Sequence[int], values: Sequence[_Values]
+        self, one: Gradients, begun: Sequence[_Begun], here: Sequence[tuple[int, list[Tensor]]]
     ) -> list[_Stretch]:
-        """What is in memory of each piece of a bucket; a stretch may be empty."""
-        pieces, parts = self._pieces[one], self._parts[one]
+        """What is `here` in memory of each piece of a bucket: where it begins, and its values."""
         return [
-            _Stretch(known, start, parts[n], self._group(pieces[n]), own.moments[n].updates)
-            for n, (start, known) in enumerate(zip(starts, values, strict=True))
+            _Stretch(_Values(*values), start, parts, self._group(piece), own.updates)
+            for (piece, own, _), (start, values), parts in zip(
+                begun, here, self._parts[one], strict=True
+            )
         ]
-
-
-class _Begun(NamedTuple):
-    """An update of one bucket that was begun."""
-
-    moments: list[_Moments]
-    """Of each piece."""
-    master: DiskTensor | None = None
-    """The masters, if they and the moments are on the disk."""
-    runs: Sequence[DiskTensor] = ()
-    """The first and the second moments there."""
 
 
 def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: Multiplier, norms: _Norms) -> None:

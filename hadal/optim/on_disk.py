@@ -15,12 +15,13 @@ from hadal.comm.faults import told_to_all
 from hadal.errors import CommunicationError, OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.crossing import Crossing
-from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, Walked, one_update
+from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.desk import Desk, Desks, blocks
-from hadal.optim.elementwise import Beginner, Update
+from hadal.optim.elementwise import Beginner, Update, Zeros
+from hadal.optim.own import Group, State
 from hadal.optim.pieces import Piece
-from hadal.optim.state_on_disk import DiskState
+from hadal.optim.state_on_disk import BegunT, DiskState
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -139,7 +140,15 @@ def step_on_disk(
         OffloadError: the disk failed on some rank; on every rank everything is as it was.
     """
     with update_on_disk([*on_disk.values()]):
-        _walk(on_disk, begin, desks, steps, buffers)
+        begun, desk = begin_on_disk(on_disk, begin, steps), desks.on(torch.device("cpu"))
+        whole = {one: state.stop() for one, state in on_disk.items()}
+        with rewriting_in_turn() as rewriting:
+            for one, stop, values in walk_parts(whole, desk.numel, steps, buffers):
+                rewriting(one.bucket)
+                one.bucket.absorb_edits_into(values[0], stop.start)
+                for piece, update, runs in begun[one]:
+                    start, owned = of_piece(stop, values, piece, runs)
+                    _step_owned(one, update, start, owned, desk, desks.sending)
 
 
 def _runs_of(states: Iterable[DiskState]) -> Iterator[DiskTensor]:
@@ -152,42 +161,34 @@ def _disk_weights(bucket: Bucket) -> list[DiskTensor]:
     return [] if bucket.disk_weights is None else [bucket.disk_weights]
 
 
-def _walk(
+def begin_on_disk(
     on_disk: Mapping[Gradients, DiskState],
-    begin: Beginner,
-    desks: Desks,
+    begin: Callable[[Group, State, Zeros], BegunT],
     steps: DiskSteps,
-    buffers: PartBuffers,
-) -> None:
+) -> dict[Gradients, list[tuple[Piece, BegunT, list[DiskTensor]]]]:
+    """Begin an update of the flat pieces of these buckets: see `DiskState.begin`."""
     begun = {one: state.begin(begin) for one, state in on_disk.items()}
-    desk = desks.on(torch.device("cpu"))
     if steps.clears_first:
         for run in (run for pieces in begun.values() for *_, runs in pieces for run in runs):
             run.lay_out()
-    runs = {one: state.tensors for one, state in on_disk.items()}
-    with rewriting_in_turn() as rewriting:
-        for one, stop, values in walk_parts(runs, desk.numel, steps, buffers):
-            rewriting(one.bucket)
-            parts = dict(zip(stop.tensors, values, strict=True))
-            _step_part(one, stop, parts, begun[one], desk, desks.sending)
+    return begun
 
 
 def walk_parts(
-    runs: Mapping[Gradients, Sequence[Walked]],
-    block: int,
-    steps: DiskSteps,
-    buffers: PartBuffers,
+    whole: Mapping[Gradients, Stop], block: int, steps: DiskSteps, buffers: PartBuffers
 ) -> Iterator[tuple[Gradients, Stop, Sequence[Tensor]]]:
-    """The spans of these buckets in parts of whole blocks, each with the values of its runs.
+    """The stops `whole`, one for the span of each bucket, in parts of whole blocks with values.
 
-    A bucket's runs are as long as its span.
+    A bucket's tensors are as long as its span.
     """
-    widest = max(map(len, runs.values()))
+    if not whole:
+        return
+    widest = max(len(stop.tensors) for stop in whole.values())
     numel = steps.part_numel(widest, block)
     stops = [
-        (one, Stop(tuple(own), start, min(numel, own[0].numel - start)))
-        for one, own in runs.items()
-        for start in range(0, own[0].numel, numel)
+        (one, stop._replace(start=start, numel=min(numel, stop.numel - start)))
+        for one, stop in whole.items()
+        for start in range(0, stop.numel, numel)
     ]
     if not stops:
         return  # parameters without elements
@@ -197,6 +198,22 @@ def walk_parts(
     owners = iter(stops)
     for stop, values in walk([stop for _, stop in stops], pool, steps.pace):
         yield next(owners)[0], stop, values
+
+
+def of_piece(
+    stop: Stop, values: Sequence[Tensor], piece: Piece, runs: Sequence[DiskTensor]
+) -> tuple[int, list[Tensor]]:
+    """The masters and state of a piece that are in a part; it may have none.
+
+    Returns:
+        Where they begin in the span, and the values: of the part's first tensor, and of `runs`.
+    """
+    last = stop.start + stop.numel
+    low = min(max(stop.start, piece.start), last)
+    high = max(low, min(last, piece.stop))
+    parts = dict(zip(stop.tensors, values, strict=True))
+    owned = (parts[run] for run in (stop.tensors[0], *runs))
+    return low, [run[low - stop.start : high - stop.start] for run in owned]
 
 
 @contextmanager
@@ -229,7 +246,7 @@ def walk_whole(
     stops = []
     for batch in batches:
         runs = tuple(run for state in batch for run in state.tensors)
-        stops.append(Stop(runs, 0, max(run.numel for run in runs)))
+        stops.append(Stop(runs, 0, max(run.numel for run in runs), runs))
     ways = iter(batches)
     for stop, values in walk(stops, LooseBuffers(pinned=steps.pins), steps.pace):
         batch, read, first = next(ways), [], 0
@@ -251,24 +268,19 @@ def _largest_nbytes(stops: Iterable[Stop]) -> int:
     )
 
 
-def _step_part(
+def _step_owned(
     one: Gradients,
-    stop: Stop,
-    values: Mapping[Walked, Tensor],
-    begun: Sequence[tuple[Piece, Update, list[DiskTensor]]],
+    update: Update,
+    start: int,
+    owned: Sequence[Tensor],
     desk: Desk,
     sending: Crossing | None,
 ) -> None:
-    bucket, master = one.bucket, values[stop.tensors[0]]
-    bucket.absorb_edits_into(master, stop.start)
-    first, last = stop.start, stop.start + stop.numel
-    for piece, update, runs in begun:
-        inside = max(first, piece.start), min(last, piece.stop)
-        for low, high in blocks(*inside, desk.numel):
-            cut = slice(low - first, high - first)
-            owned = [master[cut], *(values[run][cut] for run in runs)]
-            desk.apply(update, one.mean[low:high], owned)
-            bucket.put_weights(low, master[cut], sending)
+    """Step masters and state, which begin at `start` of the span, block by block."""
+    for low, high in blocks(start, start + owned[0].numel(), desk.numel):
+        block = [run[low - start : high - start] for run in owned]
+        desk.apply(update, one.mean[low:high], block)
+        one.bucket.put_weights(low, block[0], sending)
 
 
 def _restore_weights(states: Iterable[DiskState], error: BaseException) -> None:

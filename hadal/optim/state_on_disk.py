@@ -17,6 +17,7 @@ from hadal.errors import OptimizerError
 from hadal.offload.buffers import aligned
 from hadal.offload.store import DiskStore
 from hadal.offload.tensors import DiskTensor, StoredSlice, one_update
+from hadal.offload.walk import Stop
 from hadal.optim.elementwise import Zeros
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Held, Piece
@@ -85,6 +86,11 @@ class DiskState:
         master = self.bucket.stored_master
         assert master is not None and master.on_disk is not None  # it is trained, on a disk
         return [master.on_disk, *self._tensors.values()]
+
+    def stop(self, written: slice = slice(None)) -> Stop:
+        """The whole span as a stop of a walk, which writes all of `tensors` or a slice of them."""
+        tensors = tuple(self.tensors)
+        return Stop(tensors, 0, tensors[0].numel, tensors[written])
 
     def _numel(self, is_whole: bool) -> int:
         """Elements of a kind, gaps between the pieces included."""

@@ -37,7 +37,7 @@ from hadal.zero import place
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
-_DISK_STEPS = DiskSteps()
+DISK_STEPS = DiskSteps()
 # Their update of one parameter looks at that parameter's gradient and state alone. Subclasses are
 # not trusted: they may have overridden the update.
 _ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
@@ -71,10 +71,11 @@ class BaseStepper:
         optimizer: Optimizer,
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]] | None = None,
-        steps: DiskSteps = _DISK_STEPS,
+        steps: DiskSteps = DISK_STEPS,
     ) -> None:
         self._optimizer = optimizer
         self._steps = steps
+        self._part_buffers = PartBuffers()
         self._gradients: list[Gradients] = []
         self._pieces: dict[Gradients, list[Piece]] = {}
         self._wholes = WholeParameters()
@@ -240,16 +241,6 @@ class WholeStepper(BaseStepper):
 
 class FlatStepper(BaseStepper):
     """Steps elementwise optimizers on flat slices of the master, in blocks where it can."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        gradients: Sequence[Gradients],
-        parameters: Sequence[Sequence[nn.Parameter]] | None = None,
-        steps: DiskSteps = _DISK_STEPS,
-    ) -> None:
-        super().__init__(optimizer, gradients, parameters, steps)
-        self._part_buffers = PartBuffers()
 
     @property
     def steps_in_blocks(self) -> bool:

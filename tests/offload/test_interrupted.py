@@ -36,20 +36,20 @@ def interrupt(path: str, stage: int, kind: type[BaseException], updates: int) ->
         engine, *_ = hadal.initialize(model=model_of(), config=config)
         train(engine, updates)
         before = [one.clone() for one in engine.state_dict().values()]
-        plain, calls = on_disk._step_part, [0]
+        plain, calls = on_disk._step_owned, [0]
 
-        def step_part(*given: object) -> None:
+        def step_owned(*given: object) -> None:
             plain(*given)  # type: ignore[arg-type]
             calls[0] += 1
             if calls[0] == 3:
                 raise kind("now")
 
-        on_disk._step_part = step_part  # type: ignore[assignment]
+        on_disk._step_owned = step_owned  # type: ignore[assignment]
         try:
             with pytest.raises(kind, match="now"):
                 train(engine, 1, updates)
         finally:
-            on_disk._step_part = plain
+            on_disk._step_owned = plain
         for mine, theirs in zip(engine.state_dict().values(), before, strict=True):
             assert torch.equal(mine, theirs)
         train(engine, 4 - updates, updates)
