@@ -36,6 +36,7 @@ from hadal.offload.tensors import StoredSlice
 from hadal.optim.pieces import Held
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
+from hadal.zero.views import flattened
 
 _CPU_BLOCK_NUMEL = 1 << 17
 _PART_NUMEL = 1 << 20
@@ -268,10 +269,13 @@ class _Collecting:
     def _add_elements(
         self, held: Held, number: int, known: dict[str, Any], slices: Mapping[str, StoredSlice]
     ) -> None:
+        slot = None if held.slot is None else held.bucket.layout.slots[held.slot]
         for key, value in known.items():
             if is_elementwise(key, value, held):
-                values = slices.get(key)
-                values = value.detach().reshape(-1) if values is None else values
+                values: Values | None = slices.get(key)
+                if values is None:
+                    own = value.detach()
+                    values = own if slot is None else flattened(own, slot)
                 self._add_run(held.bucket, number, state_kind(key), held.start, values)
 
     def _add_plain(self, held: Held, known: dict[str, Any]) -> list[tuple[str, str, Tensor]]:

@@ -148,9 +148,7 @@ def part_as_json(part: Part) -> dict[str, Any]:
                 "numel": bucket.numel,
                 "partition": bucket.partition,
                 "trainable": bucket.trainable,
-                "slots": [
-                    [slot.name, list(slot.shape), slot.group, slot.offset] for slot in bucket.slots
-                ],
+                "slots": [_slot_as_json(slot) for slot in bucket.slots],
             }
             for bucket in part.buckets
         ],
@@ -182,10 +180,7 @@ def part_of_json(content: Any) -> Part:
             _count(row["numel"]),
             str(row["partition"]),
             bool(row["trainable"]),
-            tuple(
-                Slot(str(name), _shape(shape), int(group), _count(offset))
-                for name, shape, group, offset in row["slots"]
-            ),
+            tuple(_slot_of_json(*slot) for slot in row["slots"]),
         )
         for row in content["buckets"]
     )
@@ -225,6 +220,18 @@ def part_of_json(content: Any) -> Part:
         ),
         aliases={str(one): str(other) for one, other in dict(content["aliases"]).items()},
     )
+
+
+def _slot_as_json(slot: Slot) -> list[Any]:
+    row = [slot.name, list(slot.shape), slot.group, slot.offset]
+    return [*row, list(slot.order)] if slot.is_reordered else row
+
+
+def _slot_of_json(name: Any, shape: Any, group: Any, offset: Any, order: Any = ()) -> Slot:
+    slot = Slot(str(name), _shape(shape), int(group), _count(offset), _shape(order))
+    if slot.order and sorted(slot.order) != list(range(len(slot.shape))):
+        raise ValueError(f"{order} is no order of the dimensions of {name}")
+    return slot
 
 
 def _joined(cuts: list[list[int]]) -> list[list[int]]:

@@ -12,8 +12,9 @@ from hadal.checkpoint.files import CHECKSUM, CHECKSUMS, Seal, check_inside, read
 from hadal.checkpoint.folders import INDEX
 from hadal.errors import CheckpointError
 
-FORMAT = 6
-_READ = (4, 5, FORMAT)
+# Since 7 a bucket's slots tell in which order their elements lie, where that is not row by row.
+FORMAT = 7
+_READ = (4, 5, 6, FORMAT)
 _HEAD = {"format": FORMAT, "checksum": CHECKSUM}
 _LIMIT = 1 << 30
 # The index's own is that of the file without this line: what a flipped bit leaves does not match.

@@ -35,8 +35,10 @@ class Memory:
     """Where counts of steps lie: on the host, unless a kernel of the device reads them."""
     tensors: dict[str, Entry] = field(default_factory=dict)
     """By key: shape and dtype here."""
-    readings: dict[str, list[tuple[str, str, int, int, int]]] = field(default_factory=dict)
-    """By key: (saved name, kind, start, numel, offset here) of what to read."""
+    readings: dict[str, list[tuple[str, str, int, int, int, Slot]]] = field(default_factory=dict)
+    """By key: (saved name, kind, start, numel, offset here, slot) of what to read of a flat cut."""
+    wholes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By key: saved name and kind of what a whole parameter has."""
     stretch: tuple[tuple[Slot, ...], int] | None = None
     """The slots of the bucket that was saved alike, and where in it the tensor begins."""
     plain: dict[str, Any] = field(default_factory=dict)
@@ -53,11 +55,11 @@ class Memory:
             target = present.get(key)
             fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
             if not fits or target is None or target.device != self.values.device:
-                target = torch.empty(entry.shape, dtype=entry.dtype, device=self.values.device)
+                target = self._made(entry)
             if self.stretch is None:
                 target.zero_()
             state[key] = target
-            for reading in self._readings_of(key, target.view(-1)):
+            for reading in self._readings_of(key, target):
                 reading.run(source)
         for key, value in self.plain.items():
             # Its own: a count that two share would go on twice an update.
@@ -65,6 +67,12 @@ class Memory:
             state[key] = value.to(self.counts_on, copy=True) if is_tensor else value
         if state:
             optimizer.state[self.values] = state
+
+    def _made(self, entry: Entry) -> Tensor:
+        """Memory for a value, with the strides of the tensor that it belongs to."""
+        if entry.shape == tuple(self.values.shape):
+            return torch.empty_like(self.values, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device=self.values.device)
 
     def _taken(self, key: str, entry: Entry, source: Source) -> Tensor | None:
         """What was read of it while files were compared, where no copy is needed."""
@@ -79,9 +87,11 @@ class Memory:
         if self.stretch is not None:
             slots, start = self.stretch
             return [CopyStretch(target, state_kind(key), slots, start)]
+        if key in self.wholes:
+            return [Copy(target, *self.wholes[key], 0)]
         return [
-            Copy(target[offset : offset + numel], name, kind, start)
-            for name, kind, start, numel, offset in self.readings.get(key, ())
+            Copy(target[offset : offset + numel], name, kind, start, slot)
+            for name, kind, start, numel, offset, slot in self.readings.get(key, ())
         ]
 
 
@@ -201,8 +211,9 @@ def _plan_flat(
         slot = slots[fragment.slot]
         for kind in kinds.get(known.get(slot.name, ""), ()) if slot in members else ():
             name, start = known[slot.name], fragment.start
-            source.expect(name, kind, start, start + fragment.numel)
-            row = (name, kind, start, fragment.numel, fragment.offset)
+            row = (name, kind, start, fragment.numel, fragment.offset, slot)
+            place = slice(fragment.offset, fragment.offset + fragment.numel)
+            Copy(held.values.detach()[place], name, kind, start, slot).expect(source)
             memory.readings.setdefault(state_key(kind) or "", []).append(row)
 
 
@@ -225,4 +236,4 @@ def _plan_whole(
         dtype = held.values.dtype if entry.dtype == master.dtype else entry.dtype
         memory.tensors[key] = Entry(entry.shape, dtype)
         source.expect(name, kind, 0, entry.numel)
-        memory.readings[key] = [(name, kind, 0, entry.numel, 0)]
+        memory.wholes[key] = name, kind

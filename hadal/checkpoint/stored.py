@@ -37,6 +37,7 @@ from hadal.device.memory import is_host_memory
 from hadal.errors import CheckpointError
 from hadal.offload.buffers import memory_of
 from hadal.zero.layout import Slot
+from hadal.zero.views import shaped
 
 _OPEN_FILES = 16
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -103,6 +104,8 @@ class StoredSource:
         self._kept: dict[str, Kept] = {}
         self._looked_at: set[str] = set()
         self._headers: dict[str, Header] = {}
+        # The latest value that was saved in another order than row by row; and which it is.
+        self._in_rows: tuple[tuple[str, str], Tensor] | None = None
         self._runs: dict[tuple[str, int], list[Stretch]] = {}
         self._bucket_like = {
             _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
@@ -182,11 +185,35 @@ class StoredSource:
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """See that the files that hold these elements have them, by their headers."""
-        for chunk, _, _, _ in self._cuts(name, kind, start, stop):
+        slot = self._reordered(name, kind)
+        bounds = (start, stop) if slot is None else (0, slot.numel)
+        for chunk, _, _, _ in self._cuts(name, kind, *bounds):
             self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, chunk.stored)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements of a value; a view of the mapped file where one stored tensor holds them."""
+        """Elements of a value; a view of the mapped file where one stored tensor holds them.
+
+        Of what was saved in another order than row by row all is read, and kept until the next.
+        """
+        slot = self._reordered(name, kind)
+        if slot is None:
+            return self._read_as_stored(name, kind, start, stop)
+        if self._in_rows is None or self._in_rows[0] != (name, kind):
+            self._in_rows = None  # never two of them
+            whole = shaped(self._read_as_stored(name, kind, 0, slot.numel), slot)
+            self._in_rows = (name, kind), whole.reshape(-1)
+        return self._in_rows[1][start:stop]
+
+    def _reordered(self, name: str, kind: str) -> Slot | None:
+        """How a value was saved, where that is in another order than row by row."""
+        place = self._place[name, kind]
+        if isinstance(place, Single):
+            return None
+        slot = self.part.buckets[place[0]].slots[place[1]]
+        return slot if slot.is_reordered else None
+
+    def _read_as_stored(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Elements of a value, counted as they lie in the file."""
         cuts, dtype = self._cuts(name, kind, start, stop), self.entries[name, kind].dtype
         if len(cuts) == 1:
             return self._cut(*cuts[0][:2], stop - start).to(dtype)
@@ -427,6 +454,7 @@ class StoredSource:
         """Let go of all files."""
         self._files.clear()
         self._kept.clear()
+        self._in_rows = None
 
 
 class _Lazily(Mapping[str, Tensor]):
@@ -464,5 +492,6 @@ def _chunks(run: Sequence[Stretch], starts: Sequence[int], slot: Slot) -> Iterat
             yield _Chunk(first - slot.offset, last - first, one.rank, one.tensor, place, one.stored)
 
 
-def _layout_of(slots: Sequence[Slot]) -> tuple[tuple[str, tuple[int, ...], int], ...]:
-    return tuple((slot.name, slot.shape, slot.offset) for slot in slots)
+def _layout_of(slots: Sequence[Slot]) -> tuple[tuple[Any, ...], ...]:
+    orders = (slot.order if slot.is_reordered else () for slot in slots)
+    return tuple((s.name, s.shape, s.offset, order) for s, order in zip(slots, orders, strict=True))

@@ -20,6 +20,7 @@ from hadal.checkpoint.source import Source
 from hadal.offload.tensors import StoredSlice
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
+from hadal.zero.views import flattened
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,35 @@ class Copy:
     """Elements of one saved value, and where they go to."""
 
     target: Tensor
-    """1-D, in its place."""
+    """In its place: 1-D, as elements lie in memory, or the whole value in its shape."""
     name: str
     kind: str
     start: int
+    slot: Slot | None = None
+    """Tells the order of a 1-D target's elements; None: row by row."""
 
     def expect(self, source: Source) -> None:
         """See that it can be read."""
-        source.expect(self.name, self.kind, self.start, self.start + self.target.numel())
+        source.expect(self.name, self.kind, *self._needed)
 
     def run(self, source: Source) -> None:
         """Read it."""
-        stop = self.start + self.target.numel()
-        self.target.copy_(source.read(self.name, self.kind, self.start, stop))
+        found = source.read(self.name, self.kind, *self._needed)
+        if self._reordered is not None:
+            whole = flattened(found.view(self._reordered.shape), self._reordered)
+            found = whole[self.start : self.start + self.target.numel()]
+        self.target.copy_(found.view(self.target.shape))
+
+    @property
+    def _reordered(self) -> Slot | None:
+        return self.slot if self.slot is not None and self.slot.is_reordered else None
+
+    @property
+    def _needed(self) -> tuple[int, int]:
+        """What must be read: of a value that lies here in another order all of it."""
+        if self._reordered is not None:
+            return 0, self._reordered.numel
+        return self.start, self.start + self.target.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +169,7 @@ def _plan_run(
         if name not in kinds:
             continue
         place = target[fragment.offset : fragment.offset + fragment.numel]
-        copy = Copy(place, names[name], kinds[name], fragment.start)
+        slot = slots[fragment.slot]
+        copy = Copy(place, names[name], kinds[name], fragment.start, slot)
         copy.expect(source)
         yield copy

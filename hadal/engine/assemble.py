@@ -26,7 +26,6 @@ from hadal.engine.checks import (
     check_same_keys,
     check_scheduler,
     members_of_groups,
-    warn_of_strides,
 )
 from hadal.engine.engine import Engine
 from hadal.engine.later_groups import LaterGroups
@@ -198,7 +197,6 @@ def _admit(
     precisions = precisions_of(config, model, current_device())
     if ranks.rank == 0:
         tell_bf16_weights(config, model)
-        warn_of_strides(model.named_parameters())
         warn_of_one_thread(config, current_device())
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,9 +19,8 @@ from hadal.config.zero_optimization import ZeroOptimization
 from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError
 from hadal.zero import access, init
 from hadal.zero.kinds import is_foreign, refusal_of
+from hadal.zero.layout import order_of
 from hadal.zero.sharing import Sharing
-
-_log = logging.getLogger(__name__)
 
 _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
@@ -44,6 +42,13 @@ def check_parameters(
         refusal = refusal_of(parameter, trains=parameter.requires_grad)
         if refusal is not None:
             raise ModelError(f"rank {ranks.rank}: parameter {name} {refusal}")
+        if _has_holes(parameter):
+            raise ModelError(
+                f"rank {ranks.rank}: parameter {name} of shape {tuple(parameter.shape)} has strides"
+                f" {parameter.stride()}: it is expanded, overlaps itself or has holes; expected one"
+                " that fills its memory (contiguous, channels_last or permuted). Call"
+                " `parameter.data = parameter.contiguous()` first"
+            )
         if parameter.device.type == "meta":
             raise ModelError(
                 f"rank {ranks.rank}: parameter {name} is on meta and has no values; give it some"
@@ -59,23 +64,11 @@ def check_parameters(
             )
 
 
-def warn_of_strides(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Warn of parameters that become contiguous in their buckets (those in channels_last, say)."""
-    strided = (
-        name
-        for name, parameter in named
-        if not is_foreign(parameter)
-        and not parameter.is_contiguous()
-        and 0 not in parameter.stride()  # a placeholder of `zero.Init`
-    )
-    names = list(strided)
-    if names:
-        _log.warning(
-            "%d parameters, the first of them %s, are not contiguous (channels_last?) and become"
-            " so: values stay the same, convolutions may be slower. Convert the inputs alone.",
-            len(names),
-            names[0],
-        )
+def _has_holes(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's elements do not fill a stretch of memory, each in its own place."""
+    if is_foreign(parameter) or init.born_among(parameter) is not None:
+        return False
+    return order_of(parameter.shape, parameter.stride()) is None
 
 
 def check_birth(
@@ -120,12 +113,20 @@ def check_same(
     """All ranks that hold the same must have been given the same model, and what belongs to it."""
     group_of = {id(p): number for number, members in enumerate(groups) for p in members}
     parameters = {
-        name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        f" in param group {group_of.get(id(p))}"
+        name: f"{described_parameter(p)} in param group {group_of.get(id(p))}"
         for name, p in model.named_parameters()
     }
     _compare("configuration", _texts(described), ranks)
     _compare("model", parameters, ranks)
+
+
+def described_parameter(parameter: nn.Parameter) -> str:
+    """A description of all that must be the same on every rank."""
+    strides = "" if parameter.is_contiguous() else f" strides {parameter.stride()}"
+    return (
+        f"{tuple(parameter.shape)}{strides} {parameter.dtype}"
+        f" requires_grad={parameter.requires_grad}"
+    )
 
 
 def _texts(values: dict[str, Any]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import told_to_all
 from hadal.engine.adopt import Adopter
-from hadal.engine.checks import check_birth, check_parameters
+from hadal.engine.checks import check_birth, check_parameters, described_parameter
 from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
 from hadal.optim.step import Stepper
 from hadal.zero import access
@@ -160,10 +160,7 @@ class LaterGroups:
     def _check_same(self, group: dict[str, Any], newcomers: Mapping[str, nn.Parameter]) -> None:
         names = {id(p): name for name, p in self._model.named_parameters()}
         mine: dict[str, Any] = {"its parameters": [names[id(p)] for p in group["params"]]}
-        mine |= {
-            f"the new {name}": f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-            for name, p in newcomers.items()
-        }
+        mine |= {f"the new {name}": described_parameter(p) for name, p in newcomers.items()}
         mine |= {key: repr(value) for key, value in group.items() if key != "params"}
         everybody = gather_objects(mine, self._runtime.ranks)
         for rank, other in enumerate(everybody):

@@ -22,6 +22,7 @@ from hadal.optim.pieces import Held
 from hadal.optim.step import BaseStepper, as_one_step, refresh, wait_all
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
+from hadal.zero.views import flattened
 
 _log = logging.getLogger(__name__)
 _CODEC = Sign()
@@ -45,7 +46,7 @@ class Slice:
 
     def flat(self, values: Tensor) -> Tensor:
         """State of the shape of what is held, 1-D."""
-        return values.view(-1)
+        return _view_of(self.held, values)
 
     def cut(self, whole: Tensor) -> Tensor:
         """My elements of a tensor that lies like the bucket."""
@@ -70,7 +71,7 @@ class Slice:
         for part in layout.fragments(self.start, stop):
             slot = layout.slots[part.slot]
             try:
-                whole = given.detach().expand(slot.shape).reshape(-1)
+                whole = flattened(given.detach().expand(slot.shape), slot)
             except RuntimeError as error:
                 raise OptimizerError(
                     f"exp_avg_mask of param group {self.held.group} has shape"
@@ -79,6 +80,12 @@ class Slice:
                 ) from error
             laid[part.offset : part.offset + part.numel].copy_(whole)
         return laid
+
+
+def _view_of(held: Held, values: Tensor) -> Tensor:
+    """A view of a tensor of the shape of what is held, 1-D in the order of its memory."""
+    order = () if held.slot is None else held.bucket.layout.slots[held.slot].order
+    return (values.permute(order) if order else values).view(-1)
 
 
 class Block(NamedTuple):
@@ -108,7 +115,11 @@ class Lane:
     def lies(self) -> str:
         """What two buckets share that lie alike."""
         layout = self.bucket.layout
-        places = [(slot.offset, slot.shape) for slot in layout.slots]
+        # The order is told where there is one: what others have saved is without.
+        places = [
+            (slot.offset, slot.shape, *(slot.order if slot.is_reordered else ()))
+            for slot in layout.slots
+        ]
         return f"{zlib.crc32(repr((places, layout.numel)).encode()):08x}"
 
     def sending(self) -> CompressedMean:
@@ -219,7 +230,7 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
         lanes = {one.bucket: Lane(one, []) for one in gradients}
         for held in self.held():
             if held.bucket in lanes:
-                lanes[held.bucket].parts.append(Slice(held, held.values.detach().view(-1)))
+                lanes[held.bucket].parts.append(Slice(held, _view_of(held, held.values.detach())))
         self._lanes += lanes.values()
 
     def _refuse(self, optimizer: Kind, one: Gradients) -> None:

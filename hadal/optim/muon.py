@@ -139,9 +139,13 @@ class Muon(OwnOptimizer):
         values, state = parameter.detach(), self.state[parameter]
         plain = {**group, "amsgrad": False, "maximize": False}
         update = begin_adam(plain, state, lambda: torch.zeros_like(values), decoupled=True)
-        runs = [mean.reshape(-1), *(run.view(-1) for run in (values, *update.state))]
-        numel = block_numel(values.device)
-        for given, block, *owned in zip(*(run.split(numel) for run in runs), strict=True):
+        runs = [mean, values, *update.state]
+        if not all(run.is_contiguous() for run in runs):
+            blocks = [runs]  # a whole parameter of other strides
+        else:
+            cuts = (run.view(-1).split(block_numel(values.device)) for run in runs)
+            blocks = [[*each] for each in zip(*cuts, strict=True)]
+        for given, block, *owned in blocks:
             gradient = scale_(given.to(values.dtype, copy=True), multiplier)
             update.apply(block, gradient, owned, Scaling())
 

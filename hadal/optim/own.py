@@ -37,5 +37,14 @@ class OwnOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.step_parameter(parameter, parameter.grad, group)
+                    self.step_parameter(parameter, _laid_like(parameter), group)
         return loss
+
+
+def _laid_like(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient in its strides: fused kernels walk through the memory of both."""
+    gradient = parameter.grad
+    assert gradient is not None  # the caller has looked
+    if gradient.layout != torch.strided or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

@@ -12,16 +12,27 @@ from torch.optim import Optimizer
 from hadal.errors import OptimizerError
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
-from hadal.zero.layout import Run
+from hadal.zero.layout import Run, Slot
+from hadal.zero.views import flattened, shaped
 
 
 class Piece(NamedTuple):
-    """A contiguous run of one param group in one bucket's master."""
+    """A contiguous run of one param group in one bucket's master, or a whole parameter."""
 
     group: int
     start: int
     stop: int
     values: nn.Parameter
+    slot: Slot | None = None
+    """Whose whole values they are; None for a flat cut."""
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of as many elements, 1-D as they lie in memory, in the shape of `values`."""
+        return flat if self.slot is None else shaped(flat, self.slot)
+
+    def flattened(self, values: Tensor) -> Tensor:
+        """What `shaped` gives such a view of."""
+        return values if self.slot is None else flattened(values, self.slot)
 
 
 class Held(NamedTuple):
@@ -82,7 +93,7 @@ def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor
             if fits and key != "step":
                 dtype = bucket.precision.state_dtype if value.is_floating_point() else value.dtype
                 whole = state.setdefault(key, torch.zeros_like(values, dtype=dtype))
-                cut = value.detach().reshape(-1)[part.start : part.start + part.numel]
+                cut = flattened(value.detach(), slot)[part.start : part.start + part.numel]
                 whole[part.offset : part.offset + part.numel].copy_(cut)
             elif key not in state:
                 state[key] = value.clone() if isinstance(value, Tensor) else value

@@ -187,7 +187,7 @@ class DiskState:
         for kind, pieces in self._by_kind().items():
             for piece in pieces:
                 values = known[kind][piece.start : piece.stop]
-                self._state(piece)[kind.key] = values.view(piece.values.shape)
+                self._state(piece)[kind.key] = piece.shaped(values)
 
     def _hide_values(self) -> None:
         for piece, _ in self._pieces:
@@ -228,7 +228,7 @@ class DiskState:
                 )
             place = out[piece.start : piece.stop]
             if value.data_ptr() != place.data_ptr():
-                place.copy_(value.detach().reshape(-1))
+                place.copy_(piece.flattened(value.detach()))
 
     def read_each(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
         """Yield each piece with copies of its state, reading one kind after the other."""
@@ -237,7 +237,7 @@ class DiskState:
         for kind, tensor in self._tensors.items():
             values = tensor.read()
             for piece in by_kind.get(kind, ()):
-                own = values[piece.start : piece.stop].view(piece.values.shape).clone()
+                own = piece.shaped(values[piece.start : piece.stop]).clone()
                 found.setdefault(piece.values, {})[kind.key] = own
         for piece, _ in self._pieces:
             if piece.values in found:

@@ -17,6 +17,7 @@ from hadal.optim.pieces import Held, Piece
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out
+from hadal.zero.views import flattened, shaped
 
 
 class _Stamp(NamedTuple):
@@ -44,7 +45,7 @@ class WholeParameters:
     """Whole parameters, each on the rank that owns it, beside the flat shards they are cut into.
 
     Owns `values`: for each of the model's parameters that this rank owns, a parameter of the same
-    shape in the master's dtype, whose `grad` an optimizer finds between `to_owners` and
+    shape and strides in the master's dtype, whose `grad` an optimizer finds between `to_owners` and
     `to_shards`. A gradient travels to its owner only, and new values to the shards they belong to.
     Owners remember values from update to update, so masters travel only where somebody else has
     changed them.
@@ -103,7 +104,8 @@ class WholeParameters:
         transfer, pieces, start = self._transfers.get(one), [], 0
         for slot, values in {} if transfer is None else transfer.owned.items():
             stop = start + values.numel()
-            pieces.append(Piece(one.bucket.layout.slots[slot].group, start, stop, values))
+            place = one.bucket.layout.slots[slot]
+            pieces.append(Piece(place.group, start, stop, values, place))
             start = stop
         return pieces
 
@@ -134,7 +136,7 @@ class WholeParameters:
         for transfer, join in joins:
             for slot, whole in join().items():
                 values = transfer.owned[slot]
-                values.data = whole.view(values.shape)
+                values.data = whole
 
     def to_shards(self, masters: Mapping[Gradients, Tensor] | None = None) -> None:
         """Bring the owners' new values into every rank's shard of the master, or into `masters`.
@@ -169,15 +171,13 @@ class WholeParameters:
         self, chosen: Sequence[tuple[Gradients, _Transfer]], multiplier: Multiplier
     ) -> None:
         joins = [
-            (one.bucket, transfer, _start_to_owners(one.bucket, transfer, one.mean))
-            for one, transfer in chosen
+            (transfer, _start_to_owners(one.bucket, transfer, one.mean)) for one, transfer in chosen
         ]
-        for bucket, transfer, join in joins:
+        for transfer, join in joins:
             for slot, gradient in join().items():
-                values, shape = transfer.owned[slot], bucket.layout.slots[slot].shape
+                values = transfer.owned[slot]
                 # A copy even where nothing is cast: an optimizer may change what it is given.
-                own = scale_(gradient.to(values.dtype, copy=True), multiplier)
-                values.grad = own.view(shape)
+                values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
 
     def _values_to_owners(self) -> None:
         remembered: list[tuple[Bucket, _Transfer]] = []
@@ -211,8 +211,8 @@ def _make_values(bucket: Bucket, slot: int) -> nn.Parameter:
         return nn.Parameter(torch.full((), torch.nan, dtype=stored.dtype).expand(place.shape))
     master = _master_of(bucket)
     if not bucket.partition.optimizer:
-        return nn.Parameter(master[place.offset : place.stop].view(place.shape))
-    return nn.Parameter(torch.empty(place.shape, dtype=master.dtype, device=master.device))
+        return nn.Parameter(shaped(master[place.offset : place.stop], place))
+    return nn.Parameter(shaped(master.new_empty(place.numel), place))
 
 
 def _master_of(bucket: Bucket) -> Tensor:
@@ -227,7 +227,7 @@ def _stamp(bucket: Bucket) -> _Stamp:
 
 def _copy_values(transfer: _Transfer, wholes: Mapping[int, Tensor]) -> None:
     for slot, values in transfer.owned.items():
-        values.detach().copy_(wholes[slot].view(values.shape))
+        values.detach().copy_(wholes[slot])
 
 
 def _start_to_owners(
@@ -235,11 +235,12 @@ def _start_to_owners(
 ) -> Callable[[], dict[int, Tensor]]:
     """Send the fragments of `cut`, laid out like my span, to their owners.
 
-    The call that is returned waits, and gives what I own: by slot, 1-D and whole.
+    The call that is returned waits, and gives what I own: by slot, whole and in its shape.
     """
     slots = bucket.layout.slots
     if not bucket.partition.optimizer:
-        return lambda: {slot: cut[slots[slot].offset : slots[slot].stop] for slot in transfer.owned}
+        views = bucket.views_of(cut)
+        return lambda: {slot: views[slot] for slot in transfer.owned}
     outgoing = [_packed([_cut_of(part, cut) for part in parts], cut) for parts in transfer.held]
     incoming = [cut.new_empty(sum(part.numel for part in parts)) for parts in transfer.asked]
     label = f"the fragments of {bucket.name} for their owners"
@@ -251,14 +252,15 @@ def _start_to_owners(
         for parts, packed in zip(transfer.asked, incoming, strict=True):
             for part, values in zip(parts, _unpacked(parts, packed), strict=True):
                 wholes[part.slot][part.start : part.start + part.numel].copy_(values)
-        return wholes
+        return {slot: shaped(whole, slots[slot]) for slot, whole in wholes.items()}
 
     return join
 
 
 def _start_to_shards(bucket: Bucket, transfer: _Transfer, master: Tensor) -> Callable[[], None]:
     """Send my whole values to the shards they belong to; the call that is returned waits."""
-    flat = {slot: values.detach().reshape(-1) for slot, values in transfer.owned.items()}
+    slots = bucket.layout.slots
+    flat = {n: flattened(values.detach(), slots[n]) for n, values in transfer.owned.items()}
     outgoing = [
         _packed([flat[p.slot][p.start : p.start + p.numel] for p in parts], master)
         for parts in transfer.asked

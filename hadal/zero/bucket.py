@@ -18,13 +18,13 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan
-from hadal.zero.layout import Layout, lay_out
+from hadal.zero.layout import Layout, lay_out, order_of
 from hadal.zero.node_copy import NodeCopy
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Transport
 from hadal.zero.sharing import Sharing
 from hadal.zero.stored import Stored
-from hadal.zero.views import Views, views_of
+from hadal.zero.views import Views, shaped, views_of
 
 _ON_DEVICE = Offload()
 _AS_THEY_ARE = Transport()
@@ -83,7 +83,7 @@ class Bucket:
         self.parameters = tuple(member.parameter for member in members)
         itemsize = min(precision.compute.itemsize, precision.master.itemsize)
         self.layout: Layout = lay_out(
-            [(m.name, tuple(m.parameter.shape), m.group) for m in members],
+            [(m.name, tuple(m.parameter.shape), m.group, _order_of(m.parameter)) for m in members],
             sharing.shards.size,
             itemsize,
             plan.row_numel or 1,
@@ -139,11 +139,11 @@ class Bucket:
         for start, stop in self.layout.gaps:
             given[start:stop].zero_()
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            place = given[slot.offset : slot.stop]
-            place.copy_(parameter.detach().reshape(-1))
+            place = shaped(given[slot.offset : slot.stop], slot)
+            place.copy_(parameter.detach())
             parameter.grad = None
             # One parameter's old memory after the other: never a second copy of all of them.
-            look_at(parameter, place.view(slot.shape))
+            look_at(parameter, place)
         if not is_agreed:
             broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
         is_cut, compute = self.partition.weights, self.precision.compute
@@ -573,3 +573,7 @@ class Bucket:
     def release(self) -> None:
         """Give every parameter memory of its own again, with its present (whole) values."""
         self._views.release()
+
+
+def _order_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    return order_of(parameter.shape, parameter.stride()) or ()

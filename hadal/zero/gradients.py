@@ -26,6 +26,7 @@ from hadal.device import is_host_memory, unwatched
 from hadal.zero.bucket import Bucket
 from hadal.zero.landing import HostMean
 from hadal.zero.policy import Reduction
+from hadal.zero.views import flattened, shaped
 
 _PLAIN = Reduction()
 
@@ -135,23 +136,26 @@ class Gradients:
     def collected(self, index: int) -> Tensor | None:
         """This rank's own gradient of parameter number `index` that no reduction has taken along.
 
-        1-D; None where there is none.
+        1-D, as it lies in memory; None where there is none.
         """
+        slot = self.bucket.layout.slots[index]
         found = [self._late[index]] if index in self._late else []
         if self.state is Arrival.LOCAL and self._filled[index]:
             found.append(self._views[index])
-        return sum(found[1:], found[0]).reshape(-1) if found else None
+        return flattened(sum(found[1:], found[0]), slot) if found else None
 
     def replace(self, index: int, values: Tensor, *, is_local: bool) -> None:
-        """Put 1-D `values`, the same on all ranks, in the place of a parameter's mean gradient.
+        """Put `values`, the same on all ranks, in the place of a parameter's mean gradient.
 
+        They are 1-D, in the order of its memory.
         With `is_local`, some rank's own gradients wait for a reduction: the values wait with them.
         """
+        slot = self.bucket.layout.slots[index]
         if is_local:
             self._open()
             self._late.pop(index, None)
-            view = self._views[index]
-            view.copy_((values / (self.bucket.ranks.size * self.share)).view(view.shape))
+            of_all = self.bucket.ranks.size * self.share
+            self._views[index].copy_(shaped(values / of_all, slot))
             self._filled[index] = 1
             values = torch.zeros_like(values)
         elif self.state is Arrival.EMPTY:
@@ -159,7 +163,7 @@ class Gradients:
             self._mean_holds = True
         reduced = self.reduced
         if reduced is not None:
-            slot, (low, high) = self.bucket.layout.slots[index], self.bucket.span
+            low, high = self.bucket.span
             start, stop = max(low, slot.offset), min(high, slot.stop)
             if start < stop:
                 part = values[start - slot.offset : stop - slot.offset]

@@ -37,6 +37,7 @@ from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.grouping import BucketPlan, Member
 from hadal.zero.hooks import ReadWatcher
 from hadal.zero.kinds import is_foreign
+from hadal.zero.layout import order_of, strides_of
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Tier
 from hadal.zero.sharing import Sharing
@@ -53,7 +54,8 @@ class _Nursery:
 
     Owns their buckets. Where a parameter is shown in another dtype than it was given in, its bucket
     keeps the given values as masters, so that a later initialisation and `initialize` find them as
-    exact as they were. A parameter that the program casts has the values cast, too.
+    exact as they were. A parameter that the program casts has the values cast, too, and one that it
+    gives other strides (channels_last) has them then.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,8 @@ class _Nursery:
         self.touched = apply.Touched(self._bucket_to_gather, _STAY_WHOLE)
         self._casts: Attached[torch.dtype] = Attached("cast")
         """The dtype that the program has cast a parameter to."""
+        self._orders: Attached[tuple[int, ...]] = Attached("order")
+        """The order of its dimensions in memory, where the program has changed it."""
         # The gathered masters that parameters look at instead of their own bucket's buffer.
         self._given: dict[Bucket, Tensor] = {}
         # Born in a context that is still open: shown in the dtype that they were given in.
@@ -148,16 +152,25 @@ class _Nursery:
                 self._given[bucket] = gathered
 
     def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
-        """Make what is still ours of a bucket look at `values`, cast as the program has asked."""
+        """Make what is still ours of a bucket look at `values`, as the program has asked."""
         pairs = zip(bucket.parameters, values, strict=True)
         bucket.show(
             [
-                value.to(self._casts.get(p) or value.dtype)
-                if self.bucket_of.get(p) is bucket
-                else p.data
+                self._as_asked(p, value) if self.bucket_of.get(p) is bucket else p.data
                 for p, value in pairs
             ]
         )
+
+    def _as_asked(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
+        """Values in the dtype and the strides that the program has given a parameter."""
+        cast = values.to(self._casts.get(parameter) or values.dtype)
+        order = self._orders.get(parameter)
+        if order is None or not any(cast.stride()):
+            return cast
+        strides = strides_of(cast.shape, order)
+        if cast.stride() == strides:
+            return cast
+        return cast.new_empty_strided(cast.shape, strides).copy_(cast)
 
     def _hide(self, bucket: Bucket) -> None:
         """Make parameters look at placeholders, of the dtypes that the program expects."""
@@ -192,10 +205,31 @@ class _Nursery:
                     " Assign them inside `with hadal.zero.GatheredParameters([parameter],"
                     " modifier_rank=0):`, or in place inside the zero.Init context."
                 )
-            self._note_cast(bucket, parameter)
+            self._note_form(bucket, parameter)
         bucket.hide()
 
-    def _note_cast(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _order_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        known, bucket = self._orders.get(parameter), self.bucket_of[parameter]
+        pairs = zip(bucket.parameters, bucket.layout.slots, strict=True)
+        return next(slot.order for p, slot in pairs if p is parameter) if known is None else known
+
+    def moved(self, parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """What `fn` makes of a placeholder; None where it has made values of it."""
+        # Two elements in each dimension: enough to tell what becomes of the strides.
+        shape = (2,) * parameter.dim()
+        strides = strides_of(shape, self._order_of(parameter))
+        few = parameter.detach().new_empty_strided(shape, strides)
+        found = fn(few.fill_(torch.nan))
+        order = order_of(found.shape, found.stride())
+        if order is None or not bool(found.isnan().all()):
+            return None
+        self._orders[parameter] = order
+        return found.new_full((), torch.nan).expand(parameter.shape)
+
+    def _note_form(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        order = order_of(parameter.shape, parameter.stride())
+        if order is not None:  # else it is a placeholder
+            self._orders[parameter] = order
         if parameter.dtype in (bucket.precision.compute, bucket.precision.master):
             self._casts.pop(parameter)
         else:
@@ -205,7 +239,7 @@ class _Nursery:
         """Keep what was written, by way of `.data` too, and free the full values."""
         label = f"rank 0's first values of {bucket.name}"
         for parameter in bucket.parameters:
-            self._note_cast(bucket, parameter)
+            self._note_form(bucket, parameter)
         given = self._given.pop(bucket, None)
         if given is not None:
             for parameter, view in zip(bucket.parameters, bucket.views_of(given), strict=True):
@@ -246,7 +280,7 @@ class _Nursery:
         finally:
             for bucket in cut:
                 for parameter in bucket.parameters:
-                    self._note_cast(bucket, parameter)
+                    self._note_form(bucket, parameter)
                 bucket.take_back()
                 bucket.reshard()
                 self._hide(bucket)
@@ -281,6 +315,7 @@ class _Nursery:
         for parameter in born:
             del self.bucket_of[parameter]
             self._casts.pop(parameter)
+            self._orders.pop(parameter)
         for bucket in buckets:
             if all(self.bucket_of.get(parameter) is not bucket for parameter in bucket.parameters):
                 self._given.pop(bucket, None)
@@ -300,14 +335,13 @@ _plain_move = nn.Module._apply
 
 
 def _moving(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
-    """`.to`, `.half` and the like: a placeholder is moved or cast as the one element that it is."""
+    """`.to`, `.half` and the like: a placeholder is moved or cast as the few elements it is."""
 
     def move(tensor: Tensor) -> Tensor:
-        is_born = isinstance(tensor, nn.Parameter) and tensor in _nursery.bucket_of
-        if not is_born or any(tensor.stride()):
-            return fn(tensor)
-        moved = fn(tensor.detach()[(slice(0, 1),) * tensor.dim()])
-        return moved.expand(tensor.shape) if bool(moved.isnan().all()) else fn(tensor)
+        moved = None
+        if isinstance(tensor, nn.Parameter) and tensor in _nursery.bucket_of:
+            moved = None if any(tensor.stride()) else _nursery.moved(tensor, fn)
+        return fn(tensor) if moved is None else moved
 
     moved: _M = _plain_move(self, fn if Init._contexts else move, recurse)  # type: ignore[no-untyped-call]
     return moved

@@ -21,6 +21,8 @@ class Slot:
     shape: tuple[int, ...]
     group: int
     offset: int
+    order: tuple[int, ...] = ()
+    """Its dimensions as they lie in memory, the outermost first; (): row by row."""
 
     @property
     def numel(self) -> int:
@@ -32,6 +34,43 @@ class Slot:
         """The first element behind the parameter."""
         return self.offset + self.numel
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How many elements lie between neighbours in each dimension."""
+        return strides_of(self.shape, self.order)
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether its elements lie in memory in another order than row by row."""
+        long = [dim for dim in self.order if self.shape[dim] > 1]
+        return long != sorted(long)
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose dimensions lie in this order in memory; (): row by row."""
+    found, step = [0] * len(shape), 1
+    for dim in reversed(order or range(len(shape))):
+        found[dim] = step
+        step *= shape[dim]
+    return tuple(found)
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The dimensions of a tensor as they lie in memory, the outermost first; (): row by row.
+
+    None where its elements do not fill a stretch of memory, each in a place of its own.
+    """
+    if 0 in shape:
+        return ()
+    # Of equal strides those of dimensions of one element come last, as torch gives them.
+    dims = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
+    step = 1
+    for dim in reversed(dims):
+        if shape[dim] != 1 and strides[dim] != step:
+            return None
+        step *= shape[dim]
+    return () if dims == sorted(dims) else tuple(dims)
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -39,7 +78,7 @@ class Fragment:
 
     slot: int
     start: int
-    """Its first element, counted from the parameter's start (in its flattened form)."""
+    """Its first element, counted from the parameter's start, as it lies in memory."""
     numel: int
     offset: int
     """Where it lies, counted from the span's start."""
@@ -110,13 +149,13 @@ def align(numel: int, unit: int) -> int:
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, tuple[int, ...], int]],
+    parameters: Iterable[tuple[str, tuple[int, ...], int, tuple[int, ...]]],
     world_size: int,
     itemsize: int,
     row_numel: int = 1,
     cuts: int = 1,
 ) -> Layout:
-    """Place (name, shape, param group) triples end to end, groups together, on aligned offsets.
+    """Place (name, shape, param group, order) of each end to end, groups together, aligned.
 
     `itemsize` is the bytes of one element of the smallest dtype the buffer is kept in, so that
     every offset and every shard starts on a 16-byte border in every dtype. A shard holds whole rows
@@ -125,8 +164,8 @@ def lay_out(
     unit = max(1, ALIGNMENT_NBYTES // itemsize)
     slots: list[Slot] = []
     end = 0
-    for name, shape, group in sorted(parameters, key=lambda item: item[2]):
-        slot = Slot(name, tuple(shape), group, align(end, unit) if prod(shape) else end)
+    for name, shape, group, order in sorted(parameters, key=lambda item: item[2]):
+        slot = Slot(name, tuple(shape), group, align(end, unit) if prod(shape) else end, order)
         slots.append(slot)
         end = slot.stop
     step = lcm(unit, row_numel) * world_size * cuts

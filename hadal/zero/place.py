@@ -23,6 +23,7 @@ from hadal.zero.gathering import Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.layout import Slot
 from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.views import flattened, shaped
 
 
 class Stepper(Protocol):
@@ -63,13 +64,14 @@ def attend(runtime: ZeroRuntime, trainer: Trainer) -> None:
 class StateSlice:
     """The elements of one parameter that an optimizer steps on this rank, and their state."""
 
+    slot: Slot
     state: MutableMapping[str, Any]
     values: nn.Parameter
     """The tensor in the optimizer's param groups: a flat piece, or the whole parameter."""
     offset: int
     """The first of the elements, counted from the start of `values`."""
     start: int
-    """The first of the elements, counted from the parameter's start."""
+    """The first of the elements, counted from the parameter's start, as it lies in memory."""
     numel: int
 
     def is_elementwise(self, key: str) -> bool:
@@ -80,9 +82,22 @@ class StateSlice:
         return alike and key != "step"
 
     def elements(self, key: str) -> Tensor:
-        """These elements of a value, as a 1-D view."""
-        flat: Tensor = self.state[key].view(-1)
+        """These elements of a value, 1-D, in the order of the parameter's memory."""
+        value: Tensor = self.state[key]
+        flat = flattened(value, self.slot) if self._is_whole else value
         return flat[self.offset : self.offset + self.numel]
+
+    def replace(self, key: str, elements: Tensor) -> None:
+        """Give a value other elements, which come as `elements` gives them."""
+        value: Tensor = self.state[key]
+        if self._is_whole:
+            value.copy_(shaped(elements, self.slot))
+        else:
+            value[self.offset : self.offset + self.numel].copy_(elements)
+
+    @property
+    def _is_whole(self) -> bool:
+        return tuple(self.values.shape) == self.slot.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +153,7 @@ class Place:
         return self.bucket.shard if master is None else master
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """The (start, stop) of a rank's fragment, counted from the parameter's start."""
+        """The (start, stop) of a rank's fragment, counted from the start of its memory."""
         if not self.is_cut:
             return 0, self.slot.numel
         low, high = self.bucket.layout.span(rank)
@@ -152,12 +167,12 @@ class Place:
         return values[first : first + stop - start] if start < stop else values[:0]
 
     def fragment_of(self, full: Tensor) -> Tensor:
-        """This rank's fragment in the parameter's own values, 1-D."""
+        """This rank's fragment in the parameter's own values, 1-D as they lie in memory."""
         start, stop = self.bounds(self.shards.rank)
         return full[start:stop]
 
     def joined(self, mine: Tensor) -> Tensor:
-        """The parameter's values on every rank, 1-D, from each rank's fragment of them.
+        """The parameter's values on every rank, 1-D in the order of its memory, from all fragments.
 
         Where nothing is cut they are rank 0's; where there are several copies, those of my own.
         """
@@ -193,18 +208,23 @@ class Place:
         given: Tensor = value
         return given.detach().to(self.bucket.device)
 
-    def spread(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
-        """Rank 0's values of what all ranks gave, 1-D, in fp32 or wider."""
+    def spread(self, value: object, name: str) -> Tensor:
+        """Rank 0's values of what all ranks gave, in fp32 or wider, 1-D as they lie in memory."""
         precision = self.bucket.precision
         own = precision.master if self.bucket.trainable else precision.compute
         exact = torch.promote_types(own, torch.float32)
-        given = self.own(value, shape, name).to(exact, copy=True).reshape(-1).contiguous()
+        whole = self.own(value, self.slot.shape, name).to(exact, copy=True)
+        given = flattened(whole, self.slot).contiguous()
         broadcast_(given, 0, self.ranks, f"the new values of {self.slot.name}")
         return given
 
     def on_device(self, values: Tensor) -> Tensor:
         """Values for the caller, who computes there."""
         return values.to(self.bucket.device)
+
+    def shaped(self, values: Tensor) -> Tensor:
+        """The parameter's values, 1-D as they lie in memory, in its shape."""
+        return shaped(values, self.slot)
 
     # ---- gradients -------------------------------------------------------------------------------
 
@@ -241,7 +261,7 @@ class Place:
         stepper = trainer.stepper
         whole = None if stepper is None else stepper.values_of(bucket.parameters[self.index])
         if whole is not None:
-            return StateSlice(state.get(whole, {}), whole, 0, 0, self.slot.numel)
+            return StateSlice(self.slot, state.get(whole, {}), whole, 0, 0, self.slot.numel)
         mine = self.cut(self.master())
         if not mine.numel():
             return None
@@ -250,7 +270,8 @@ class Place:
                 offset = _offset_in(piece, mine)
                 if offset is not None:
                     start = self.bounds(self.shards.rank)[0]
-                    return StateSlice(state.get(piece, {}), piece, offset, start, mine.numel())
+                    own = state.get(piece, {})
+                    return StateSlice(self.slot, own, piece, offset, start, mine.numel())
         return None
 
 

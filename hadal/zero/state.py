@@ -1,8 +1,9 @@
 """What stands behind one parameter: its fp32 value, its gradient and the optimizer's memory of it.
 
-"full" is the whole tensor on every rank, "local" this rank's fragment of it as a flat tensor. All
-ranks call these functions together, for the same parameters in the same order, outside of forward
-and backward. What they return is a copy. They answer None for a parameter that no engine holds.
+"full" is the whole tensor on every rank, "local" this rank's fragment of it as a flat tensor, in
+the order of the parameter's memory: row by row, unless its strides say otherwise. All ranks call
+these functions together, for the same parameters in the same order, outside of forward and
+backward. What they return is a copy. They answer None for a parameter that no engine holds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if place is None:
         return None
     with place.present(writes=False):
-        return place.on_device(exact(place.joined(place.cut(place.master())))).view(param.shape)
+        return place.shaped(place.on_device(exact(place.joined(place.cut(place.master())))))
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         UsageError: `value` has another shape, or no engine holds the parameter.
     """
     place = held_place(param, "safe_set_full_fp32_param")
-    _put_master(place, place.spread(value, tuple(param.shape), "safe_set_full_fp32_param"))
+    _put_master(place, place.spread(value, "safe_set_full_fp32_param"))
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """
     place = place_of(param)
     full = None if place is None else _gradient(place)
-    return None if full is None else full.view(param.shape)
+    return None if place is None or full is None else place.shaped(full)
 
 
 @torch.no_grad()
@@ -119,7 +120,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         UsageError: `value` has another shape, or there is no gradient to replace.
     """
     place = held_place(param, "safe_set_full_grad")
-    _put_gradient(place, place.spread(value, tuple(param.shape), "safe_set_full_grad"))
+    _put_gradient(place, place.spread(value, "safe_set_full_grad"))
 
 
 @torch.no_grad()
@@ -147,7 +148,7 @@ def safe_update_full_grad_vectorized(
 
 
 def _gradient(place: Place) -> Tensor | None:
-    """The mean gradient of all ranks, unscaled, 1-D; the same on every rank."""
+    """The mean gradient of all ranks, unscaled, 1-D as it lies in memory; on every rank."""
     gradients = place.gradients()
     if gradients is None:
         return None
@@ -226,7 +227,7 @@ def _full_state(place: Place, optim_state_key: str) -> Any:
             piece.copy_(part.elements(optim_state_key))
         broadcast_(piece, rank, place.shards, f"the {optim_state_key} of {place.slot.name}")
         covered = one.start + one.numel
-    return place.on_device(exact(full)).view(place.slot.shape)
+    return place.shaped(place.on_device(exact(full)))
 
 
 @torch.no_grad()
@@ -270,9 +271,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         held = gather_objects(_announced(part, optim_state_key), place.ranks)
         _expect_key(place, held, optim_state_key)
         _expect_elements(place, held, optim_state_key)
-        full = place.spread(value, tuple(param.shape), name)
+        full = place.spread(value, name)
         if part is not None:
-            part.elements(optim_state_key).copy_(full[part.start : part.start + part.numel])
+            part.replace(optim_state_key, full[part.start : part.start + part.numel])
 
 
 @torch.no_grad()
@@ -297,7 +298,7 @@ def safe_set_local_optimizer_state(
         numel = 0 if part is None else part.numel
         mine = place.alike(place.own(value, (numel,), name).clone())
         if part is not None:
-            part.elements(optim_state_key).copy_(mine)
+            part.replace(optim_state_key, mine)
 
 
 class _Elements(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hadal.device import number_of_users, unwatched
 from hadal.errors import ModelError, ShardedAccessError
-from hadal.zero.layout import Layout
+from hadal.zero.layout import Layout, Slot
 from hadal.zero.watched import kind_of, take_touched, watched_kind_of
 
 
@@ -141,5 +141,18 @@ class Views:
 
 
 def views_of(flat: Tensor, layout: Layout) -> list[Tensor]:
-    """A view of `flat` (1-D, laid out so) for each parameter, in its shape."""
-    return [flat[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
+    """A view of `flat` (1-D, laid out so) for each parameter, in its shape and strides."""
+    return [shaped(flat[slot.offset : slot.stop], slot) for slot in layout.slots]
+
+
+def shaped(flat: Tensor, slot: Slot) -> Tensor:
+    """A view of one parameter's elements, 1-D as they lie in memory, in its shape and strides."""
+    return flat.as_strided(slot.shape, slot.strides) if slot.order else flat.view(slot.shape)
+
+
+def flattened(values: Tensor, slot: Slot) -> Tensor:
+    """The elements of a tensor of a parameter's shape, 1-D in the order of the parameter's memory.
+
+    A view where they lie in that order, else a copy.
+    """
+    return (values.permute(slot.order) if slot.order else values).reshape(-1)

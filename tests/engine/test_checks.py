@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import hadal
-from engine.logs import logged
 from hadal.config import load_config
 from hadal.engine.checks import check_groups, check_scheduler
 from hadal.errors import ConfigError, OptimizerError
@@ -57,19 +56,3 @@ def test_the_scheduler_is_heard_at_the_start(monkeypatch):
             model_parameters=model.parameters(),
             config={"elasticity": ELASTIC, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
         )
-
-
-def test_weights_that_become_contiguous_are_warned_of():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 1))
-    values = model[0].weight.detach().clone()
-    model.to(memory_format=torch.channels_last)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
-    with logged() as messages:
-        engine, *_ = hadal.initialize(model=model, config=config)
-    assert any("1 parameters, the first of them 0.weight, are not contig" in m for m in messages)
-    assert torch.equal(engine.state_dict()["0.weight"], values)
-    engine.destroy()
-    with logged() as messages:
-        engine, *_ = hadal.initialize(model=nn.Sequential(nn.Conv2d(3, 8, 3)), config=config)
-    assert not any("contiguous" in message for message in messages)
-    engine.destroy()

@@ -80,6 +80,10 @@ def built(
     torch.manual_seed(5)
     with hadal.zero.Init(config_dict_or_path=config) if born_sharded else contextlib.nullcontext():
         made = Model(model)
+    if model == "turned":  # weights lie column by column
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.t().contiguous().t()
     made.blocks[:2].requires_grad_(not freezes)
     engine, *_ = hadal.initialize(model=made, model_parameters=made.parameters(), config=config)
     return engine
@@ -187,6 +191,14 @@ def trained(config: dict[str, Any], updates: int = 3, **model: Any) -> dict[str,
     told["device"] = engine.device.type
     told["weights"] = weights(engine)
     engine.destroy()
+    return told
+
+
+def trained_turned(config: dict[str, Any]) -> dict[str, Any]:
+    """What a training comes to of weights that lie column by column, and go on to."""
+    told = trained(config, model="turned")
+    weights = [one for one in told["weights"].values() if one.dim() == 2]
+    assert weights and not any(one.is_contiguous() for one in weights)
     return told
 
 

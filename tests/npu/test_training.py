@@ -220,3 +220,10 @@ def test_muon_iterates_in_bfloat16_on_a_device(npus: RankPools) -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, found.bfloat16().float())
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_may_lie_column_by_column(stage: int, npus: RankPools, ranks: RankPools) -> None:
+    config = runs.config(stage, "bf16")
+    wanted = ranks(2).run(runs.trained_turned, config)
+    same(npus(2).run(runs.trained_turned, config), wanted)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, align, lay_out, share_out
+from hadal.zero.layout import ALIGNMENT_NBYTES, Layout, Slot, align, lay_out, order_of, share_out
+from hadal.zero.views import flattened, shaped
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 PARAMETERS = st.lists(st.tuples(SHAPES, st.integers(-1, 2)), max_size=8)
@@ -16,8 +19,8 @@ WORLDS = st.integers(1, 7)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 
-def named(parameters: list[tuple[tuple[int, ...], int]]) -> list[tuple[str, tuple[int, ...], int]]:
-    return [(f"p{index}", shape, group) for index, (shape, group) in enumerate(parameters)]
+def named(parameters: list[tuple[tuple[int, ...], int]]) -> list[tuple[Any, ...]]:
+    return [(f"p{index}", shape, group, ()) for index, (shape, group) in enumerate(parameters)]
 
 
 def numbered(layout: Layout) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -34,8 +37,8 @@ def numbered(layout: Layout) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @given(PARAMETERS, WORLDS, ITEMSIZES)
 def test_slots_are_aligned_apart_and_in_order_of_their_groups(parameters, world, itemsize):
     layout = lay_out(named(parameters), world, itemsize)
-    assert sorted(slot.name for slot in layout.slots) == sorted(n for n, _, _ in named(parameters))
-    by_name = {name: (shape, group) for name, shape, group in named(parameters)}
+    assert sorted(slot.name for slot in layout.slots) == sorted(n for n, *_ in named(parameters))
+    by_name = {name: (shape, group) for name, shape, group, _ in named(parameters)}
     end = 0
     for slot in layout.slots:
         assert (slot.shape, slot.group) == by_name[slot.name]
@@ -112,12 +115,44 @@ def test_runs_hold_all_fragments_of_their_own_group_and_no_others(parameters, wo
 
 
 def test_a_scalar_has_one_element_and_an_empty_parameter_none():
-    layout = lay_out([("a", (), 0), ("b", (3, 0), 0), ("c", (5,), 0)], 2, 4)
+    layout = lay_out([("a", (), 0, ()), ("b", (3, 0), 0, ()), ("c", (5,), 0, ())], 2, 4)
     assert [slot.numel for slot in layout.slots] == [1, 0, 5]
     assert [slot.offset for slot in layout.slots] == [0, 1, 4]
     assert layout.numel == 16
     assert [piece.slot for piece in layout.fragments(0, 8)] == [0, 2]
     assert layout.gaps == ((1, 4), (9, 16))
+
+
+@given(st.data())
+def test_a_permuted_tensor_has_an_order_and_comes_back_in_it(data):
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=5))
+    dims = data.draw(st.permutations(range(len(shape))))
+    numel = torch.Size(shape).numel()
+    values = torch.arange(numel).view(shape).permute(dims)
+    order = order_of(values.shape, values.stride())
+    slot = Slot("p", tuple(values.shape), 0, 0, order)
+    assert slot.is_reordered == (not values.is_contiguous())
+    long = [dim for dim in range(values.dim()) if values.shape[dim] > 1]
+    assert [slot.strides[dim] for dim in long] == [values.stride(dim) for dim in long]
+    assert torch.equal(flattened(values, slot), torch.arange(numel))
+    view = shaped(torch.arange(numel), slot)
+    assert torch.equal(view, values)
+    assert flattened(view, slot).data_ptr() == view.data_ptr()
+    assert torch.equal(flattened(values.contiguous(), slot), torch.arange(numel))
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (8, 1, 3, 3), (8, 4, 1, 1), (1, 4, 3, 1)])
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_formats_keep_the_strides_that_torch_gives_them(shape, memory_format):
+    strides = torch.empty(shape, memory_format=memory_format).stride()
+    assert Slot("p", shape, 0, 0, order_of(shape, strides)).strides == strides
+
+
+def test_what_does_not_fill_its_memory_has_no_order():
+    for values in (torch.zeros(3).expand(3, 3), torch.zeros(3, 8)[:, :4], torch.zeros(9)[::2]):
+        assert order_of(values.shape, values.stride()) is None
+    assert order_of((0, 3), (7, 9)) == ()
+    assert order_of((), ()) == ()
 
 
 def test_no_parameters_make_an_empty_buffer():
