@@ -15,7 +15,7 @@ from torch import nn
 from hadal.autotuning.files import write_json
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes
-from hadal.comm.start import local_size
+from hadal.comm.start import get_local_world_size
 from hadal.config.autotuning import METRIC_PATH, MODEL_INFO_PATH, Autotuning
 from hadal.device import (
     is_host_memory,
@@ -189,4 +189,4 @@ def memory_of_a_rank(device: torch.device) -> int:
     """Bytes that one rank may take: all of an accelerator; on a CPU its share of what is free."""
     if not is_host_memory(device):
         return total_memory(device).total
-    return memory_use(device).host + free_host_nbytes() // (local_size() or 1)
+    return memory_use(device).host + free_host_nbytes() // (get_local_world_size() or 1)

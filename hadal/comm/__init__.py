@@ -55,8 +55,15 @@ from hadal.comm.groups import (
     monitored_barrier,
     new_group,
 )
-from hadal.comm.ranks import Ranks, get_local_rank, get_local_world_size
-from hadal.comm.start import get_rank, get_world_size, init_distributed, is_initialized
+from hadal.comm.ranks import Ranks
+from hadal.comm.start import (
+    get_local_rank,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    is_initialized,
+)
 from hadal.comm.summary import log_summary
 
 __all__ = [

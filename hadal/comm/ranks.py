@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hadal.comm.functions import all_gather_object
 from hadal.comm.neighbours import Circle, identity, meet
-from hadal.comm.start import local_rank, local_size, may_read_memory
+from hadal.comm.start import may_read_memory
 from hadal.device import current_device
 
 T = TypeVar("T")
@@ -180,13 +180,3 @@ def _find_circle(group: dist.ProcessGroup) -> Circle:
     told: list[Any] = [identity(reads=may_read_memory())] * size
     all_gather_object(told, told[0], group, label="the meeting of neighbours")
     return meet(told, dist.get_rank(group))
-
-
-def get_local_rank() -> int:
-    """This process's number on its host, as its launcher told it; 0 without a launcher."""
-    return local_rank()
-
-
-def get_local_world_size() -> int | None:
-    """How many processes run on each host, as the launcher told it; None where it did not."""
-    return local_size()

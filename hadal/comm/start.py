@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import socket
@@ -129,15 +130,8 @@ def told_timeout(variables: Mapping[str, str]) -> timedelta:
     Raises:
         CommunicationError: the variable does not hold such a number.
     """
-    told = variables.get("DEEPSPEED_TIMEOUT", "")
-    try:
-        minutes = float(told) if told else DEFAULT_TIMEOUT / timedelta(minutes=1)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < float("inf"):
-        raise CommunicationError(
-            f"the variable DEEPSPEED_TIMEOUT must be a number of minutes above 0, found {told!r}"
-        )
+    usual = DEFAULT_TIMEOUT / timedelta(minutes=1)
+    minutes = _number(variables, "DEEPSPEED_TIMEOUT", usual, "a number of minutes above 0")
     return timedelta(minutes=minutes)
 
 
@@ -166,28 +160,25 @@ def _start(
     timeout: timedelta,
     device: torch.device,
 ) -> None:
+    rank, world_size, bound = 0, 1, None
     if place.world_size == 1 and init_method is None:
         # Alone there is nobody to meet: no port is opened, so that many such runs share a host.
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-            timeout=timeout,
-        )
-        return
-    meeting = rendezvous(init_method or _url(place), place.rank, place.world_size, timeout=timeout)
-    store, rank, world_size = next(meeting)
-    store.set_timeout(timeout)
-    if "nccl" in backend:
-        refuse_shared_devices(store, rank, world_size, device)
+        store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        url = init_method or _url(place)
+        meeting = rendezvous(url, place.rank, place.world_size, timeout=timeout)
+        met, rank, world_size = next(meeting)
+        met.set_timeout(timeout)
+        if "nccl" in backend:
+            refuse_shared_devices(met, rank, world_size, device)
+        store, bound = PrefixStore("default_pg", met), device if _carries(backend, device) else None
     dist.init_process_group(
         backend,
-        store=PrefixStore("default_pg", store),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if _carries(backend, device) else None,
+        device_id=bound,
     )
 
 
@@ -294,7 +285,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def local_rank() -> int:
+def get_local_rank() -> int:
     """This process's number on its host, as its launcher told it; 0 without a launcher."""
     told = _told(os.environ)
     return told.local_rank if told else 0
@@ -328,7 +319,7 @@ _LOCAL_SIZES = (
 _SLURM_LOCAL_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
-def local_size() -> int | None:
+def get_local_world_size() -> int | None:
     """How many processes run on each host, as the launcher told it; None where it did not.
 
     None too where Slurm says that hosts have unequally many.
@@ -350,16 +341,8 @@ def watchdog_limit() -> float:
     Raises:
         CommunicationError: the variable does not hold such a number.
     """
-    told = os.environ.get("HADAL_WATCHDOG_S", "")
-    try:
-        limit = float(told or DEFAULT_WATCHDOG_S)
-    except ValueError:
-        limit = -1.0
-    if not 0 <= limit < float("inf"):
-        raise CommunicationError(
-            f"the variable HADAL_WATCHDOG_S must be a number of seconds, or 0, found {told!r}"
-        )
-    return limit
+    expected = "a number of seconds, or 0"
+    return _number(os.environ, "HADAL_WATCHDOG_S", DEFAULT_WATCHDOG_S, expected, is_zero_fine=True)
 
 
 def memory_is_tuned() -> bool:
@@ -380,6 +363,25 @@ def may_read_memory() -> bool:
     if told not in ("0", "1"):
         raise CommunicationError(f"the variable HADAL_CROSS_MEMORY must be 0 or 1, found {told!r}")
     return told == "1"
+
+
+def _number(
+    variables: Mapping[str, str],
+    key: str,
+    usual: float,
+    expected: str,
+    *,
+    is_zero_fine: bool = False,
+) -> float:
+    """A finite number above 0, or 0; `usual` where the variable is not set."""
+    told = variables.get(key, "")
+    try:
+        number = float(told or usual)
+    except ValueError:
+        number = math.nan
+    if not (0 < number < math.inf or (is_zero_fine and number == 0)):
+        raise CommunicationError(f"the variable {key} must be {expected}, found {told!r}")
+    return number
 
 
 def _whole_number(variables: Mapping[str, str], key: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hadal.comm.start import local_size
+from hadal.comm.start import get_local_world_size
 from hadal.config import Config
 from hadal.config.aio import Aio
 from hadal.device import is_host_memory, total_memory
@@ -76,7 +76,7 @@ def warn_of_one_thread(config: Config, device: torch.device) -> None:
     if tiers_of(config).optimizer is Tier.DEVICE or is_host_memory(device):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = (cores or 1) // (local_size() or 1)
+    threads = (cores or 1) // (get_local_world_size() or 1)
     if torch.get_num_threads() == 1 < threads:
         _log.warning(
             "zero_optimization.offload_optimizer: the host updates the weights in 1 thread"

@@ -23,7 +23,7 @@ from hadal.comm.start import (
     _url,
     find_place,
     first_slurm_host,
-    local_size,
+    get_local_world_size,
     refuse_shared_devices,
 )
 from hadal.errors import CommunicationError
@@ -173,7 +173,7 @@ def test_how_many_processes_a_host_has(variables, size, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert local_size() == size
+    assert get_local_world_size() == size
 
 
 @pytest.mark.parametrize(
