@@ -36,21 +36,14 @@ class DiskStore:
 
     Args:
         folder: a folder on the disk, for all processes.
-        settings: how requests are cut, and how many are under way.
-        checksums: compare what is read with what was written; offsets and lengths are then
-            multiples of 8192. None: as the settings say.
+        settings: how requests are cut, and how many are under way; with `verifies` offsets and
+            lengths are multiples of 8192.
 
     Raises:
         OffloadError: nothing can be written there.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        settings: IoSettings | None = None,
-        *,
-        checksums: bool | None = None,
-    ) -> None:
+    def __init__(self, folder: str | Path, settings: IoSettings | None = None) -> None:
         self.settings = settings = settings or IoSettings()
         self._folder = OwnFolder(Path(folder))
         try:
@@ -62,8 +55,7 @@ class DiskStore:
         self._next_queue = 0
         self._room = Room()
         self._lock = threading.Lock()
-        self._checksums = settings.verifies if checksums is None else checksums
-        self._step = rounded(settings.block_nbytes, CELL_NBYTES if self._checksums else ALIGNMENT)
+        self._step = rounded(settings.block_nbytes, CELL_NBYTES if settings.verifies else ALIGNMENT)
         self._regions: set[Region] = set()
         self._open: OpenRequests = {}
         self._process = os.getpid()
@@ -99,7 +91,9 @@ class DiskStore:
             except BaseException:
                 self._room.give_back(extent)
                 raise
-        region = Region(name, nbytes, extent, Sums(name, nbytes) if self._checksums else None)
+        region = Region(
+            name, nbytes, extent, Sums(name, nbytes) if self.settings.verifies else None
+        )
         self._regions.add(region)
         return region
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from hadal.optim.fused import UncorrectedAdam
 from hadal.optim.lamb import Lamb, LambStepper
 from hadal.optim.lion import Lion
 from hadal.optim.muon import Muon, MuonStepper
-from hadal.optim.mup import MUP_KINDS, build_mup
 from hadal.optim.on_disk import DiskSteps
 from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hadal.optim.signs import OneBitLambStepper, ZeroOneAdamStepper
@@ -52,6 +52,7 @@ _ELEMENTWISE = frozenset(
         UncorrectedAdam,
     }
 )
+_MUP = ("MuAdam", "MuAdamW", "MuSGD")
 _REFUSED = {
     "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
@@ -92,8 +93,8 @@ def build_optimizer(
     Raises:
         OptimizerError: no such optimizer, one that cannot work here, or arguments it does not take.
     """
-    if kind in MUP_KINDS:
-        return build_mup(kind, params, groups)
+    if kind in _MUP:
+        return _build_mup(kind, params, groups)
     arguments = dict(params)
     switches = {key: arguments.pop(key, None) for key in _SWITCHES.get(kind, ())}
     if kind in _SWITCHES:
@@ -104,13 +105,46 @@ def build_optimizer(
         inspect.signature(made).bind(groups, **arguments)
     except TypeError as error:
         raise OptimizerError(f"optimizer.params does not fit {kind}: {error}") from None
-    if "betas" in arguments:
-        arguments["betas"] = tuple(arguments["betas"])
     try:
         with spared_import():
-            optimizer: Optimizer = made(groups, **arguments)
+            optimizer: Optimizer = made(groups, **_with_tuples(arguments))
     except (TypeError, ValueError) as error:
         raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
+    return optimizer
+
+
+def _with_tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as classes expect them: JSON has no tuples."""
+    return {key: tuple(value) if key == "betas" else value for key, value in arguments.items()}
+
+
+def _build_mup(
+    kind: str, params: Mapping[str, Any], groups: Iterable[nn.Parameter] | list[dict[str, Any]]
+) -> Optimizer:
+    """Let mup (Yang et al. 2022) make one of torch's optimizers, with a group for each width.
+
+    Raises:
+        OptimizerError: the package is not installed, does not take these arguments, or the model
+            has no base shapes.
+    """
+    try:
+        package = importlib.import_module("mup")
+    except ImportError as error:
+        raise OptimizerError(
+            f"optimizer.type {kind} needs the mup package, which cannot be imported ({error}):"
+            " pip install mup"
+        ) from error
+    try:
+        optimizer: Optimizer = getattr(package, kind)(groups, **_with_tuples(params))
+    except KeyError as error:
+        raise OptimizerError(
+            f"{kind} needs optimizer.params.{error.args[0]}, which mup has no default for; add it"
+        ) from error
+    except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
+        raise OptimizerError(
+            f"{kind} cannot be made with {dict(params)}: {error}. Call mup.set_base_shapes on the"
+            " model before hadal.initialize."
+        ) from error
     return optimizer
 
 

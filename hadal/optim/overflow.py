@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -45,9 +46,14 @@ def first_overflow(
     Each rank looks at its own cut of the gradients; all ranks must call it, and get the same name.
     None where every single gradient is finite, and only the square of their norm is too large.
     """
+    return _first_of((name for one in gradients for name in _not_finite(one)), names, ranks)
+
+
+def _first_of(found: Iterable[str], names: Sequence[str], ranks: Ranks) -> str | None:
+    """The first of `names` that any rank has found."""
     place = {name: number for number, name in enumerate(names)}
-    mine = [place[name] for one in gradients for name in _not_finite(one)]
-    first = min(gather_codes(min(mine, default=len(names)), ranks))
+    mine = min((place[name] for name in found), default=len(names))
+    first = min(gather_codes(mine, ranks))
     return names[first] if first < len(names) else None
 
 
@@ -65,11 +71,8 @@ def first_row_overflow(rows: RowNorms, names: Sequence[str], ranks: Ranks) -> st
 
     Parameters that share a row cannot be told apart.
     """
-    place = {name: number for number, name in enumerate(names)}
     near = (_near(one, start, norms) for one, (start, norms) in rows.items())
-    mine = [place[name] for found in near for name in found]
-    first = min(gather_codes(min(mine, default=len(names)), ranks))
-    return names[first] if first < len(names) else None
+    return _first_of(chain.from_iterable(near), names, ranks)
 
 
 def _near(one: Gradients, start: int, norms: Tensor) -> Iterator[str]:

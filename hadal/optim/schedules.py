@@ -90,11 +90,6 @@ class Schedule(ABC):
         return [float(item) for item in value]
 
 
-def warm_up(t: int, length: int, kind: str) -> float:
-    """The share of the warm-up that is done at t < length, from 0 to 1."""
-    return math.log(t + 1) / math.log(length) if kind == "log" else t / length
-
-
 def _count(value: Any, key: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptimizerError(
@@ -103,19 +98,22 @@ def _count(value: Any, key: str, least: int = 1) -> int:
     return value
 
 
-def _warm_up_length(steps: int) -> int:
-    # The logarithm's warm-up divides by ln(length): none and one step count as two.
-    return max(2, _count(steps, "warmup_num_steps", 0))
+class _WarmUp(Schedule):
+    """A schedule that begins with a warm-up of `warmup_num_steps`, of `warmup_type`."""
+
+    def _set_warm_up(self, steps: int, kind: str) -> None:
+        # The logarithm divides by ln(length): none and one step count as two.
+        self._length = max(2, _count(steps, "warmup_num_steps", 0))
+        if kind not in ("log", "linear"):
+            _log.warning('scheduler.params.warmup_type %r is unknown, "log" is used', kind)
+        self._is_linear = kind == "linear"
+
+    def _warmed_up(self, t: int) -> float:
+        """The share of the warm-up that is done at t < length, from 0 to 1."""
+        return t / self._length if self._is_linear else math.log(t + 1) / math.log(self._length)
 
 
-def _warm_up_kind(kind: str) -> str:
-    if kind not in ("log", "linear"):
-        _log.warning('scheduler.params.warmup_type %r is unknown, "log" is used', kind)
-        return "log"
-    return kind
-
-
-class WarmupLR(Schedule):
+class WarmupLR(_WarmUp):
     """From a low rate to a high one in `warmup_num_steps`, then constant."""
 
     def __init__(
@@ -130,16 +128,14 @@ class WarmupLR(Schedule):
         self.optimizer = optimizer
         own = [float(group["lr"]) for group in optimizer.param_groups]
         self._low = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self._high = self._per_group(
-            own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr"
-        )
-        self._length = _warm_up_length(warmup_num_steps)
-        self._kind = _warm_up_kind(warmup_type)
+        high = own if warmup_max_lr is None else warmup_max_lr
+        self._high = self._per_group(high, "warmup_max_lr")
+        self._set_warm_up(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def share(self, t: int) -> float:
         """How far between the low (0) and the high (1) rate."""
-        return warm_up(t, self._length, self._kind) if t < self._length else 1.0
+        return self._warmed_up(t) if t < self._length else 1.0
 
     def rate(self, n: int, group: int) -> float:
         """The rate of a param group after `n` steps."""
@@ -161,14 +157,8 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total = total_num_steps
-        super().__init__(
-            optimizer,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
-        )
+        rates = warmup_min_lr, warmup_max_lr
+        super().__init__(optimizer, *rates, warmup_num_steps, warmup_type, last_batch_iteration)
         if total_num_steps < warmup_num_steps:
             _log.warning(
                 "scheduler.params.total_num_steps %d is below warmup_num_steps %d",
@@ -179,11 +169,11 @@ class WarmupDecayLR(WarmupLR):
     def share(self, t: int) -> float:
         """How far between the low (0) and the high (1) rate."""
         if t < self._length:
-            return warm_up(t, self._length, self._kind)
+            return self._warmed_up(t)
         return max(0.0, (self._total - t) / max(1.0, self._total - self._length))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(_WarmUp):
     """Warm-up as a share of each group's own rate, then half a cosine down (Loshchilov 2017)."""
 
     def __init__(
@@ -199,15 +189,14 @@ class WarmupCosineLR(Schedule):
         self._total = total_num_steps
         self._first_ratio = warmup_min_ratio
         self._last_ratio = cos_min_ratio
-        self._length = _warm_up_length(warmup_num_steps)
-        self._kind = _warm_up_kind(warmup_type)
+        self._set_warm_up(warmup_num_steps, warmup_type)
         self._own = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, t: int) -> float:
         """The share of a group's own rate."""
         if t < self._length:
-            done = warm_up(t, self._length, self._kind)
+            done = self._warmed_up(t)
             return self._first_ratio + (1.0 - self._first_ratio) * done
         done = min(1.0, (t - self._length + 1) / max(1, self._total - self._length))
         last = self._last_ratio
@@ -268,10 +257,8 @@ class OneCycle(Schedule):
         second = first if cycle_second_step_size is None else cycle_second_step_size
         self._sizes = (first, _count(second, "cycle_second_step_size", least=0))
         stairs = cycle_second_stair_count
-        self._stairs = (
-            cycle_first_stair_count,
-            cycle_first_stair_count if stairs is None else stairs,
-        )
+        stairs = cycle_first_stair_count if stairs is None else stairs
+        self._stairs = (cycle_first_stair_count, stairs)
         self._low = self._per_group(cycle_min_lr, "cycle_min_lr")
         self._high = self._per_group(cycle_max_lr, "cycle_max_lr")
         self._low_momentum = self._per_group(cycle_min_mom, "cycle_min_mom")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_what_is_read_is_what_was_written(
 ) -> None:
     """Regions of any length, in portions of so many pages, all of them under way at once."""
     portion = pages * (2 if checksums else 1) * PAGE
-    store = DiskStore(tmp_path, keys, checksums=checksums)
+    store = DiskStore(tmp_path, replace(keys, verifies=checksums))
     regions = [store.allocate(f"region {number}", n) for number, n in enumerate(nbytes)]
     written = [filled(n, seed) for seed, n in enumerate(nbytes)]
     read = [aligned(n) for n in nbytes]
@@ -119,7 +120,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_checksums_are_of_cells(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, IoSettings(block_nbytes=3 * PAGE), checksums=True)
+    store = DiskStore(tmp_path, IoSettings(block_nbytes=3 * PAGE, verifies=True))
     region = store.allocate("it", 17 * PAGE + 1)
     buffer = filled(17 * PAGE + 1)
     for offset, nbytes in ((PAGE, PAGE), (2 * PAGE, PAGE), (0, 3 * PAGE)):
