@@ -175,7 +175,7 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] = [None] * ranks.size
-    functions.all_gather_object(values, value, ranks.host_group, label=_OF_OBJECTS)
+    labelled(_OF_OBJECTS, functions.all_gather_object, values, value, ranks.host_group)
     return values
 
 
@@ -184,7 +184,7 @@ def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
     if ranks.size == 1:
         return [value]
     values: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
-    functions.gather_object(value, values, None, ranks.host_group, 0, label=_OF_OBJECTS)
+    labelled(_OF_OBJECTS, functions.gather_object, value, values, None, ranks.host_group, 0)
     return values or []
 
 

@@ -211,7 +211,8 @@ class Row:
 class CommsLog:
     """What has been recorded, and what is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = True) -> None:
+        self.is_on = is_on
         self.choice = LogChoice()
         self._lock = Lock()
         self._open: deque[Record] = deque()
@@ -227,7 +228,7 @@ class CommsLog:
         times: int = 1,
     ) -> Record | None:
         """Begin a record of a message `times` as long as `tensors`; None where it is not wanted."""
-        if not self.choice.wants(operation):
+        if not (self.is_on and self.choice.wants(operation)):
             return None
         found = [tensors] if isinstance(tensors, Tensor) else tensors
         nbytes = sum(tensor.nbytes for tensor in found) * times
@@ -242,7 +243,7 @@ class CommsLog:
         return record
 
     def reset(self) -> None:
-        """Forget everything so far, and what is under way."""
+        """Forget what was recorded, and what is under way."""
         with self._lock:
             self._open.clear()
             self._entries.clear()
@@ -332,9 +333,9 @@ def _caller() -> str:
 
 # ---- the one log of this process -----------------------------------------------------------------
 
-comms_log = CommsLog()
-# None while nothing is recorded: that is all that a collective looks at then.
-_running: CommsLog | None = None
+comms_log = CommsLog(is_on=False)
+opened = comms_log.open
+reset_log = comms_log.reset
 
 
 def start_log(
@@ -352,46 +353,25 @@ def start_log(
     Raises:
         UsageError: `prof_ops` names something else.
     """
-    global _running
     comms_log.choice = LogChoice(verbose, prof_all, tuple(prof_ops), debug)
-    _running = comms_log
+    comms_log.is_on = True
 
 
 def stop_log() -> None:
     """Record no more; what is under way comes to its end."""
-    global _running
-    _running = None
+    comms_log.is_on = False
 
 
 @contextmanager
 def pause_log() -> Iterator[None]:
     """Around what is not to be recorded."""
-    global _running
-    before, _running = _running, None
+    before, comms_log.is_on = comms_log.is_on, False
     try:
         yield
     finally:
-        _running = before
+        comms_log.is_on = before
 
 
 def is_logging() -> bool:
     """Whether collectives are recorded."""
-    return _running is not None
-
-
-def reset_log() -> None:
-    """Forget what was recorded."""
-    comms_log.reset()
-
-
-def opened(
-    operation: str,
-    tensors: Tensor | Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    label: str,
-    times: int = 1,
-) -> Record | None:
-    """Begin a record, where there is a log."""
-    if _running is None:
-        return None
-    return _running.open(operation, tensors, group, label, times)
+    return comms_log.is_on

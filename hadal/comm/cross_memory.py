@@ -30,6 +30,8 @@ MEETING_S = 60.0
 # kind, group, tag, number, address, bytes
 _HEADER = struct.Struct("<BQIQQQ")
 _OFFER, _SHORT_OFFER, _TAKEN, _REFUSED = 1, 2, 3, 4
+_Channel = tuple[int, int]
+"""A group and a tag: offers and wishes meet by their order within it."""
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
@@ -67,11 +69,12 @@ def read(pid: int, source: int, target: int, nbytes: int) -> None:
 
 
 class Ended:
-    """One send or receive: over, or at fault."""
+    """One send or receive of a tensor: under way, over, or at fault."""
 
-    __slots__ = ("_event", "_fault", "_heir", "_timeout")
+    __slots__ = ("_event", "_fault", "_heir", "_timeout", "tensor")
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, tensor: Tensor, timeout: float) -> None:
+        self.tensor = tensor  # kept until the other process has taken it
         self._event = threading.Event()
         self._fault = ""
         self._timeout = timeout
@@ -107,25 +110,13 @@ class Ended:
             raise RuntimeError(self._fault)
 
 
-class _Sent(Ended):
-    """A tensor that is offered, kept until it is taken."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor | None, timeout: float) -> None:
-        super().__init__(timeout)
-        self.tensor = tensor
-
-
 class _Received(Ended):
     """A tensor that is wanted."""
 
-    __slots__ = ("_neighbour", "nbytes", "tensor")
+    __slots__ = ("_neighbour",)
 
     def __init__(self, tensor: Tensor, timeout: float, neighbour: Neighbour) -> None:
-        super().__init__(timeout)
-        self.tensor = tensor
-        self.nbytes = tensor.nbytes
+        super().__init__(tensor, timeout)
         self._neighbour = neighbour
 
     def wait(self) -> None:
@@ -143,13 +134,6 @@ class _Offer(NamedTuple):
     short: bytes | None
 
 
-class _Channel(NamedTuple):
-    """Offers and wishes meet by their order within it."""
-
-    group: int
-    tag: int
-
-
 class Neighbour:
     """Another process of this host whose memory this one reads, and that reads from this one."""
 
@@ -161,7 +145,7 @@ class Neighbour:
         self._offers: dict[_Channel, deque[_Offer]] = defaultdict(deque)
         self._wanted: dict[_Channel, deque[_Received]] = defaultdict(deque)
         self._met: deque[tuple[_Received, _Offer]] = deque()
-        self._untaken: dict[int, _Sent] = {}
+        self._untaken: dict[int, Ended] = {}
         self._unwritten: deque[bytes] = deque()
         self._number = 0
         self._fault = ""
@@ -170,24 +154,23 @@ class Neighbour:
 
     def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
         """Offer a contiguous tensor of the host; it must stay as it is until the end."""
-        nbytes, address = tensor.nbytes, tensor.data_ptr()
+        nbytes, address, sent = tensor.nbytes, tensor.data_ptr(), Ended(tensor, timeout)
         with self._lock:
             self._check()
             if nbytes <= _SHORT:
                 header = _HEADER.pack(_SHORT_OFFER, group, tag, 0, 0, nbytes)
                 self._write(header + ctypes.string_at(address, nbytes))
-                sent = _Sent(None, timeout)
                 sent.end()
                 return sent
             self._number += 1
-            sent = self._untaken[self._number] = _Sent(tensor, timeout)
+            self._untaken[self._number] = sent
             self._write(_HEADER.pack(_OFFER, group, tag, self._number, address, nbytes))
             return sent
 
     def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
         """Have a contiguous tensor of the host filled with what the other process offers."""
         received = _Received(tensor, timeout, self)
-        channel = _Channel(group, tag)
+        channel = group, tag
         with self._lock:
             waiting = self._offers.get(channel)
             if not waiting:
@@ -260,7 +243,7 @@ class Neighbour:
             sent.end("" if kind == _TAKEN else f"process {self.pid} could not take it")
             return
         short = message[_HEADER.size :] if kind == _SHORT_OFFER else None
-        offer, channel = _Offer(number, address, nbytes, short), _Channel(group, tag)
+        offer, channel = _Offer(number, address, nbytes, short), (group, tag)
         with self._lock:
             wanted = self._wanted.get(channel)
             if not wanted:
@@ -286,9 +269,9 @@ class Neighbour:
                 raise
 
     def _take(self, received: _Received, offer: _Offer) -> None:
-        fault, target = "", received.tensor.data_ptr()
-        if offer.nbytes != received.nbytes:
-            fault = f"{offer.nbytes} bytes were sent where {received.nbytes} are expected"
+        fault, target, wanted = "", received.tensor.data_ptr(), received.tensor.nbytes
+        if offer.nbytes != wanted:
+            fault = f"{offer.nbytes} bytes were sent where {wanted} are expected"
         elif offer.short is not None:
             ctypes.memmove(target, offer.short, offer.nbytes)
         elif not received.is_over:

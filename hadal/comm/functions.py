@@ -8,7 +8,7 @@ was, with what, and among whom.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
@@ -26,6 +26,8 @@ from hadal.comm.works import Begun, NamedWork, Queued, begin, failure
 from hadal.errors import UsageError
 
 Group = dist.ProcessGroup | None
+Given = Callable[[str], Any]
+"""Finds an argument of a call by its name."""
 P = ParamSpec("P")
 
 # Not all ranks of a group make these calls, nor in one order.
@@ -126,14 +128,11 @@ def _reported(
         is_async: whether each call returns a work, and not only one with `async_op`.
     """
     name = function.__name__
-    places = {parameter: place for place, parameter in enumerate(signature(function).parameters)}
+    found = _finder(function)
 
     @wraps(function)
     def reported(*args: P.args, **kwargs: P.kwargs) -> Any:
-        def given(parameter: str) -> Any:
-            place = places.get(parameter, len(args))
-            return args[place] if place < len(args) else kwargs.get(parameter)
-
+        given = partial(found, args, kwargs)
         group, label = given("group"), str(kwargs.pop("label", ""))
         times = len(numbers_of(group)) if is_for_each else 1
         call = Call(operation, given(message), group, label, times)
@@ -143,6 +142,43 @@ def _reported(
 
     reported.__module__ = __name__
     return reported
+
+
+def _of_objects(
+    function: Callable[P, Any], operation: str, objects: Callable[[Given], Sequence[object]]
+) -> Callable[P, Any]:
+    """The same for picklable objects; `objects` finds the message in the arguments of a call."""
+    name = function.__name__
+    found = _finder(function)
+
+    @wraps(function)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> Any:
+        given = partial(found, args, kwargs)
+        group, label = given("group"), str(kwargs.pop("label", ""))
+        record = opened(operation, (), group, label)
+        call = Call(operation, (), group, label)
+        with call.named(record), watched(label or f"{operation} of objects"):
+            getattr(dist, name)(*args, **kwargs)
+        if record is not None:
+            record.end()
+            nbytes = [len(pickle.dumps(one)) for one in objects(given)]
+            # Each travels as long as the longest, unless all of them go one way.
+            is_one_way = operation == "broadcast"
+            record.is_long(sum(nbytes) if is_one_way else len(numbers_of(group)) * max(nbytes))
+
+    reported.__module__ = __name__
+    return reported
+
+
+def _finder(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any], str], Any]:
+    """Returns what finds an argument of a call of `function`, None where it was not given."""
+    places = {parameter: place for place, parameter in enumerate(signature(function).parameters)}
+
+    def found(args: Sequence[Any], kwargs: Mapping[str, Any], parameter: str) -> Any:
+        place = places.get(parameter, len(args))
+        return args[place] if place < len(args) else kwargs.get(parameter)
+
+    return found
 
 
 def labelled(label: str, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -216,77 +252,22 @@ def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> list[Any]:
 # ---- objects -------------------------------------------------------------------------------------
 
 
-def all_gather_object(
-    object_list: list[Any], obj: Any, group: Group = None, *, label: str = ""
-) -> None:
-    """Fill a list with every rank's picklable object."""
-    with _of_objects("all_gather", group, label) as record:
-        dist.all_gather_object(object_list, obj, group)
-    if record is not None:
-        # Each travels as long as the longest.
-        record.is_long(len(object_list) * max(map(_pickled, object_list)))
-
-
-def gather_object(
-    obj: Any,
-    object_gather_list: list[Any] | None = None,
-    dst: int | None = None,
-    group: Group = None,
-    group_dst: int | None = None,
-    *,
-    label: str = "",
-) -> None:
-    """Fill a list on one rank with every rank's picklable object."""
-    with _of_objects("gather", group, label) as record:
-        dist.gather_object(obj, object_gather_list, dst, group, group_dst)
-    if record is not None:
-        longest = max(map(_pickled, object_gather_list or [obj]))
-        record.is_long(len(numbers_of(group)) * longest)
-
-
-def broadcast_object_list(
-    object_list: list[Any],
-    src: int | None = None,
-    group: Group = None,
-    device: torch.device | None = None,
-    group_src: int | None = None,
-) -> None:
-    """Give all ranks the picklable objects of one."""
-    with _of_objects("broadcast", group, "") as record:
-        dist.broadcast_object_list(object_list, src, group, device, group_src)
-    if record is not None:
-        record.is_long(sum(map(_pickled, object_list)))
-
-
-def scatter_object_list(
-    scatter_object_output_list: list[Any],
-    scatter_object_input_list: list[Any] | None = None,
-    src: int | None = None,
-    group: Group = None,
-    group_src: int | None = None,
-) -> None:
-    """Give each rank its picklable object of a list that one rank has."""
-    with _of_objects("scatter", group, "") as record:
-        dist.scatter_object_list(
-            scatter_object_output_list, scatter_object_input_list, src, group, group_src
-        )
-    if record is not None:
-        known = scatter_object_input_list or scatter_object_output_list[:1]
-        record.is_long(len(numbers_of(group)) * max(map(_pickled, known)))
-
-
-@contextmanager
-def _of_objects(operation: str, group: Group, label: str) -> Iterator[Record | None]:
-    call = Call(operation, (), group, label)
-    record = opened(operation, (), group, label)
-    with call.named(record), watched(label or f"{operation} of objects"):
-        yield record
-    if record is not None:
-        record.end()
-
-
-def _pickled(value: object) -> int:
-    return len(pickle.dumps(value))
+all_gather_object = _of_objects(
+    dist.all_gather_object, "all_gather", lambda given: given("object_list")
+)
+gather_object = _of_objects(
+    dist.gather_object,
+    "gather",
+    lambda given: given("object_gather_list") or [given("obj")],
+)
+broadcast_object_list = _of_objects(
+    dist.broadcast_object_list, "broadcast", lambda given: given("object_list")
+)
+scatter_object_list = _of_objects(
+    dist.scatter_object_list,
+    "scatter",
+    lambda given: given("scatter_object_input_list") or given("scatter_object_output_list")[:1],
+)
 
 
 # ---- nothing but waiting -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hadal.comm.functions import all_gather_object
+from hadal.comm.functions import all_gather_object, labelled
 from hadal.comm.neighbours import Circle, identity, meet
 from hadal.comm.start import may_read_memory
 from hadal.device import current_device
@@ -178,5 +178,5 @@ def _find_circle(group: dist.ProcessGroup) -> Circle:
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return Circle()
     told: list[Any] = [identity(reads=may_read_memory())] * size
-    all_gather_object(told, told[0], group, label="the meeting of neighbours")
+    labelled("the meeting of neighbours", all_gather_object, told, told[0], group)
     return meet(told, dist.get_rank(group))
