@@ -141,6 +141,16 @@ def start_exchange(
     return transport_of(outgoing[0], ranks).exchange(outgoing, incoming, ranks, label, tag)
 
 
+def start_scatter(full: Tensor, source: int, ranks: Ranks, label: str) -> Pending:
+    """Fill this rank's even cut of 1-D `full` with `source`'s values of it."""
+    is_source, nothing = ranks.rank == source, full.new_empty(0)
+    cuts = [slice_of(full, rank, ranks) for rank in range(ranks.size)]
+    mine = nothing if is_source else cuts[ranks.rank]
+    outgoing = [c if is_source and r != source else nothing for r, c in enumerate(cuts)]
+    incoming = [mine if rank == source else nothing for rank in range(ranks.size)]
+    return start_exchange(outgoing, incoming, ranks, label, SPREAD)
+
+
 def broadcast_(tensor: Tensor, source: int, ranks: Ranks, label: str) -> None:
     """Give every rank `source`'s values of `tensor`, in place."""
     if ranks.size == 1 or tensor.numel() == 0:

@@ -68,6 +68,32 @@ class Pending:
             self.advance()
 
 
+class Leaving:
+    """What others are still to take from this rank's memory, while it goes on.
+
+    At most `limit` bytes are kept for that.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._left: deque[tuple[Pending, int]] = deque()
+
+    def add(self, pending: Pending, nbytes: int) -> None:
+        """Let `pending`, which keeps so many bytes, end by itself; wait where room is short."""
+        if not pending.done:
+            self._left.append((pending, nbytes))
+        self._end(self._limit)
+
+    def wait(self) -> None:
+        """Wait for all of it."""
+        self._end(0)
+
+    def _end(self, limit: int) -> None:
+        while sum(nbytes for _, nbytes in self._left) > limit:
+            self._left[0][0].wait()
+            self._left.popleft()
+
+
 class _Ahead:
     """A thread that does something whose end may be waited for."""
 

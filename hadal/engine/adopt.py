@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm.collectives import broadcast_
+from hadal.comm.pending import Leaving
 from hadal.config import Config
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.device import look_at
@@ -79,7 +80,7 @@ class Adopter:
         precisions = precisions or precisions_of(config, model, self._device)
         units = find_units(model, {p: group_of.get(p, -1) for p in new}, leaves_of(config))
         tables = find_tables(model) if config.sparse_gradients else frozenset()
-        buckets = []
+        buckets, leaving = [], Leaving(init.LEAVING_NBYTES)
         for plan in plan_buckets(units, self._partition, self._limits, precisions, tables):
             precision = precisions(plan.members[0].parameter)
             with init.taking_over([m.parameter for m in plan.members]) as plan.is_agreed:
@@ -90,9 +91,11 @@ class Adopter:
                     self._device,
                     self.offloading.of(plan, self.sharing.shards.size, precision.accumulate),
                     transport_of(config, self.sharing.shards.size),
+                    leaving,
                 )
             bucket.reshard()
             buckets.append(bucket)
+        leaving.wait()
         self._use_up_room(buckets)
         return buckets
 

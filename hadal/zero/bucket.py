@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hadal.comm.collectives import broadcast_, start_gather_in_pieces
-from hadal.comm.pending import Pending
+from hadal.comm.pending import Leaving, Pending, finished
 from hadal.device import look_at
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
@@ -65,6 +65,7 @@ class Bucket:
         device: torch.device,
         offload: Offload = _ON_DEVICE,
         transport: Transport = _AS_THEY_ARE,
+        leaving: Leaving | None = None,
     ) -> None:
         self.name = plan.name
         self.offload = offload
@@ -109,7 +110,7 @@ class Bucket:
         self._arrived: Tensor | None = None
         self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
-        self._adopt(is_agreed=plan.is_agreed)
+        self._adopt(leaving or Leaving(0), is_agreed=plan.is_agreed)
 
     def divided(self, plan: BucketPlan) -> Bucket:
         """A bucket like this one, which takes over the parameters of `plan` from it."""
@@ -130,8 +131,8 @@ class Bucket:
 
     # ---- laying down -----------------------------------------------------------------------------
 
-    def _adopt(self, *, is_agreed: bool) -> None:
-        """Take over the parameters' values, rank 0's on every rank.
+    def _adopt(self, leaving: Leaving, *, is_agreed: bool) -> None:
+        """Take over the parameters' values, rank 0's on every rank; where they are cut, my cut.
 
         Masters are made of them before any cast, but where the precision says otherwise.
         """
@@ -144,17 +145,26 @@ class Bucket:
             parameter.grad = None
             # One parameter's old memory after the other: never a second copy of all of them.
             look_at(parameter, place)
-        if not is_agreed:
-            broadcast_(given, 0, self.ranks, f"the broadcast of rank 0's weights of {self.name}")
         is_cut, compute = self.partition.weights, self.precision.compute
+        label = f"the broadcast of rank 0's weights of {self.name}"
+        cutting = finished(label)
+        if is_cut and not is_agreed:
+            cutting = self.sharing.start_cutting(given, label)
+        elif not is_agreed:
+            broadcast_(given, 0, self.ranks, label)
         self.full: Tensor = torch.empty_like(given, dtype=compute) if is_cut else given.to(compute)
         with self.offload.as_one(self.ranks, f"laying {self.name} down"):
             self._store(given)
         self._views = Views(self.parameters, self.layout, self.full, self.ranks.rank)
         if is_cut:
             self._views.look_at_placeholders()
-            for whole in (given, self.full):  # whoever sent it may still know it
-                whole.untyped_storage().resize_(0)
+            self.full.untyped_storage().resize_(0)
+            # Whoever sent it or took it may still know it.
+            give_back = partial(given.untyped_storage().resize_, 0)
+            if cutting.done:
+                give_back()
+            else:
+                leaving.add(cutting.then(give_back), given.nbytes)
 
     def _store(self, given: Tensor) -> None:
         mine, is_cut = given[self.span[0] : self.span[1]], self.partition.weights

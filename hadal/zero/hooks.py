@@ -22,7 +22,7 @@ from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.runtime import ZeroRuntime
-from hadal.zero.watched import QUESTIONS
+from hadal.zero.watched import QUESTIONS, fills
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -322,27 +322,35 @@ def _unpacker(gathering: Gathering) -> Callable[[Any], Tensor]:
 class ReadWatcher(TorchFunctionMode):
     """Sees every operation's arguments before it runs, and announces the parameters among them.
 
-    Plain tensors are announced to `on_view`, where it is given: they may be views of parameters.
+    Plain tensors are announced to `on_view`, where it is given: they may be views of parameters. A
+    parameter that an operation gives new values, all of them, is announced to `on_fill`.
     """
 
     def __init__(
         self,
         on_read: Callable[[nn.Parameter], None],
         on_view: Callable[[Tensor], None] | None = None,
+        on_fill: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         super().__init__()
         self._on_read = on_read
         self._on_view = on_view
+        self._on_fill = on_fill
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if self._on_fill is not None and fills(func):
+            values = [*args, *kwargs.values()]
+            if isinstance(values[0], nn.Parameter):
+                self._look(values[1:])
+                self._on_fill(values[0])
+                return func(*args, **kwargs)
         if func not in QUESTIONS:
             self._look(args)
-        if kwargs:
-            self._look(kwargs.values())
-            return func(*args, **kwargs)
-        return func(*args)
+        self._look(kwargs.values())
+        return func(*args, **kwargs)
 
     def _look(self, values: Any) -> None:
         for value in values:

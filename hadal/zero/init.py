@@ -1,9 +1,11 @@
 """`zero.Init`: modules built inside it are born sharded, one module at a time.
 
 A module's parameters are cut as soon as it is attached to its parent, so the peak is the shards
-plus the largest module. Whatever touches a parameter afterwards (an initialisation that the parent
-runs, a copy) sees its real values: an operation's arguments are looked at before it runs.
-`initialize` takes the values over, in the dtype they were given in, and lays them out anew.
+plus the largest module; rank 0 keeps up to 32 MiB more, of what the others have still to take.
+Whatever touches a parameter afterwards (an initialisation that the parent runs, a copy) sees its
+real values: an operation's arguments are looked at before it runs. What is about to be filled with
+new values is not gathered. `initialize` takes the values over, in the dtype they were given in, and
+lays them out anew.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from torch.nn.modules.module import (
 )
 
 from hadal.comm import Ranks, init_distributed
-from hadal.comm.collectives import broadcast_, start_all_gather
+from hadal.comm.collectives import start_all_gather
 from hadal.comm.mpu import sharing_group_of
-from hadal.comm.pending import Pending
+from hadal.comm.pending import Leaving, Pending, finished
 from hadal.comm.start import memory_is_tuned
 from hadal.device import current_device, keep_freed_memory, unwatched
 from hadal.errors import ModelError, NotBuiltYetError, UsageError
@@ -48,6 +50,9 @@ _CUT_WEIGHTS = Partition(weights=True)
 # other.
 _STAY_WHOLE = 8
 
+# How much rank 0 keeps of what the others have not taken yet.
+LEAVING_NBYTES = 1 << 25
+
 
 class _Nursery:
     """The parameters that were born sharded and that no engine has taken over yet.
@@ -63,6 +68,9 @@ class _Nursery:
         self.asked: Attached[tuple[str, ...]] = Attached("asked")
         """The keys that `initialize` must find on."""
         self.touched = apply.Touched(self._bucket_to_gather, _STAY_WHOLE)
+        # What nobody has read of the buckets that are shown: of these no value was gathered.
+        self._unread: dict[Bucket, set[nn.Parameter]] = {}
+        self.leaving = Leaving(LEAVING_NBYTES)
         self._casts: Attached[torch.dtype] = Attached("cast")
         """The dtype that the program has cast a parameter to."""
         self._orders: Attached[tuple[int, ...]] = Attached("order")
@@ -94,7 +102,8 @@ class _Nursery:
             described = [Member(f"{name}[{number}]", parameter, group) for parameter in members]
             plan = BucketPlan(name, _CUT_WEIGHTS, described, [])
             precision = Precision(shown, given, shown, shown)
-            bucket = Bucket(plan, precision, sharing, current_device(), offload)
+            device = current_device()
+            bucket = Bucket(plan, precision, sharing, device, offload, leaving=self.leaving)
             for parameter in bucket.parameters:
                 self.bucket_of[parameter] = bucket
             access.register(self, bucket.parameters)
@@ -122,34 +131,58 @@ class _Nursery:
             return None  # nobody's, or whole already for somebody who will free it
         return bucket
 
+    def on_read(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be read or changed by an operation: gather its bucket."""
+        bucket = self.bucket_of.get(parameter)
+        if bucket is not None and parameter in self._unread.get(bucket, ()):
+            with unwatched():
+                self._gather_unread(bucket)
+        self.touched.on_read(parameter)
+
+    def on_fill(self, parameter: nn.Parameter) -> None:
+        """A parameter is about to be given new values: those that it has are not gathered."""
+        bucket = self._bucket_to_gather(parameter)
+        if bucket is not None and bucket not in self.touched:
+            self._unread[bucket] = set(bucket.parameters)
+        self.touched.on_read(parameter)
+        if bucket in self._unread:
+            self._unread[bucket].discard(parameter)
+
     def _reveal(self, buckets: Iterable[Bucket]) -> None:
         """Make parameters look at their values as given."""
-        arriving: list[tuple[Bucket, Tensor | None, Pending | None]] = []
+        arriving: list[tuple[Bucket, Tensor, Pending]] = []
         for bucket in buckets:
             if self._is_whole(bucket):
                 continue
             self._link(bucket)
-            if not bucket.trainable:
-                bucket.start_unshard()
-                arriving.append((bucket, None, None))
-                continue
-            given = torch.empty(
-                bucket.layout.numel, dtype=bucket.precision.master, device=bucket.device
-            )
-            reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
-            with reading, bucket.present(writes=False):
-                assert bucket.master is not None  # it is trained
-                given[bucket.span[0] : bucket.span[1]].copy_(bucket.master)
-            label = f"the gather of {bucket.name}"
-            arriving.append((bucket, given, start_all_gather(given, bucket.ranks, label)))
-        for bucket, gathered, pending in arriving:
-            if gathered is None or pending is None:
-                bucket.wait_unshard()
-                self._show(bucket, bucket.views_of(bucket.full))
+            if bucket in self._unread:
+                given = torch.empty(bucket.layout.numel, dtype=_given(bucket), device=bucket.device)
+                pending = finished("")
             else:
-                pending.wait()
-                self._show(bucket, bucket.views_of(gathered))
-                self._given[bucket] = gathered
+                given, pending = self._start_gather(bucket)
+            arriving.append((bucket, given, pending))
+        for bucket, given, pending in arriving:
+            pending.wait()
+            self._show(bucket, bucket.views_of(given))
+            self._given[bucket] = given
+
+    def _start_gather(self, bucket: Bucket) -> tuple[Tensor, Pending]:
+        """Begin to gather values as given: 1-D, in the layout of the bucket."""
+        given = torch.empty(bucket.layout.numel, dtype=_given(bucket), device=bucket.device)
+        reading = bucket.offload.as_one(bucket.ranks, f"reading {bucket.name}")
+        with reading, bucket.present(writes=False):
+            given[bucket.span[0] : bucket.span[1]].copy_(_values_of(bucket))
+        return given, start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
+
+    def _gather_unread(self, bucket: Bucket) -> None:
+        """Bring what has been shown without its values, as nobody had read them."""
+        unread = self._unread.pop(bucket)
+        given, pending = self._start_gather(bucket)
+        pending.wait()
+        views = zip(bucket.parameters, bucket.views_of(given), strict=True)
+        for parameter, values in views:
+            if parameter in unread:
+                parameter.detach().copy_(values)
 
     def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
         """Make what is still ours of a bucket look at `values`, as the program has asked."""
@@ -237,26 +270,30 @@ class _Nursery:
 
     def _cut_again(self, bucket: Bucket) -> None:
         """Keep what was written, by way of `.data` too, and free the full values."""
-        label = f"rank 0's first values of {bucket.name}"
         for parameter in bucket.parameters:
             self._note_form(bucket, parameter)
-        given = self._given.pop(bucket, None)
-        if given is not None:
-            for parameter, view in zip(bucket.parameters, bucket.views_of(given), strict=True):
-                if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
-                    view.copy_(parameter.detach())
-            broadcast_(given, 0, bucket.ranks, label)
-            writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
-            with writing, bucket.present():
-                assert bucket.master is not None  # it was revealed
-                bucket.master.copy_(given[bucket.span[0] : bucket.span[1]])
-                bucket.write_back(0, bucket.master.numel())
-            bucket.outdate()
-        elif bucket.state is Weights.FULL:
-            bucket.take_back()
-            broadcast_(bucket.full, 0, bucket.ranks, label)
-            bucket.reshard()
+        given, unread = self._given.pop(bucket), self._unread.pop(bucket, set())
+        slots = zip(bucket.parameters, bucket.layout.slots, bucket.views_of(given), strict=True)
+        written = []
+        for parameter, slot, view in slots:
+            if parameter in unread:
+                continue
+            written.append((slot.offset, slot.stop))
+            if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
+                view.copy_(parameter.detach())
+        label = f"rank 0's first values of {bucket.name}"
+        cutting = bucket.sharing.start_cutting(given, label)
+        writing = bucket.offload.as_one(bucket.ranks, f"writing {bucket.name}")
+        low, high = bucket.span
+        with writing, bucket.present():
+            kept = _values_of(bucket)
+            for start, stop in written if unread else [bucket.span]:
+                start, stop = max(start, low), min(stop, high)
+                kept[start - low : max(start, stop) - low].copy_(given[start : max(start, stop)])
+            bucket.write_back(0, high - low)
+        bucket.outdate()
         self._hide(bucket)
+        self.leaving.add(cutting, given.nbytes)
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
@@ -321,6 +358,16 @@ class _Nursery:
                 self._given.pop(bucket, None)
                 self._young.discard(bucket)
                 bucket.leave_disk()
+
+
+def _given(bucket: Bucket) -> torch.dtype:
+    """The dtype that a bucket's parameters were given in."""
+    return bucket.precision.master if bucket.trainable else bucket.precision.compute
+
+
+def _values_of(bucket: Bucket) -> Tensor:
+    """This rank's cut of the values as given, while they are present."""
+    return bucket.shard if bucket.master is None else bucket.master
 
 
 def _is_placeholder(parameter: nn.Parameter) -> bool:
@@ -468,7 +515,7 @@ class Init:
             if not Init._contexts:
                 stack = Init._watching
                 stack.enter_context(apply.attended())
-                stack.enter_context(ReadWatcher(_nursery.touched.on_read))
+                stack.enter_context(ReadWatcher(_nursery.on_read, on_fill=_nursery.on_fill))
                 for handle in (
                     register_module_module_registration_hook(_on_attach),
                     register_module_parameter_registration_hook(_on_parameter),
@@ -496,6 +543,7 @@ class Init:
                 if module is not None:
                     self._bear_all(module)
             _nursery.touched.keep(0)
+            _nursery.leaving.wait()
             self._show()
 
     def begin(self, module: nn.Module) -> None:

@@ -11,8 +11,14 @@ from torch import Tensor
 from hadal.comm import Ranks
 from hadal.comm.codecs.codec import Codec
 from hadal.comm.coded import start_coded_gather
-from hadal.comm.collectives import broadcast_, start_all_gather, start_gather_in_hops, sum_
-from hadal.comm.pending import Pending
+from hadal.comm.collectives import (
+    broadcast_,
+    start_all_gather,
+    start_gather_in_hops,
+    start_scatter,
+    sum_,
+)
+from hadal.comm.pending import Pending, finished
 
 
 class Hops(NamedTuple):
@@ -116,6 +122,19 @@ class Sharing:
         if self.hops is not None:
             return start_gather_in_hops(full, *self.hops, label)
         return start_all_gather(full, self.shards, label)
+
+    def start_cutting(self, full: Tensor, label: str) -> Pending:
+        """Fill my cut of 1-D `full` with rank 0's values; the rest of it is rank 0's, or mine.
+
+        It is there at once. `full` must stay until the wait is over: others take theirs from it.
+        """
+        if self.replicas is not None:
+            broadcast_(full, 0, self.ranks, label)
+            return finished(label)
+        pending = start_scatter(full, 0, self.ranks, label)
+        if self.ranks.rank != 0:
+            pending.wait()
+        return pending
 
     def sum_(self, tensor: Tensor, label: str) -> None:
         """Replace a small tensor, of which each shard gives a part, by its sum over one copy.

@@ -28,12 +28,20 @@ QUESTIONS = frozenset(
         Tensor.dim,
         Tensor.element_size,
         Tensor.is_floating_point,
+        Tensor.new_empty,
+        Tensor.new_full,
+        Tensor.new_ones,
+        Tensor.new_tensor,
+        Tensor.new_zeros,
         Tensor.numel,
         Tensor.register_hook,
         Tensor.requires_grad_,
         Tensor.size,
     }
 )
+# Operations that give their first argument new values, whatever it held.
+_FILLS = frozenset({Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_, Tensor.zero_})
+_FILLS_OF_INIT = frozenset({"constant_", "kaiming_uniform_", "normal_", "uniform_"})
 
 # Of a parameter that was read, or given away, while its values were not there.
 _touched: Attached[bool] = Attached("touched")
@@ -65,6 +73,17 @@ class Listener:
         """A watched parameter is about to be read."""
         if threading.get_ident() == self._thread or is_in_backward():
             self._on_read(parameter)
+
+
+def fills(operation: Any) -> bool:
+    """Whether an operation gives its first argument new values, whatever it held.
+
+    torch's initialisations announce what stands under their name in `nn.init`: another library may
+    have put its own functions there, which call torch's.
+    """
+    name = getattr(operation, "__name__", "")
+    is_of_init = name in _FILLS_OF_INIT and operation is getattr(nn.init, name)
+    return is_of_init or operation in _FILLS
 
 
 class _Watched:

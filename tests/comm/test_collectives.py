@@ -21,6 +21,7 @@ from hadal.comm.collectives import (
     start_all_reduce,
     start_exchange,
     start_reduce_scatter,
+    start_scatter,
     sum_,
 )
 from hadal.comm.factors import sum_into
@@ -154,6 +155,16 @@ def broadcast() -> None:
                 assert bool((tensor == 1).all()), (source, dtype, shape)
 
 
+def scatter() -> None:
+    ranks = Ranks.world()
+    for source in range(ranks.size):
+        for dtype in DTYPES:
+            full = torch.arange(3 * ranks.size, dtype=dtype) + 20 * (ranks.rank != source)
+            mine = slice_of(full, ranks.rank, ranks)
+            start_scatter(full, source, ranks, "a scatter").wait()
+            assert mine.tolist() == [3 * ranks.rank + i for i in range(3)], (source, dtype)
+
+
 def small_reductions() -> None:
     ranks = Ranks.world()
     largest = torch.tensor([ranks.rank, -ranks.rank])
@@ -187,6 +198,7 @@ def codes_and_objects() -> None:
         several_at_a_time,
         exchange,
         broadcast,
+        scatter,
         small_reductions,
         codes_and_objects,
     ],

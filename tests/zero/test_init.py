@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch import nn
 
 import hadal
 from hadal import comm, utils
+from hadal.comm.pending import Leaving
 from hadal.errors import ConfigError, ModelError, NotBuiltYetError, UsageError
-from hadal.zero import GatheredParameters
+from hadal.zero import GatheredParameters, init
 
 
 class Applied(nn.Module):
@@ -579,7 +581,8 @@ class Weighed(nn.Linear):
         Weighed.peak = max(Weighed.peak, held_nbytes())
 
 
-def build_deep() -> tuple[int, int]:
+def build_deep(leaving: int) -> tuple[int, int]:
+    init._nursery.leaving = Leaving(leaving)
     gc.collect()
     already, Weighed.peak = held_nbytes(), 0
     with hadal.zero.Init():
@@ -590,14 +593,74 @@ def build_deep() -> tuple[int, int]:
     del model
     gc.collect()
     assert numel == DEPTH * (WIDTH**2 + WIDTH)
+    init._nursery.leaving = Leaving(init.LEAVING_NBYTES)
     return Weighed.peak - already, held - already
 
 
-def test_the_peak_is_the_shards_and_the_largest_module(ranks: RankPools) -> None:
+@pytest.mark.parametrize("layers_leaving", [0, 2])
+def test_the_peak_is_the_shards_and_the_largest_module(
+    layers_leaving: int, ranks: RankPools
+) -> None:
+    """And what rank 0 keeps for those that have not taken it yet."""
     layer = 4 * (WIDTH**2 + WIDTH)
     small = 64 * 1024  # bytes: placeholders, the generator's state, padding
+    leaving = layers_leaving * layer
     for world in (2, 3):
-        for peak, held in ranks(world).run(build_deep):
+        for peak, held in ranks(world).run(build_deep, leaving):
             shards = DEPTH * layer / world
             assert shards <= held <= shards + small
-            assert peak <= shards + layer + small < DEPTH * layer
+            assert peak <= shards + layer + leaving + small < DEPTH * layer
+
+
+# ---- what is filled --------------------------------------------------------------------------
+
+
+class Filled(nn.Module):
+    """Initialised after its children are cut, by operations that need nothing of what was there."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        self.norm = nn.LayerNorm(3)
+        first, second, third = self.layers
+        nn.init.normal_(first.weight, std=0.3)
+        nn.init.zeros_(first.bias)
+        nn.init.kaiming_uniform_(second.weight)  # its bias stays what it was
+        with torch.no_grad():
+            third.weight.uniform_(-1, 1)
+            if reads:
+                third.weight.add_(third.bias[:, None])  # one of them has not been there so far
+            self.norm.weight.copy_(torch.arange(3.0))
+        nn.init.constant_(self.norm.bias, 2.0)
+
+
+def fill(reads: bool, config: dict[str, Any] | None) -> None:
+    """Compares the values with those of building outside; without `reads` nothing is gathered."""
+    rank = comm.get_rank()
+    torch.manual_seed(11 + rank)
+    gathers = []
+    begin = init._Nursery._start_gather
+
+    def counting(self: Any, bucket: Any) -> Any:
+        gathers.append(bucket.name)
+        return begin(self, bucket)
+
+    with patch.object(init._Nursery, "_start_gather", counting), hadal.zero.Init(config=config):
+        model = Filled(reads=reads)
+    assert len(gathers) == reads
+    after = torch.rand(1)
+    torch.manual_seed(11 + rank)
+    Filled(reads=reads)
+    assert torch.equal(after, torch.rand(1))
+    torch.manual_seed(11)
+    wanted = Filled(reads=reads)
+    with GatheredParameters(list(model.parameters())):
+        for (name, value), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(value, other.to(value.dtype)), name
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_filled_is_not_gathered(reads: bool, ranks: RankPools) -> None:
+    bf16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    for config in (None, bf16):
+        ranks(2).run(fill, reads, config)
