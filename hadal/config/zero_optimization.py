@@ -112,7 +112,8 @@ class ZeroOptimization(Section):
     )
     overlap_comm: Boolean | None = key(
         None,
-        "Let reductions go on while the backward pass does; false waits for each where it starts. "
+        "Let reductions go on while the backward pass does, and on accelerators (stages 1 and 2) "
+        "gathers of new weights while the next forward does; false waits for each where it starts. "
         "null is true at every stage (DeepSpeed: at stage 3), as the numbers are the same; below "
         "stage 2 with managed_gradient_accumulation false there is nothing to overlap: false.",
         mark=TUNABLE,

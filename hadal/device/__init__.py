@@ -18,7 +18,7 @@ from hadal.device.autograd import (
     unwatched,
     will_collect,
 )
-from hadal.device.compiler import spared_import
+from hadal.device.compiler import before_compiling, has_compiled, spared_import
 from hadal.device.generator import random_state, set_random_state
 from hadal.device.kernels import (
     AdagradRule,
@@ -48,7 +48,7 @@ from hadal.device.memory import (
 from hadal.device.places import look_at, number_of_users
 from hadal.device.reading import Reading, read_on_host, start_reading
 from hadal.device.stamps import Stamp
-from hadal.device.streams import Event, SideStream
+from hadal.device.streams import Event, SideStream, has_streams, is_capturing
 from hadal.device.waits import synchronize, waiting_for, watch_waits
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "accelerator_kind",
     "at_end_of_backward",
     "backward_watched",
+    "before_compiling",
     "choose_kind",
     "collective_backend",
     "current_device",
@@ -73,8 +74,11 @@ __all__ = [
     "fused_sgd_",
     "give_back_freed_memory",
     "graph_task",
+    "has_compiled",
     "has_fused_kernels",
+    "has_streams",
     "host_empty",
+    "is_capturing",
     "is_host_memory",
     "is_in_backward",
     "is_in_node",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -27,3 +29,24 @@ def spared_import() -> Iterator[None]:
         yield
     finally:
         del plain.__dynamo_disable
+
+
+def has_compiled() -> bool:
+    """Whether torch's compiler has compiled anything in this process, and may run it again."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return bool(getattr(frames, "FRAME_COUNTER", 0))
+
+
+def before_compiling(act: Callable[[], None]) -> None:
+    """Call `act` each time that torch's compiler begins; nothing where it is not imported yet.
+
+    A reset of the compiler forgets it.
+    """
+    handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is not None and _told(act) not in handler.start_callbacks:
+        handler.register_start_callback(_told(act))
+
+
+@cache
+def _told(act: Callable[[], None]) -> Callable[[object], None]:
+    return lambda _: act()

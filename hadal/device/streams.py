@@ -13,6 +13,20 @@ from hadal.device.waits import waiting_for
 WITHOUT_STREAMS = ("cpu", "mps")
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether a device goes on beside what it was given in another order."""
+    return device.type not in WITHOUT_STREAMS
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph of the device's work is being captured: events from outside have no place.
+
+    Torch lets all that was started before a capture come to its end.
+    """
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
 class Event:
     """A point in the order of a stream.
 
@@ -74,13 +88,17 @@ class SideStream:
         with self.current():
             out.copy_(values, non_blocking=self._stream is not None)
 
+    def keep(self, values: Tensor) -> None:
+        """Let a tensor's memory be nobody else's before all that was started so far is over."""
+        if self._stream is not None:
+            values.record_stream(self._stream)
+
     def free(self, values: Tensor) -> None:
         """Give a tensor's memory back to the device when all that was started so far is over.
 
         The tensor is empty at once; whoever gives its storage room again gets other memory.
         """
-        if self._stream is not None:
-            values.record_stream(self._stream)
+        self.keep(values)
         values.untyped_storage().resize_(0)
 
     def event(self) -> Event:

@@ -230,6 +230,7 @@ def _assemble(
     loading = make_loading(wishes, config, readers.size, readers.rank)
     loader = make_loader(wishes, loading)
     hooks = Hooks(model, runtime)
+    hooks.watch_refreshes(adopter.uses())
 
     def make_training() -> Training:
         assert optimizer is not None  # there are gradients, so there is something to train

@@ -100,7 +100,9 @@ class LaterGroups:
         runtime.extend(merged(runtime.buckets, buckets, order))
         self._adopter.spread_the_rest()
         self._adopter.register(runtime, buckets)
-        self._hooks.watch_units(runtime.gathering.extend(self._adopter.uses()))
+        units = self._adopter.uses()
+        self._hooks.watch_units(runtime.gathering.extend(units))
+        self._hooks.watch_refreshes(units)
         gone = renamed(runtime.buckets, {p: name for name, p in self._model.named_parameters()})
         if gone and runtime.ranks.rank == 0:
             _log.warning(

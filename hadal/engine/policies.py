@@ -84,6 +84,7 @@ def transport_of(config: Config, shards: int) -> Transport:
         gather=_CODED_WEIGHTS if zero.zero_quantized_weights else None,
         frozen=_CODED_WEIGHTS if zero.zero_quantized_nontrainable_weights else None,
         refresh_numel=at_a_time,
+        refreshes_late=bool(zero.overlap_comm),
         reduce=_CODED_GRADIENTS if zero.zero_quantized_gradients else None,
         feedback=None if loco is None else Feedback(loco.err_beta, loco.reset_T),
     )

@@ -19,7 +19,7 @@ from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Held
-from hadal.optim.step import BaseStepper, as_one_step, refresh, wait_all
+from hadal.optim.step import BaseStepper, as_one_step, refresh
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.views import flattened
@@ -328,7 +328,8 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
             label = f"the exchange of signs of {lane.bucket.name}"
             return lane.sending().start(lambda at, values: put(lane, at, values), label)
 
-        wait_all([start(lane) for lane in self._lanes])
+        for pending in [start(lane) for lane in self._lanes]:
+            pending.wait()
 
     def _still(self, part: Slice, cut: slice, mean: Tensor) -> None:
         """Leave out what is masked, and what has no variance: nothing says how far it may go."""

@@ -46,7 +46,8 @@ from hadal.optim.on_disk import (
 from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
-from hadal.optim.step import DISK_STEPS, BaseStepper, as_one_step, refresh, sending_of, wait_all
+from hadal.optim.step import DISK_STEPS, BaseStepper, as_one_step, refresh, sending_of
+from hadal.zero.bucket import refresh_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment
 
@@ -309,7 +310,7 @@ class LambStepper(BaseStepper):
             deferred.run(partial(self._move, begun, ratios, sending))
             deferred.tell()
         if on_disk:
-            wait_all([one.bucket.start_refresh() for one in on_disk])
+            refresh_all([one.bucket for one in on_disk])
         else:
             refresh(self._gradients)
 

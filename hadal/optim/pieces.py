@@ -70,6 +70,7 @@ def lay_pieces(
         if state:
             optimizer.state[values] = state
         pieces.append(Piece(run.group, run.start, run.stop, values))
+    bucket.count_views(len(pieces))
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         if takes(slot.group):
             optimizer.state.pop(parameter, None)

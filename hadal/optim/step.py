@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.comm.pending import Pending
 from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.crossing import Crossing
@@ -34,7 +33,7 @@ from hadal.optim.pieces import Held, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero import place
-from hadal.zero.bucket import Bucket
+from hadal.zero.bucket import Bucket, refresh_all
 from hadal.zero.gradients import Gradients
 
 DISK_STEPS = DiskSteps()
@@ -186,7 +185,7 @@ class BaseStepper:
                 deferred.run(partial(_put_weights, masters, rewriting, sending))
             deferred.run(partial(next, walked, None))
             deferred.tell()
-        wait_all([one.bucket.start_refresh() for one in on_disk])
+        refresh_all([one.bucket for one in on_disk])
 
 
 def sending_of(gradients: Iterable[Gradients]) -> Crossing | None:
@@ -285,25 +284,27 @@ class FlatStepper(BaseStepper):
             return
         ordered = _in_order(self._gradients)
         desks = Desks(multiplier, sending_of(ordered), overflowed)
-        refreshing: list[Pending | None] = []
         known = self._on_disk()
         on_disk = {one: known[one] for one in ordered if one in known}
         if on_disk:
             step_on_disk(on_disk, begin, desks, self._steps, self._part_buffers)
-            refreshing += [one.bucket.start_refresh() for one in on_disk]
+            for one in on_disk:
+                one.bucket.start_refresh()
         in_memory = [one for one in ordered if one not in on_disk]
         if any(one.bucket.disk_weights is not None for one in in_memory):
             bring_weights_to_disk(in_memory, lambda one: self._step_bucket(one, begin, desks))
-            refreshing += [one.bucket.start_refresh() for one in in_memory]
+            for one in in_memory:
+                one.bucket.start_refresh()
         else:
             for one in in_memory:
                 self._step_bucket(one, begin, desks)
-                refreshing.append(one.bucket.start_refresh())
+                one.bucket.start_refresh()
         if overflowed is not None:
             self._uncount(overflowed)
         # A scheduler that was made by torch asks whether the optimizer has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        wait_all(refreshing)
+        for one in ordered:
+            one.bucket.leave_refresh()
 
     def _uncount(self, overflowed: Tensor) -> None:
         """Take the update out of the counts of steps if the kernels have skipped it."""
@@ -419,18 +420,11 @@ def refresh(gradients: Iterable[Gradients]) -> None:
     """Put masters that were stepped anywhere into the weights, and gather these where asked."""
     stepped = list(gradients)
     bring_weights_to_disk(stepped, _write_all_back)
-    wait_all([one.bucket.start_refresh() for one in stepped])
+    refresh_all([one.bucket for one in stepped])
 
 
 def _write_all_back(one: Gradients) -> None:
     one.bucket.write_back(0, one.bucket.span[1] - one.bucket.span[0])
-
-
-def wait_all(pendings: Iterable[Pending | None]) -> None:
-    """Wait for every collective that was started; None stands for one that was not needed."""
-    for pending in pendings:
-        if pending is not None:
-            pending.wait()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hadal.comm.collectives import broadcast_, start_gather_in_pieces
 from hadal.comm.pending import Leaving, Pending, finished
-from hadal.device import look_at
+from hadal.device import has_streams, look_at
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
@@ -22,6 +22,7 @@ from hadal.zero.layout import Layout, lay_out, order_of
 from hadal.zero.node_copy import NodeCopy
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Transport
+from hadal.zero.refresh import Refresh
 from hadal.zero.sharing import Sharing
 from hadal.zero.stored import Stored
 from hadal.zero.views import Views, shaped, views_of
@@ -152,13 +153,16 @@ class Bucket:
             cutting = self.sharing.start_cutting(given, label)
         elif not is_agreed:
             broadcast_(given, 0, self.ranks, label)
-        self.full: Tensor = torch.empty_like(given, dtype=compute) if is_cut else given.to(compute)
+        self._full = torch.empty_like(given, dtype=compute) if is_cut else given.to(compute)
         with self.offload.as_one(self.ranks, f"laying {self.name} down"):
             self._store(given)
-        self._views = Views(self.parameters, self.layout, self.full, self.ranks.rank)
+        self._views = Views(self.parameters, self.layout, self._full, self.ranks.rank)
+        self._refresh = Refresh(self._full, self._views)
+        # Tensors that look into the full buffer, beside the parameters and their views.
+        self._own_views = 0 if is_cut or not self._shard.is_present else 1
         if is_cut:
             self._views.look_at_placeholders()
-            self.full.untyped_storage().resize_(0)
+            self._full.untyped_storage().resize_(0)
             # Whoever sent it or took it may still know it.
             give_back = partial(given.untyped_storage().resize_, 0)
             if cutting.done:
@@ -168,7 +172,7 @@ class Bucket:
 
     def _store(self, given: Tensor) -> None:
         mine, is_cut = given[self.span[0] : self.span[1]], self.partition.weights
-        weights = self.full[self.span[0] : self.span[1]]
+        weights = self._full[self.span[0] : self.span[1]]
         if is_cut:
             weights = mine.to(self.precision.compute, copy=True)
         self._shard = self.offload.store_weights(
@@ -184,7 +188,7 @@ class Bucket:
                 first = weights if self.precision.rounds_early else mine
                 # Where all of it is mine, what was given is the master.
                 is_kept = first is mine and mine.numel() == given.numel() and not is_cut
-                is_kept = is_kept and given is not self.full
+                is_kept = is_kept and given is not self._full
                 values = first.to(self.precision.master, copy=not is_kept)
                 self._master = self.offload.store_master(f"the masters of {self.name}", values)
 
@@ -197,13 +201,21 @@ class Bucket:
         return self.trainable and (self.precision.keeps_master or apart)
 
     @property
+    def full(self) -> Tensor:
+        """All weights: 1-D, compute dtype; empty while SHARDED, not readable while ARRIVING."""
+        self._refresh.wait()
+        return self._full
+
+    @property
     def shard(self) -> Tensor:
         """My cut of the weights: 1-D, compute dtype, for the elements of `span`."""
+        self._refresh.wait()
         return self._shard.values
 
     @property
     def master(self) -> Tensor | None:
         """The values that the optimizer updates, for the elements of `span`."""
+        self._refresh.wait()
         return None if self._master is None else self._master.values
 
     @property
@@ -219,11 +231,13 @@ class Bucket:
     @property
     def shard_source(self) -> Tensor | StoredSlice:
         """My cut of the weights in memory, or what reads it in parts."""
+        self._refresh.wait()
         return self._shard.source
 
     @property
     def master_source(self) -> Tensor | StoredSlice | None:
         """The master in memory, or what reads it in parts."""
+        self._refresh.wait()
         return None if self._master is None else self._master.source
 
     def settle(self) -> None:
@@ -250,6 +264,7 @@ class Bucket:
     @contextmanager
     def present(self, *, writes: bool = True) -> Iterator[None]:
         """Have shard and master in memory, with the user's edits; what is written is kept."""
+        self._refresh.wait()
         with ExitStack() as stack:
             stack.enter_context(self._shard.present(writes=writes))
             was_away = self._master is not None and not self._master.is_present
@@ -286,6 +301,11 @@ class Bucket:
         """What was read ahead is not wanted any more."""
         self._shard.forget_ahead()
 
+    def count_views(self, count: int) -> None:
+        """Say that so many tensors that were made from `master` are no user's."""
+        if not (self.has_own_master or self.partition.weights):
+            self._own_views += count
+
     def leave_disk(self) -> None:
         """Give room on the disk back: the bucket is not used any more."""
         self._shard.free()
@@ -298,10 +318,12 @@ class Bucket:
 
     def show(self, values: Sequence[Tensor]) -> None:
         """Make the parameters look at values that are not this bucket's own, while SHARDED."""
+        self._refresh.end()
         self._views.look_at(values)
 
     def hide(self) -> None:
         """The parameters hold placeholders: undoes `show`, or goes before memory is given back."""
+        self._refresh.end()
         self._views.look_at_placeholders()
 
     def reveal(self) -> None:
@@ -401,7 +423,7 @@ class Bucket:
     @property
     def has_other_views(self) -> bool:
         """Whether somebody has kept a view of the gathered weights: `weight.t()`, say."""
-        return self._views.have_others
+        return self._views.have_others(self._own_views)
 
     @property
     def _compares_for_nothing(self) -> bool:
@@ -467,6 +489,7 @@ class Bucket:
         `sending` comes from `start_sending`, called when the device had been given all that reads
         them.
         """
+        self._refresh.wait()
         if self._steps_off == self._shard.is_offloaded:
             self.shard[start : start + values.numel()].copy_(values)
         elif self._steps_off:
@@ -483,17 +506,44 @@ class Bucket:
             crossing.begin_sending()
         return crossing
 
-    def start_refresh(self) -> Pending | None:
-        """Gather the weights where they are whole, but were stepped or loaded in shards."""
+    @property
+    def refreshes_late(self) -> bool:
+        """Whether a refresh may be under way when forward begins."""
+        is_cut = self.partition.optimizer and not self.partition.weights
+        is_beside = has_streams(self.device) and self.sharing.shards.size > 1
+        return is_cut and is_beside and self.transport.refreshes_late
+
+    def start_refresh(self) -> None:
+        """Begin to gather the weights where they are whole, but were stepped or loaded in shards.
+
+        `leave_refresh` follows, when the refreshes of other buckets have begun too.
+        """
         self.outdate()
         is_compared = self._steps_off or self.device.type != "cpu"
         if is_compared and self.has_own_master and not self.partition.weights:
             # Masters are compared only where this has changed: they lie elsewhere, or nobody waits.
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
-            return None
-        label, numel = f"the refresh of {self.name}", self.transport.refresh_numel
-        return start_gather_in_pieces(self.full, self.sharing.shards, label, numel)
+            return
+        numel = self.transport.refresh_numel
+        # What somebody has kept of the weights is read without a word. Pieces follow each other.
+        is_free = self.refreshes_late and self.layout.numel <= numel
+        gather = partial(
+            start_gather_in_pieces,
+            self._full,
+            self.sharing.shards,
+            f"the refresh of {self.name}",
+            numel,
+        )
+        self._refresh.start(gather, may_last=is_free and not self.has_other_views)
+
+    def leave_refresh(self) -> None:
+        """Let a refresh go on beside what the device does next, until the weights are read."""
+        self._refresh.leave()
+
+    def wait_refresh(self) -> None:
+        """Let what the device is given from now on find refreshed weights; the host goes on."""
+        self._refresh.wait()
 
     def absorb_edits(self, *, update_looks: bool = False) -> None:
         """Put weights that the user changed since the last look into shard and master.
@@ -543,6 +593,7 @@ class Bucket:
             tensor of the device; None: nothing is known, or there is no master that such a write
             would have to reach.
         """
+        self._refresh.wait()
         is_lost, self._is_lost = self._is_lost, None
         if self.state is not Weights.FULL:
             return is_lost
@@ -573,6 +624,7 @@ class Bucket:
 
     def take_back(self) -> None:
         """Copy values that were assigned (`parameter.data = tensor`) into their place here."""
+        self._refresh.end()
         self._views.take_back()
 
     def check_links(self) -> None:
@@ -582,8 +634,18 @@ class Bucket:
 
     def release(self) -> None:
         """Give every parameter memory of its own again, with its present (whole) values."""
+        self._refresh.end()
         self._views.release()
 
 
 def _order_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return order_of(parameter.shape, parameter.stride()) or ()
+
+
+def refresh_all(buckets: Iterable[Bucket]) -> None:
+    """Refresh buckets, all at the same time."""
+    begun = list(buckets)
+    for bucket in begun:
+        bucket.start_refresh()
+    for bucket in begun:
+        bucket.leave_refresh()

@@ -21,6 +21,7 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
 from hadal.zero.grouping import Unit
+from hadal.zero.refresh import is_any_under_way
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.watched import QUESTIONS, fills
 
@@ -72,6 +73,14 @@ class _Own:
         return _left_behind, ()
 
 
+class _OutsideOnly(_Own):
+    """A hook that compiled graphs leave out: nothing is left for it where there are any."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._act(*args, **kwargs)
+
+
 @functools.cache
 def shield_hooks() -> None:
     """Keep all hooks out of compiled graphs from now on; for whoever compiles.
@@ -98,6 +107,8 @@ class Hooks:
         self._runtime = runtime
         self._handles: list[RemovableHandle] = []
         self._model_handles: list[RemovableHandle] = []
+        # The parameters of each unit: a module's own ones, and those that it is said to read.
+        self._refreshed: dict[tuple[nn.Module, bool], list[nn.Parameter]] = {}
         self._forward = ExitStack()
         self._depth = 0
         self._call: FrameType | None = None
@@ -127,6 +138,30 @@ class Hooks:
                 self._model.register_forward_pre_hook(_Own(self._begin), prepend=True),
                 self._model.register_forward_hook(_Own(self._end), always_call=True),
             ]
+
+    def watch_refreshes(self, units: Iterable[Unit]) -> None:
+        """Let these units wait for weights that are still on their way from the last update.
+
+        Reads of parameters are seen anyway, but not by kernels that torch knows nothing of.
+        """
+        for unit in units:
+            place = unit.module, unit.is_external
+            is_known = place in self._refreshed
+            self._refreshed[place] = [member.parameter for member in unit.members]
+            if not is_known and any(bucket.refreshes_late for bucket in self._buckets_at(place)):
+                self._handles.append(self._watch_refresh(place))
+
+    def _watch_refresh(self, place: tuple[nn.Module, bool]) -> RemovableHandle:
+        def before(*_: Any) -> None:
+            if is_any_under_way():
+                for bucket in self._buckets_at(place):
+                    bucket.wait_refresh()
+
+        return place[0].register_forward_pre_hook(_OutsideOnly(before), prepend=True)
+
+    def _buckets_at(self, place: tuple[nn.Module, bool]) -> Iterable[Bucket]:
+        bucket_of = self._runtime.bucket_of
+        return dict.fromkeys(bucket_of[p] for p in self._refreshed[place] if p in bucket_of)
 
     def remove(self) -> None:
         """Take every hook off."""

@@ -120,6 +120,9 @@ class Transport:
     """Of those of them that are not trained: they are stored encoded too. None: as all others."""
     refresh_numel: int = 2**63 - 1
     """Elements gathered at a time of weights that are whole but were stepped in shards."""
+    refreshes_late: bool = True
+    """Whether these are still gathered when the next forward begins, until it reads them; only
+    where a device goes on beside its collectives."""
     reduce: Codec | None = None
     """Of gradients that are sharded; None: in `Precision.reduce`. Rows of an embedding, and sums
     over copies, are not coded."""

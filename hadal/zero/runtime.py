@@ -15,7 +15,7 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, max_
 from hadal.device import is_in_backward, will_collect
 from hadal.errors import UsageError
-from hadal.zero.bucket import Bucket
+from hadal.zero.bucket import Bucket, refresh_all
 from hadal.zero.exchange import OwnExchange
 from hadal.zero.expectation import Expectation
 from hadal.zero.gathering import Gathering, Phase
@@ -142,7 +142,10 @@ class ZeroRuntime:
         """Keep buckets readable for a while, outside of forward and backward."""
         self.expect_here()
         self.bring_together()
-        return self.gathering.whole(buckets)
+        held = list(buckets)
+        for bucket in held:
+            bucket.wait_refresh()
+        return self.gathering.whole(held)
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
@@ -183,6 +186,8 @@ class ZeroRuntime:
         self._is_last = boundary
         self._started = 0
         self._expectation.begin()
+        for bucket in self.buckets:
+            bucket.wait_refresh()  # no hook may have stood before a read in the forward
         for gradients in self.gradients:
             gradients.place_views()
         _in_backward.append(self)
@@ -503,10 +508,7 @@ class ZeroRuntime:
         self.clear_gradients()
         if self.exchange is not None:
             self.exchange.begin_anew()
-        pendings = [bucket.start_refresh() for bucket in self.buckets]
-        for pending in pendings:
-            if pending is not None:
-                pending.wait()
+        refresh_all(self.buckets)
 
     def release(self) -> None:
         """Give every parameter whole memory of its own."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hadal.device import unwatched
-from hadal.zero.bucket import Bucket
+from hadal.zero.bucket import Bucket, refresh_all
 
 
 def has_frozen(bucket: Bucket) -> bool:
@@ -30,16 +30,12 @@ def held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
         with bucket.present(writes=False):
             kept.append([cut.clone() for cut in _frozen_cuts(bucket)])
     yield
-    pendings = []
     for bucket, values in zip(held, kept, strict=True):
         with bucket.present():
             for cut, value in zip(_frozen_cuts(bucket), values, strict=True):
                 cut.copy_(value)
             bucket.write_back(0, bucket.span[1] - bucket.span[0])
-        pendings.append(bucket.start_refresh())
-    for pending in pendings:
-        if pending is not None:
-            pending.wait()
+    refresh_all(held)
 
 
 def _frozen_cuts(bucket: Bucket) -> Iterator[Tensor]:

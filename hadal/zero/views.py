@@ -7,7 +7,7 @@ told by the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from hadal.device import number_of_users, unwatched
 from hadal.errors import ModelError, ShardedAccessError
 from hadal.zero.layout import Layout, Slot
-from hadal.zero.watched import kind_of, take_touched, watched_kind_of
+from hadal.zero.watched import (
+    expect_values,
+    have_values,
+    kind_of,
+    take_touched,
+    watched_kind_of,
+)
 
 
 class Views:
@@ -71,12 +77,21 @@ class Views:
         for parameter in self._parameters:
             parameter.data = parameter.detach().clone()
 
+    def expect_values(self, arrive: Callable[[], object]) -> None:
+        """What the full buffer is to hold is on its way: `arrive` is called before each read."""
+        for parameter in self._parameters:
+            expect_values(parameter, arrive)
+
+    def have_values(self) -> None:
+        """The full buffer holds what it is to hold."""
+        for parameter in self._parameters:
+            have_values(parameter)
+
     # ---- what may have happened to them ----------------------------------------------------------
 
-    @property
-    def have_others(self) -> bool:
-        """Whether anybody else has a tensor that looks into the full buffer."""
-        return number_of_users(self._full) > self._full_users
+    def have_others(self, own: int) -> bool:
+        """Whether anybody has a tensor that looks into the full buffer, beside `own` known ones."""
+        return number_of_users(self._full) > self._full_users + own
 
     @property
     def were_written(self) -> bool:

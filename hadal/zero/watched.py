@@ -1,7 +1,8 @@
-"""Parameters whose reads are seen: a freed one has a class that torch asks before each operation.
+"""Parameters whose reads are seen: they have a class that torch asks before each operation.
 
-A parameter whose values are there has its own class, and costs nothing. A watched class is a
-subclass of the parameter's own, under the same name.
+These are freed ones, and those whose new values are on their way. A parameter whose values are
+there has its own class, and costs nothing. A watched class is a subclass of the parameter's own,
+under the same name.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _FILLS_OF_INIT = frozenset({"constant_", "kaiming_uniform_", "normal_", "uniform
 
 # Of a parameter that was read, or given away, while its values were not there.
 _touched: Attached[bool] = Attached("touched")
+# Of a parameter whose values are on their way: lets whoever reads it wait for them.
+_arrivals: Attached[Callable[[], object]] = Attached("arrival")
 _listeners: list[Listener] = []
 
 
@@ -122,6 +125,10 @@ def _watched_among(values: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 def _announce(parameter: nn.Parameter) -> None:
+    arrive = _arrivals.get(parameter)
+    if arrive is not None:
+        arrive()
+        return
     for listener in [*_listeners]:
         listener.hear(parameter)
     if isinstance(parameter, _Watched):
@@ -146,6 +153,18 @@ def kind_of(parameter: Tensor) -> type:
 def watched_kind_of(parameter: Tensor) -> type:
     """The class of the parameter while each read of it is announced."""
     return _watched_kind(kind_of(parameter))
+
+
+def expect_values(parameter: nn.Parameter, arrive: Callable[[], object]) -> None:
+    """Watch a parameter whose values are on their way: `arrive` is called before each read."""
+    _arrivals[parameter] = arrive
+    parameter.__class__ = watched_kind_of(parameter)
+
+
+def have_values(parameter: nn.Parameter) -> None:
+    """Undo `expect_values`."""
+    _arrivals.pop(parameter)
+    parameter.__class__ = kind_of(parameter)
 
 
 def take_touched(parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ import torch
 from ranks import RankPools
 
 from hadal.errors import ModelError, ShardedAccessError
-from hadal.zero.bucket import Bucket, Weights
+from hadal.zero.bucket import Bucket, Weights, refresh_all
 from hadal.zero.policy import STAGES, Partition
 
 from .buckets import BF16, FP32, FROZEN_WEIGHTS, SHAPES, WIDE, given_values, make_bucket
@@ -131,7 +131,7 @@ def edits_are_seen_once() -> None:
     bucket.absorb_edits()
     bucket.master.fill_(1.5)
     bucket.write_back(0, bucket.shard.numel())
-    bucket.start_refresh().wait()
+    refresh_all([bucket])
     bucket.absorb_edits()
     assert bool((bucket.master == 1.5).all())
     assert bool((bucket.full == 1.5).all())
@@ -143,9 +143,7 @@ def stepped_masters_reach_every_rank() -> None:
         bucket.reshard()
         bucket.master.add_(1.0)
         bucket.write_back(0, bucket.shard.numel())
-        pending = bucket.start_refresh()
-        if pending is not None:
-            pending.wait()
+        refresh_all([bucket])
         bucket.unshard()
         start, stop = bucket.span
         expected = flat(bucket, given_values(0), torch.float32)

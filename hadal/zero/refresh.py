@@ -1,0 +1,105 @@
+"""New weights on their way: gathered beside the device's own work until somebody reads them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hadal.comm.pending import Pending
+from hadal.device import Event, SideStream, before_compiling, has_compiled, is_capturing
+from hadal.zero.views import Views
+
+_HOST = torch.device("cpu")
+
+
+class Refresh:
+    """The gather of one bucket's new weights, which ends where they are read.
+
+    While it is under way the bucket's parameters are watched: whoever reads one lets the stream
+    that he works in wait for it, and the host goes on. Every read does so until the device is known
+    to be through, as each may be in a stream of its own. A CPU copies what others send only while
+    it waits: there a refresh ends where it is left.
+    """
+
+    def __init__(self, full: Tensor, views: Views) -> None:
+        self._full = full
+        self._views = views
+        self._beside = _beside(_HOST)
+        self._pending: Pending | None = None
+        self._event: Event | None = None
+        self._is_watched = False
+
+    def start(self, gather: Callable[[], Pending], *, may_last: bool) -> None:
+        """Begin it behind all that the device was given so far.
+
+        `may_last`: whether it may be under way when the device goes on with something else.
+        """
+        self.end()
+        self._is_watched = may_last and not has_compiled()
+        self._beside = _beside(self._full.device if self._is_watched else _HOST)
+        self._beside.follow_device()
+        with self._beside.current():
+            self._pending = gather()
+
+    def leave(self) -> None:
+        """Let it go on by itself, if it may; else what the device is given from now on waits."""
+        if self._pending is None:
+            return
+        with self._beside.current():
+            self._pending.wait()
+        self._pending = None
+        if not self._is_watched:
+            return
+        self._event = self._beside.event()
+        # Whatever becomes of the bucket: the next owner of its memory comes behind the gather.
+        self._beside.keep(self._full)
+        _left.add(self)
+        before_compiling(end_all)
+        self._views.expect_values(self.wait)
+
+    def wait(self) -> None:
+        """Let what this thread gives the device from now on find the new weights."""
+        self.leave()
+        event = self._event
+        if event is None or is_capturing(self._full.device):
+            return
+        event.wait_on_device()
+        if event.is_over:
+            self._forget()
+
+    def end(self) -> None:
+        """The same, and for all that follows: nobody is watched any more."""
+        self.wait()
+        if self._event is not None:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._event = None
+        _left.discard(self)
+        self._views.have_values()
+
+
+# Compiled code would tell a watched class from the one that it was made for: before any is made,
+# nothing is under way, and nothing stays so behind it.
+_left: weakref.WeakSet[Refresh] = weakref.WeakSet()
+
+
+def is_any_under_way() -> bool:
+    """Whether any bucket is refreshed beside what the device does."""
+    return bool(_left)
+
+
+def end_all() -> None:
+    """End all that are under way."""
+    for refresh in [*_left]:
+        refresh.end()
+
+
+@cache
+def _beside(device: torch.device) -> SideStream:
+    """The order of work in which refreshes are waited for; on the host there is only one."""
+    return SideStream(device)
