@@ -20,11 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.compat.surface import ROOT
 from hadal.compat.values import ZeroParamStatus, ZeroParamType
-from hadal.zero.access import GatheredParameters, keeper_of
+from hadal.zero.access import GatheredParameters, gather_to_copy, keeper_of
 from hadal.zero.bucket import Bucket, Weights
-from hadal.zero.copies import gather_to_copy
 from hadal.zero.external import external_parameters
 from hadal.zero.init import born_among
+from hadal.zero.place import place_of
 from hadal.zero.runtime import ZeroRuntime
 
 _STATUS = {
@@ -130,14 +130,10 @@ def _number(parameter: nn.Parameter, bucket: Bucket) -> int:
 
 def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
     """A copy of this rank's part of a parameter, 1-D, with what programs look for on it."""
-    index = next(i for i, other in enumerate(bucket.parameters) if other is parameter)
-    slot = bucket.layout.slots[index]
-    low, high = bucket.span
-    start, stop = (
-        min(max(edge, low), high) - low for edge in (slot.offset, slot.offset + slot.numel)
-    )
+    place = place_of(parameter)
+    assert place is not None  # it lies in this bucket
     with torch.no_grad(), bucket.present(writes=False):
-        fragment: Any = bucket.shard[start:stop].clone()
+        fragment: Any = place.cut(bucket.shard).clone()
     fragment.ds_numel = fragment.numel()
     fragment.status = _STATUS[bucket.state]
     fragment.final_location = None  # no tier below this device

@@ -18,7 +18,7 @@ from hadal.device import look_at
 from hadal.engine.policies import leaves_of, limits_of, partition_of, transport_of
 from hadal.engine.precision import buffer_rule_of, precisions_of
 from hadal.engine.tiers import Offloading
-from hadal.zero import access, apply, init
+from hadal.zero import access, init
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import announced_uses
 from hadal.zero.grouping import Unit, find_tables, find_units, plan_buckets
@@ -140,4 +140,4 @@ class Adopter:
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         access.register(keeper, parameters)
         if not self._config.zero_optimization.override_module_apply:
-            apply.leave_alone(parameters)
+            access.leave_alone(parameters)

@@ -66,7 +66,7 @@ from hadal.engine.wishes import (
 from hadal.errors import OffloadError, UsageError
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
-from hadal.zero import apply, init
+from hadal.zero import access, init
 from hadal.zero.hooks import Hooks
 from hadal.zero.policy import Precision
 from hadal.zero.runtime import ZeroRuntime
@@ -224,7 +224,7 @@ def _assemble(
         adopter.offloading.open_disks()
     with _among_parts(topology, world):
         runtime = _build_runtime(admitted, adopter, ranks)
-    apply.watch_apply()
+    access.watch_apply()
     runtime.reducing = clocks.reduce
     readers = topology.data_parallel
     loading = make_loading(wishes, config, readers.size, readers.rank)

@@ -148,8 +148,7 @@ class LaterGroups:
             raise ModelError(f"{self._where}: {name} {refusal}")
         bucket = None if is_new else self._runtime.bucket_of[parameter]
         if bucket is not None and bucket.trainable:
-            pairs = zip(bucket.layout.slots, bucket.parameters, strict=True)
-            group = next(slot.group for slot, known in pairs if known is parameter)
+            group = bucket.slot_of(parameter).group
             raise OptimizerError(
                 f"{self._where}: {name} is in param group {group} already; leave it out of the new"
                 " one"

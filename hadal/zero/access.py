@@ -1,31 +1,46 @@
-"""Reading and writing one whole parameter, wherever its values are stored."""
+"""Whole parameters for a while, wherever their values are stored; and copies of them.
+
+For whom: who asks for them (`GatheredParameters`), functions given to `Module.apply`, and
+`copy.deepcopy` and `pickle` (so `torch.save` too).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import get_world_size
 from hadal.comm.collectives import broadcast_
-from hadal.errors import CommunicationError, UsageError
-from hadal.zero import copies
-from hadal.zero.attached import Attached
+from hadal.device import unwatched
+from hadal.errors import CommunicationError, ShardedAccessError, UsageError
+from hadal.zero.attached import Attached, is_attached
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import register_external_parameter
 from hadal.zero.gathering import Phase
-from hadal.zero.hooks import saving
+from hadal.zero.hooks import ReadWatcher, saving
+from hadal.zero.kinds import alone
 from hadal.zero.runtime import ZeroRuntime
+
+
+class Buckets(Protocol):
+    """The bucket of each parameter that somebody holds."""
+
+    def __getitem__(self, parameter: nn.Parameter, /) -> Bucket: ...
 
 
 class Keeper(Protocol):
     """Whoever holds the buckets of some parameters: an engine's runtime, or `zero.Init`."""
 
     @property
-    def bucket_of(self) -> copies.Buckets:
+    def bucket_of(self) -> Buckets:
         """The bucket of each parameter that it holds."""
 
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
@@ -37,20 +52,31 @@ class Keeper(Protocol):
 
 # Who keeps a parameter, so that `GatheredParameters` needs nothing but the parameter.
 _keepers: Attached[Keeper] = Attached("keeper")
+_COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
+Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+_gather: list[Gather] = []
+_M = TypeVar("_M", bound=nn.Module)
+_plain_apply = nn.Module.apply
+_left_alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# How many contexts, or applies further out, see to the parameters already.
+_attended = 0
 
 
 def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
     """Make parameters known to `GatheredParameters`, and keep copies of them honest."""
     for parameter in parameters:
         _keepers[parameter] = keeper
-        copies.guard(parameter, keeper.bucket_of)
+        held = weakref.ref(parameter)  # it is the parameter that holds these
+        setattr(parameter, _COPY, partial(_deepcopied, held))
+        setattr(parameter, _PICKLE, partial(_reduced, held))
 
 
 def forget(parameters: Iterable[nn.Parameter]) -> None:
     """Undo `register`."""
     for parameter in parameters:
         _keepers.pop(parameter)
-        copies.unguard(parameter)
+        for name in (_COPY, _PICKLE):
+            vars(parameter).pop(name, None)
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper | None:
@@ -140,3 +166,151 @@ def _can_go_on(error: BaseException | None) -> bool:
     """Whether the ranks still answer each other: an exception of the user's own code is no end."""
     ordinary = error is None or isinstance(error, Exception)
     return ordinary and not isinstance(error, CommunicationError)
+
+
+# ---- `Module.apply` ------------------------------------------------------------------------------
+#
+# Initialisations go through `apply`, often on a model that is built already. While one runs,
+# parameters that it touches are gathered, whichever module they belong to; rank 0's values are
+# kept, on every rank.
+
+
+def watch_apply() -> None:
+    """Take the place of `nn.Module.apply`; on modules without freed weights nothing changes."""
+    nn.Module.apply = _gathering_apply  # type: ignore[method-assign]
+
+
+def leave_alone(parameters: Iterable[nn.Parameter]) -> None:
+    """Do not gather these for `apply` (`zero_optimization.override_module_apply` is false)."""
+    for parameter in parameters:
+        _left_alone[parameter] = True
+
+
+@contextmanager
+def attended() -> Iterator[None]:
+    """While it lasts somebody else gathers what is touched."""
+    global _attended
+    _attended += 1
+    try:
+        yield
+    finally:
+        _attended -= 1
+
+
+def _gathering_apply(self: _M, fn: Callable[[nn.Module], None]) -> _M:
+    if _attended or all(_freed_bucket(parameter) is None for parameter in self.parameters()):
+        return _plain_apply(self, fn)
+    touched = Touched(_freed_bucket)
+
+    def watched(module: nn.Module) -> None:
+        fn(module)
+        touched.keep(1)  # the next call mostly works on the same bucket
+
+    try:
+        with attended(), ReadWatcher(touched.on_read):
+            return _plain_apply(self, watched)
+    finally:
+        touched.keep(0)
+
+
+def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
+    """The bucket of a parameter whose weights are cut over the ranks, where it may be gathered."""
+    keeper = keeper_of(parameter)
+    if keeper is None or parameter in _left_alone:
+        return None
+    bucket = keeper.bucket_of[parameter]
+    return bucket if bucket.partition.weights else None
+
+
+class Touched:
+    """The buckets that are gathered at the moment because an operation touched a parameter.
+
+    At most the `limit` latest stay gathered: a value that an initialisation still holds must not be
+    freed under it.
+    """
+
+    def __init__(
+        self, bucket_of: Callable[[nn.Parameter], Bucket | None], limit: int | None = None
+    ) -> None:
+        self._bucket_of = bucket_of
+        self._limit = limit
+        self._held: OrderedDict[Bucket, AbstractContextManager[None]] = OrderedDict()
+
+    def on_read(self, parameter: nn.Parameter) -> None:
+        """Gather the bucket of a parameter that is about to be read or written."""
+        bucket = self._bucket_of(parameter)
+        if bucket is None:
+            return
+        if bucket not in self._held:
+            keeper = keeper_of(parameter)
+            assert keeper is not None  # it lies in a bucket
+            context = keeper.editing(bucket)
+            with unwatched():
+                context.__enter__()
+            self._held[bucket] = context
+        self._held.move_to_end(bucket)
+        if self._limit is not None:
+            self.keep(self._limit)
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self._held
+
+    def keep(self, count: int) -> None:
+        """Take rank 0's values of all but the `count` latest, on every rank, and free them."""
+        while len(self._held) > count:
+            with unwatched():
+                self._held.popitem(last=False)[1].__exit__(None, None, None)
+
+
+# ---- copies --------------------------------------------------------------------------------------
+#
+# `copy.deepcopy` and `pickle` ask the object itself first, so each parameter that a bucket holds
+# has its own answer: values in memory of their own, or a refusal.
+
+
+def gather_to_copy(gather: Gather | None) -> None:
+    """Let `copy.deepcopy` gather values that are spread, in the place of refusing; None: refuse.
+
+    All ranks must copy then. Programs that are known to do so are those whose libraries copy
+    modules at stage 3 on every rank.
+    """
+    _gather[:] = [] if gather is None else [gather]
+
+
+def _deepcopied(held: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
+    """Answer `copy.deepcopy`."""
+    parameter = held()
+    assert parameter is not None  # it is being copied
+    if id(parameter) not in memo:
+        memo[id(parameter)] = _copied(parameter, "copied")
+    copied: nn.Parameter = memo[id(parameter)]
+    return copied
+
+
+def _reduced(held: weakref.ref[nn.Parameter], protocol: Any) -> Any:
+    """Answer `pickle`."""
+    parameter = held()
+    assert parameter is not None  # it is being pickled
+    copied = _copied(parameter, "pickled")
+    for name, value in vars(parameter).items():
+        if name not in (_COPY, _PICKLE) and not is_attached(name):
+            vars(copied)[name] = value
+    return copied.__reduce_ex__(protocol)
+
+
+def _copied(parameter: nn.Parameter, verb: str) -> nn.Parameter:
+    # Where reads are watched (forward, `zero.Init`) this look gathers the values.
+    values = parameter.data
+    # A placeholder is one element, spread over the shape.
+    if values.numel() > 1 and not any(values.stride()):
+        if _gather and verb == "copied":
+            with _gather[0](parameter):
+                return alone(parameter, parameter.data.clone())
+        bucket = _keepers[parameter].bucket_of[parameter]
+        raise ShardedAccessError(
+            f"rank {bucket.ranks.rank}: parameter {bucket.slot_of(parameter).name} was {verb} while"
+            " its values are spread over the ranks. Go inside `with"
+            " hadal.zero.GatheredParameters(model.parameters()):` on every rank, or take"
+            " engine.state_dict()."
+        )
+    return alone(parameter, values.clone())

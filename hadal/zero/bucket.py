@@ -18,7 +18,7 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
 from hadal.zero.grouping import BucketPlan
-from hadal.zero.layout import Layout, lay_out, order_of
+from hadal.zero.layout import Layout, Slot, lay_out, order_of
 from hadal.zero.node_copy import NodeCopy
 from hadal.zero.offload import Offload
 from hadal.zero.policy import Partition, Precision, Transport
@@ -311,6 +311,14 @@ class Bucket:
         self._shard.free()
         if self._master is not None and self._master is not self._shard:
             self._master.free()
+
+    def index_of(self, parameter: nn.Parameter) -> int:
+        """The number of one of the bucket's parameters."""
+        return next(i for i, known in enumerate(self.parameters) if known is parameter)
+
+    def slot_of(self, parameter: nn.Parameter) -> Slot:
+        """The place of one of the bucket's parameters."""
+        return self.layout.slots[self.index_of(parameter)]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view of `flat` (1-D, laid out like this bucket) for each parameter, in its shape."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -190,12 +191,8 @@ def _unit_above(path: str, paths: Mapping[str, nn.Module], whole: set[str]) -> s
 
 
 def _common_ancestor(one: str, other: str) -> str:
-    common: list[str] = []
-    for left, right in zip(one.split("."), other.split("."), strict=False):
-        if left != right:
-            break
-        common.append(left)
-    return ".".join(common)
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _is_below(path: str, ancestor: str) -> bool:
@@ -262,7 +259,8 @@ def plan_buckets(
                     if open_plan.units[-1] is not unit:
                         open_plan.units.append(unit)
                     continue
-                name = _bucket_name(unit, piece)
+                is_all = len(piece) == len(unit.members)
+                name = unit.name if is_all else f"{unit.name}[{piece[0].name}..]"
                 plan = BucketPlan(name, kind.policy, list(piece), [unit], kind.row_numel)
                 plans.append(plan)
                 open_plans[kind] = plan
@@ -284,10 +282,6 @@ def _target(kind: _Kind, largest: int, limits: Limits) -> int:
     if kind.row_numel:
         return 0  # each table alone
     return limits.bucket_numel if kind.policy.weights else min(largest, limits.bucket_numel)
-
-
-def _bucket_name(unit: Unit, piece: Sequence[Member]) -> str:
-    return unit.name if len(piece) == len(unit.members) else f"{unit.name}[{piece[0].name}..]"
 
 
 def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:

@@ -32,7 +32,7 @@ from hadal.comm.start import memory_is_tuned
 from hadal.device import current_device, keep_freed_memory, unwatched
 from hadal.errors import ModelError, NotBuiltYetError, UsageError
 from hadal.offload import DiskStore
-from hadal.zero import access, apply
+from hadal.zero import access
 from hadal.zero.attached import Attached
 from hadal.zero.birth import Birth, birth_of, tier_of
 from hadal.zero.bucket import Bucket, Weights
@@ -67,7 +67,7 @@ class _Nursery:
         self.bucket_of: Attached[Bucket] = Attached("birth")
         self.asked: Attached[tuple[str, ...]] = Attached("asked")
         """The keys that `initialize` must find on."""
-        self.touched = apply.Touched(self._bucket_to_gather, _STAY_WHOLE)
+        self.touched = access.Touched(self._bucket_to_gather, _STAY_WHOLE)
         # What nobody has read of the buckets that are shown: of these no value was gathered.
         self._unread: dict[Bucket, set[nn.Parameter]] = {}
         self.leaving = Leaving(LEAVING_NBYTES)
@@ -242,9 +242,8 @@ class _Nursery:
         bucket.hide()
 
     def _order_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        known, bucket = self._orders.get(parameter), self.bucket_of[parameter]
-        pairs = zip(bucket.parameters, bucket.layout.slots, strict=True)
-        return next(slot.order for p, slot in pairs if p is parameter) if known is None else known
+        known = self._orders.get(parameter)
+        return self.bucket_of[parameter].slot_of(parameter).order if known is None else known
 
     def moved(self, parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
         """What `fn` makes of a placeholder; None where it has made values of it."""
@@ -481,7 +480,10 @@ class Init:
         self._enabled = enabled
         if not enabled:
             return
-        _refuse_unbuilt(param_swapper=param_swapper)
+        if param_swapper is not None:
+            raise NotBuiltYetError(
+                f"zero.Init(param_swapper={param_swapper!r}) is not built yet; leave it out"
+            )
         asked = {
             "zero_quantized_weights": zero_quantized_weights,
             "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
@@ -504,7 +506,7 @@ class Init:
         if not memory_is_tuned():
             keep_freed_memory(current_device())
         self._sharing = _sharing_of(group, zero_param_parallel_group)
-        apply.watch_apply()
+        access.watch_apply()
         nn.Module._apply = _moving  # type: ignore[method-assign]
         if module is not None:
             self._bear_all(module)
@@ -514,7 +516,7 @@ class Init:
         if self._enabled:
             if not Init._contexts:
                 stack = Init._watching
-                stack.enter_context(apply.attended())
+                stack.enter_context(access.attended())
                 stack.enter_context(ReadWatcher(_nursery.on_read, on_fill=_nursery.on_fill))
                 for handle in (
                     register_module_module_registration_hook(_on_attach),
@@ -563,7 +565,7 @@ class Init:
         for parameter in fresh if self._asked else ():
             _nursery.asked[parameter] = self._asked
         if not self._birth.gathers_in_apply:
-            apply.leave_alone(fresh)
+            access.leave_alone(fresh)
 
     def _show(self) -> None:
         """Show what was born here in the wanted dtype, now that initialisations are through."""
@@ -628,12 +630,6 @@ def _on_attach(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     if parameter is not None:
         Init._contexts[-1].begin(module)
-
-
-def _refuse_unbuilt(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise NotBuiltYetError(f"zero.Init({name}={value!r}) is not built yet; leave it out")
 
 
 # Born sharded long before there is an engine that could own them; removed at the program's end.

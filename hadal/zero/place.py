@@ -289,9 +289,8 @@ def place_of(param: nn.Parameter) -> Place | None:
     if keeper is None:
         return None
     bucket = keeper.bucket_of[param]
-    index = next(i for i, known in enumerate(bucket.parameters) if known is param)
     trainer = _trainers.get(keeper) if isinstance(keeper, ZeroRuntime) else None
-    return Place(bucket, index, keeper, None if trainer is None else trainer())
+    return Place(bucket, bucket.index_of(param), keeper, None if trainer is None else trainer())
 
 
 def held_place(param: nn.Parameter, name: str) -> Place:

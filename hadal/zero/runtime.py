@@ -22,10 +22,9 @@ from hadal.zero.gathering import Gathering, Phase
 from hadal.zero.gradients import Arrival, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
-from hadal.zero.sanity import Sanity
+from hadal.zero.sanity import Sanity, UnusedCheck
 from hadal.zero.still import has_frozen, held_still
 from hadal.zero.uncounted import UncountedEdits
-from hadal.zero.unused import UnusedCheck
 
 _log = logging.getLogger(__name__)
 # Those whose backward runs: gradients may come to the parameters of others meanwhile.

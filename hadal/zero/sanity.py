@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm import Ranks
-from hadal.comm.collectives import gather_objects
+from hadal.comm.collectives import gather_codes, gather_objects
 from hadal.errors import MismatchError, ModelError
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -192,14 +192,10 @@ def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
 
 
 def _expect_finite(what: str, known: Sequence[Sequence[str]]) -> None:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, names in enumerate(known):
-        for name in names:
-            ranks_of.setdefault(name, []).append(rank)
-    if ranks_of:
-        told = (f"{name} (rank {', '.join(map(str, r))})" for name, r in ranks_of.items())
+    if any(known):
         raise ModelError(
-            f"a {what} is not finite: {_few(told)}; told by zero_optimization.enable_sanity_checks"
+            f"a {what} is not finite: {_by_rank(known)}; told by"
+            " zero_optimization.enable_sanity_checks"
         )
 
 
@@ -207,6 +203,15 @@ def _is_finite(values: Tensor) -> bool:
     # One pass and no second tensor: a sum is finite only where all elements are (or it overflows,
     # which is looked at closely then).
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+
+
+def _by_rank(known: Sequence[Sequence[str]]) -> str:
+    """The names that ranks have told, each with those ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, names in enumerate(known):
+        for name in names:
+            ranks_of.setdefault(name, []).append(rank)
+    return _few(f"{name} (rank {', '.join(map(str, r))})" for name, r in ranks_of.items())
 
 
 def _few(names: Iterable[str]) -> str:
@@ -221,3 +226,49 @@ def _faulty_names(bucket: Bucket) -> Iterator[str]:
     for part in bucket.layout.fragments(*bucket.span):
         if not _is_finite(bucket.shard[part.offset : part.offset + part.numel]):
             yield bucket.layout.slots[part.slot].name
+
+
+class UnusedCheck:
+    """Remembers which gradients came on this rank since the last update."""
+
+    def __init__(self, gradients: Sequence[Gradients], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._gradients = list(gradients)
+        self._came: set[tuple[Gradients, int]] = set()
+        self._passed = False
+
+    def came(self, gradients: Gradients, index: int) -> None:
+        """A gradient came for parameter number `index` of a bucket."""
+        self._came.add((gradients, index))
+
+    def clear(self) -> None:
+        """After an update: everything is missing anew."""
+        self._came.clear()
+        self._passed = False
+
+    def _missing(self) -> list[str]:
+        """Full names of what has elements, is not frozen meanwhile, and got nothing."""
+        return [
+            slot.name
+            for one in self._gradients
+            for index, slot in enumerate(one.bucket.layout.slots)
+            if slot.numel
+            and one.bucket.parameters[index].requires_grad
+            and (one, index) not in self._came
+        ]
+
+    def fault(self) -> ModelError | None:
+        """The same error on every rank, where a parameter got no gradient on some rank.
+
+        Ranks talk until nothing is missing, and no more in that update.
+        """
+        mine = [] if self._passed else self._missing()
+        if self._passed or not any(gather_codes(len(mine), self._ranks)):
+            self._passed = True
+            return None
+        told = _by_rank(gather_objects(mine, self._ranks))
+        return ModelError(
+            f"no gradient came in this update for {told}. Let the loss"
+            " depend on each parameter, freeze those that it shall not (requires_grad_(False)), or"
+            " leave out zero_optimization.ignore_unused_parameters: then they count as zero."
+        )
