@@ -11,7 +11,13 @@ agreement   a small exchange on the host by which ranks learn that they do the s
 record      one collective as the log of collectives has it, from its start to its end
 """
 
-from torch.distributed import ReduceOp, get_backend, get_process_group_ranks
+from torch.distributed import (
+    ReduceOp,
+    get_backend,
+    get_process_group_ranks,
+    is_available,
+    is_initialized,
+)
 
 from hadal.comm.comms_log import Row, is_logging, reset_log, start_log, stop_log
 from hadal.comm.functions import (
@@ -51,7 +57,6 @@ from hadal.comm.groups import (
     has_coalescing_manager,
     has_reduce_scatter_tensor,
     initialize_mesh_device,
-    is_available,
     monitored_barrier,
     new_group,
 )
@@ -62,7 +67,6 @@ from hadal.comm.start import (
     get_rank,
     get_world_size,
     init_distributed,
-    is_initialized,
 )
 from hadal.comm.summary import log_summary
 

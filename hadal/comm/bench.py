@@ -128,32 +128,28 @@ def _call_of(kind: str, trial: Trial, bench: _Bench) -> Callable[[], object]:
         return _call_of_training(kind, trial, bench)
     if kind == "pt2pt":
         return _between_two(trial.way, bench)
-    single = {
-        "all_reduce": (("all_reduce",), (bench.full,)),
-        "all_gather": (("all_gather_single", "all_gather_into_tensor"), (bench.full, bench.mine)),
-        "reduce_scatter": (
-            ("reduce_scatter_single", "reduce_scatter_tensor"),
-            (bench.mine, bench.full),
-        ),
-        "all_to_all": (("all_to_all_single",), (bench.other, bench.full)),
-        "broadcast": (("broadcast",), (bench.full, 0)),
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (bench.full,),
+        "all_gather_into_tensor": (bench.full, bench.mine),
+        "reduce_scatter_tensor": (bench.mine, bench.full),
+        "all_to_all_single": (bench.other, bench.full),
+        "broadcast": (bench.full, 0),
     }
-    names, args = single[kind]
-    function = _found(trial.way, *names)
+    name = next(name for name in arguments if name.startswith(kind))
+    function = _found(trial.way, name)
 
     def call() -> None:
-        work = function(*args, async_op=trial.is_async)
+        work = function(*arguments[name], async_op=trial.is_async)
         if trial.is_async:
             work.wait()
 
     return call
 
 
-def _found(way: str, *names: str) -> Callable[..., Any]:
-    """The first of the names that there is: torch has renamed some."""
-    home: Any = dist if way == "torch" else functions
-    found: Callable[..., Any] = next(getattr(home, n) for n in names if hasattr(home, n))
-    return found
+def _found(way: str, name: str) -> Callable[..., Any]:
+    """Ours, or torch's, which has renamed some."""
+    ours: Callable[..., Any] = getattr(functions, name)
+    return getattr(dist, ours.__name__, ours) if way == "torch" else ours
 
 
 def _between_two(way: str, bench: _Bench) -> Callable[[], object]:

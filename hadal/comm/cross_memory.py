@@ -137,10 +137,10 @@ class _Offer(NamedTuple):
 class Neighbour:
     """Another process of this host whose memory this one reads, and that reads from this one."""
 
-    def __init__(self, pid: int, connection: socket.socket, bell: _Bell) -> None:
+    def __init__(self, pid: int, connection: socket.socket, wake: Callable[[], None]) -> None:
         self.pid = pid
         self._connection = connection
-        self._bell = bell
+        self._wake = wake
         self._lock = threading.Lock()
         self._offers: dict[_Channel, deque[_Offer]] = defaultdict(deque)
         self._wanted: dict[_Channel, deque[_Received]] = defaultdict(deque)
@@ -180,7 +180,7 @@ class Neighbour:
             offer = waiting.popleft()
             if offer.short is None:
                 self._met.append((received, offer))
-                self._bell.ring()
+                self._wake()
                 return received
         self._take(received, offer)
         return received
@@ -200,7 +200,7 @@ class Neighbour:
             except OSError:
                 return  # the thread finds the end of the connection, and tells it
         self._unwritten.append(message)
-        self._bell.ring()
+        self._wake()
 
     # ---- what the thread does --------------------------------------------------------------------
 
@@ -302,23 +302,6 @@ class Neighbour:
             one.end(self._fault)
 
 
-class _Bell:
-    """Wakes the thread."""
-
-    def __init__(self) -> None:
-        self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._number
-
-    def ring(self) -> None:
-        os.eventfd_write(self._number, 1)
-
-    def hear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._number)
-
-
 class Office:
     """This process's end of all connections, and the thread that serves them."""
 
@@ -329,15 +312,15 @@ class Office:
         self.listener.listen(socket.SOMAXCONN)
         self.listener.settimeout(MEETING_S)
         self.neighbours: dict[bytes, Neighbour] = {}
-        self.bell = _Bell()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self.bell, selectors.EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
 
     def add(self, address: bytes, pid: int, connection: socket.socket) -> None:
         """Serve a connection that was tried out."""
         connection.setblocking(False)
-        neighbour = Neighbour(pid, connection, self.bell)
+        neighbour = Neighbour(pid, connection, self.wake)
         self.neighbours[address] = neighbour
         self._selector.register(neighbour, selectors.EVENT_READ, address)
         if self._thread is None:
@@ -345,6 +328,10 @@ class Office:
                 target=self._serve, name="hadal-neighbours", daemon=True
             )
             self._thread.start()
+
+    def wake(self) -> None:
+        """Let the thread look at what waits for it."""
+        os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Give all connections up."""
@@ -358,7 +345,7 @@ class Office:
                 if isinstance(key.fileobj, Neighbour):
                     self._attend(key.fileobj, events, key.data)
                 else:
-                    self.bell.hear()
+                    os.eventfd_read(self._bell)
                     for address, neighbour in tuple(self.neighbours.items()):
                         neighbour.take_what_met()
                         if neighbour.wants_to_write:

@@ -16,11 +16,6 @@ from hadal.device import current_device
 Group = dist.ProcessGroup | None
 
 
-def is_available() -> bool:
-    """Whether this torch can let processes meet."""
-    return dist.is_available()
-
-
 def get_world_group() -> Group:
     """The group of all processes; None where none runs."""
     return dist.group.WORLD

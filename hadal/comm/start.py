@@ -270,11 +270,6 @@ def find_place(
     return Place(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
 
 
-def is_initialized() -> bool:
-    """Whether a process group runs."""
-    return dist.is_initialized()
-
-
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
     """This process's number in a group, by default in the world; 0 where no group runs."""
     return dist.get_rank(group) if dist.is_initialized() else 0

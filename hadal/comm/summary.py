@@ -7,10 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from hadal.comm.collectives import gather_objects
 from hadal.comm.comms_log import Key, Row, comms_log, is_logging, pause_log
 from hadal.comm.ranks import Ranks
-from hadal.comm.start import get_rank, is_initialized
+from hadal.comm.start import get_rank
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,9 +30,10 @@ def log_summary(show_straggler: bool = False) -> list[Row]:
             ranks must call it.
     """
     rows = comms_log.rows()
-    if show_straggler and is_initialized():
+    if show_straggler and dist.is_initialized():
         with pause_log():
-            everybody = gather_objects(_latencies(rows), Ranks.world())
+            mine: _Latencies = {key_of(row): (row.count, row.latencies_s) for row in rows}
+            everybody = gather_objects(mine, Ranks.world())
         rows = [replace(row, lost_s=lost(key_of(row), everybody)) for row in rows]
     if get_rank() == 0:
         _print(rows, show_straggler)
@@ -40,10 +43,6 @@ def log_summary(show_straggler: bool = False) -> list[Row]:
 def key_of(row: Row) -> Key:
     """What a row counts together."""
     return Key(row.operation, row.nbytes, row.dtype, row.ranks, row.site)
-
-
-def _latencies(rows: Sequence[Row]) -> _Latencies:
-    return {key_of(row): (row.count, row.latencies_s) for row in rows}
 
 
 def lost(key: Key, everybody: Sequence[_Latencies]) -> dict[int, float] | None:

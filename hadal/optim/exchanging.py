@@ -135,19 +135,21 @@ class Lane:
         Nor of the mean: each sender's signs begin anew there, always with a plus, so that what the
         mean of them owes would only grow, and with it the scale of the block.
         """
-        owed = self.sending().owed
-        first = self.bucket.ranks.rank * owed.of_mean.numel()
         for start, stop in self.bucket.layout.gaps:
-            owed.mine[start:stop].zero_()
-            if first < stop:
-                owed.of_mean[max(0, start - first) : stop - first].zero_()
+            for owed in self._owed(start, stop):
+                owed.zero_()
 
     def rescale(self, part: Slice, factor: float) -> None:
         """What is owed of a part is `factor` times as much."""
-        owed, stop = self.sending().owed, part.start + part.values.numel()
+        for owed in self._owed(part.start, part.start + part.values.numel()):
+            owed.mul_(factor)
+
+    def _owed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """What is owed of the elements [start, stop) of the bucket: of mine, and of the mean."""
+        owed = self.sending().owed
         first = self.bucket.ranks.rank * owed.of_mean.numel()
-        part.cut(owed.mine).mul_(factor)
-        owed.of_mean[max(0, part.start - first) : max(0, stop - first)].mul_(factor)
+        mean = owed.of_mean[max(0, start - first) : max(0, stop - first)]
+        return owed.mine[start:stop], mean
 
     def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Slice, slice, Tensor]]:
         """The elements of each part in `values`, which begin at `start` of the bucket."""
@@ -202,7 +204,7 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
             self._count += 1
             for _, part in self._all_parts():
                 self._state(part)["step"].fill_(self._count)
-            if self._optimizer.keeps_variance_from(self._count):
+            if self._count == self._optimizer.last_of_variance + 1:
                 self._tell_still()
             self._update(self._count, multiplier)
             refresh(self._gradients)

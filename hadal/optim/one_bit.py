@@ -35,6 +35,8 @@ class SignOptimizer(OwnOptimizer):
         OptimizerError: `amsgrad`, which they do not have.
     """
 
+    freeze_step: int
+
     def __init__(
         self,
         params: Any,
@@ -59,13 +61,14 @@ class SignOptimizer(OwnOptimizer):
         }
         super().__init__(params, settings)
 
+    @property
+    def last_of_variance(self) -> int:
+        """The last update at which v may be learnt: there is at least one."""
+        return max(1, self.freeze_step)
+
     def learns_variance(self, number: int) -> bool:
         """Whether update `number` (from 1) averages gradients exactly, and learns v of them."""
-        raise NotImplementedError
-
-    def keeps_variance_from(self, number: int) -> bool:
-        """Whether update `number` is the first after the last that learns v."""
-        raise NotImplementedError
+        return number <= self.last_of_variance
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter, whose gradient is everybody's."""
@@ -93,21 +96,7 @@ class SignOptimizer(OwnOptimizer):
         move(values, state["exp_avg"], state["exp_avg_sq"], group)
 
 
-class _WarmedUp(SignOptimizer):
-    """Learns the variance in the first updates: `freeze_step` of them, or one."""
-
-    freeze_step: int
-
-    def learns_variance(self, number: int) -> bool:
-        """The first updates."""
-        return number <= max(1, self.freeze_step)
-
-    def keeps_variance_from(self, number: int) -> bool:
-        """The one behind them."""
-        return number == max(1, self.freeze_step) + 1
-
-
-class OneBitAdam(_WarmedUp):
+class OneBitAdam(SignOptimizer):
     """Adam whose momentum travels as signs from update `freeze_step` + 1 on."""
 
     def __init__(
@@ -125,7 +114,7 @@ class OneBitAdam(_WarmedUp):
         self.freeze_step = freeze_step
 
 
-class OneBitLamb(_WarmedUp):
+class OneBitLamb(SignOptimizer):
     """Lamb whose momentum travels as signs from update `freeze_step` + 1 on.
 
     From then on a parameter's trust ratio is its running average (`coeff_beta`) of the updates
@@ -257,11 +246,7 @@ class ZeroOneAdam(SignOptimizer):
     def learns_variance(self, number: int) -> bool:
         """Some of the first updates."""
         learns = is_variance_update(number, self.var_update_scaler)
-        return number <= self.last_of_variance and learns
-
-    def keeps_variance_from(self, number: int) -> bool:
-        """The first of the ranks' own updates."""
-        return number == self.last_of_variance + 1
+        return super().learns_variance(number) and learns
 
     def is_local(self, number: int) -> bool:
         """Whether ranks make an update of their own."""

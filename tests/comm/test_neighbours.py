@@ -384,7 +384,7 @@ def interrupted(where: str) -> bool:
 
     target = "hadal.comm.cross_memory." + ("read" if where == "read" else f"Neighbour.{where}")
     # The thread that serves all neighbours is kept from being faster.
-    with patch(target, interrupt), patch.object(neighbour, "_bell"):
+    with patch(target, interrupt), patch.object(neighbour, "_wake"):
         work = receive(found, other, ranks, 97, "a test")
         with pytest.raises(KeyboardInterrupt):
             work.wait()
