@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum, auto
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from hadal.zero.policy import Reduction
 from hadal.zero.views import flattened, shaped
 
 _PLAIN = Reduction()
+# Gradients of so many bytes wait for each other on an accelerator: longer copies gain nothing.
+_WAITING_NBYTES = 1 << 25
 
 
 class Arrival(Enum):
@@ -43,6 +46,40 @@ class Arrival(Enum):
     MEAN = auto()
     """The mean over all ranks (or their sum, where that is asked for) is in `mean`; where gradients
     stay, what this rank brings to it."""
+
+
+class Copies:
+    """Copies into the buffers of one accelerator's buckets: many tensors by one kernel.
+
+    Whoever reads a buffer, or gives it away, has them made first.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._nbytes = 0
+
+    def add(self, place: Tensor, values: Tensor) -> None:
+        """Let `values`, which nobody changes any more, be copied to a place of equal strides."""
+        self._waiting.append((place, values))
+        self._nbytes += values.nbytes
+        if self._nbytes >= _WAITING_NBYTES:
+            self.make()
+
+    def make(self) -> None:
+        """Begin all copies that wait."""
+        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for place, values in waiting:
+            alike.setdefault((place.dtype, values.dtype), []).append((place, values))
+        for pairs in alike.values():
+            places, found = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(places), list(found))
+
+
+@cache
+def _copies_of(device: torch.device) -> Copies | None:
+    """Those of a device; None on a CPU, where a gradient is still in the cache when it comes."""
+    return None if is_host_memory(device) else Copies()
 
 
 class Gradients:
@@ -78,6 +115,7 @@ class Gradients:
         precision = bucket.precision
         self._dtype = precision.compute if self.partitioned else precision.accumulate
         self._views: list[Tensor] = []
+        self._copies = _copies_of(bucket.device)
         self._filled = bytearray(len(bucket.parameters))
         self._host = HostMean.of(bucket)
         self._lands_next = True
@@ -139,6 +177,7 @@ class Gradients:
         1-D, as it lies in memory; None where there is none.
         """
         slot = self.bucket.layout.slots[index]
+        self._make_copies()
         found = [self._late[index]] if index in self._late else []
         if self.state is Arrival.LOCAL and self._filled[index]:
             found.append(self._views[index])
@@ -151,6 +190,7 @@ class Gradients:
         With `is_local`, some rank's own gradients wait for a reduction: the values wait with them.
         """
         slot = self.bucket.layout.slots[index]
+        self._make_copies()
         if is_local:
             self._open()
             self._late.pop(index, None)
@@ -207,10 +247,18 @@ class Gradients:
         view = self._views[index]
         if gradient.data_ptr() != view.data_ptr():
             if self._filled[index]:
+                self._make_copies()
                 view.add_(gradient)
+            elif self._copies is not None and gradient.stride() == view.stride():
+                self._copies.add(view, gradient)
             else:
                 view.copy_(gradient)
         self._filled[index] = 1
+
+    def _make_copies(self) -> None:
+        """Have in the full buffer what is counted as collected."""
+        if self._copies is not None:
+            self._copies.make()
 
     def _open(self) -> None:
         """Make the full buffer ready to collect local gradients."""
@@ -255,6 +303,7 @@ class Gradients:
         for index, gradient in self._late.items():
             self._collect(index, gradient)
         self._late.clear()
+        self._make_copies()
         for index, view in enumerate(self._views):
             if not self._filled[index]:
                 view.zero_()
@@ -437,7 +486,8 @@ class Gradients:
         self.state = Arrival.MEAN
 
     def remove_views(self) -> None:
-        """Whatever `place_views` put on parameters is taken off again."""
+        """Whatever `place_views` put on parameters is taken off again; nothing waits any more."""
+        self._make_copies()
         with unwatched():
             for parameter in self.bucket.parameters:
                 parameter.grad = None
@@ -448,6 +498,7 @@ class Gradients:
         On an accelerator the buffers are given back, to the next forward's activations; host memory
         is kept, as the system would clear it and map it anew.
         """
+        self._make_copies()
         self.finish_reduce()
         self.state = Arrival.EMPTY
         self._mean_holds = self._is_of_copy = False
