@@ -1,10 +1,11 @@
 """torch's own fused kernels that have no public name yet, each behind one function with a test.
 
-All tensors of a call are 1-D, of one dtype and length, on one device. `divisor` is a float32 scalar
-tensor there by which the gradient is divided first; the gradient is then overwritten with the
-quotient. `overflowed` is such a scalar too: if it is 1, nothing changes. A `step` is a float32
-scalar tensor that already counts this update and is not changed, so that one update can be made in
-several blocks. The arithmetic is done in float32 where the tensors have 16 bits.
+The lists of a call are equally long, and so are the tensors at one place of all of them: 1-D, of
+one dtype, on one device. `divisor` is a float32 scalar tensor there by which gradients are divided
+first; they are then overwritten with the quotients. `overflowed` is such a scalar too: if it is 1,
+nothing changes. A step is a float32 scalar tensor that already counts this update and is not
+changed, so that one update can be made in several blocks. The arithmetic is done in float32 where
+the tensors have 16 bits.
 
 An element gets the same bits wherever it lies in a call. On CPUs torch computes the elements behind
 the last whole vector one by one, with other roundings (without fused multiply-adds) than those in
@@ -20,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+Tensors = Sequence[Tensor]
 
 # Of the longest vectors of any CPU (AVX-512); shorter ones divide them.
 _VECTOR_NBYTES = 64
@@ -64,29 +67,29 @@ def has_fused_kernels(device: torch.device) -> bool:
 
 
 def fused_adam_(
-    parameter: Tensor,
-    gradient: Tensor,
-    moments: tuple[Tensor, Tensor],
-    max_second_moment: Tensor | None,
-    step: Tensor,
+    parameters: Tensors,
+    gradients: Tensors,
+    moments: tuple[Tensors, Tensors],
+    max_second_moments: Tensors | None,
+    steps: Tensors,
     rule: AdamRule,
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
     """One Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update in place, one kernel.
 
-    With an infinite `step` the moments are not corrected: b^inf is 0, so 1 - b^inf is exactly 1.
+    With an infinite step moments are not corrected: b^inf is 0, so 1 - b^inf is exactly 1.
     """
     kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
-    largest = [] if max_second_moment is None else [max_second_moment]
-    with _whole_vectors([parameter, gradient, *moments, *largest]) as pieces:
+    largest = [] if max_second_moments is None else [max_second_moments]
+    with _whole_vectors([parameters, gradients, *moments, *largest]) as (pieces, numbers):
         kernel(
             pieces[0],
             pieces[1],
             pieces[2],
             pieces[3],
             pieces[4] if largest else [],
-            [step] * len(pieces[0]),
+            [steps[number] for number in numbers],
             lr=rule.lr,
             beta1=rule.beta1,
             beta2=rule.beta2,
@@ -100,9 +103,9 @@ def fused_adam_(
 
 
 def fused_sgd_(
-    parameter: Tensor,
-    gradient: Tensor,
-    momentum: Tensor | None,
+    parameters: Tensors,
+    gradients: Tensors,
+    momenta: Tensors | None,
     rule: SgdRule,
     is_first: bool,
     divisor: Tensor | None = None,
@@ -113,8 +116,8 @@ def fused_sgd_(
     In the first update the momentum becomes the gradient, whatever it held. Not for tensors of 16
     bits: there the kernel for CPUs of torch 2.13 skips elements, and reads beyond the end.
     """
-    owned = [] if momentum is None else [momentum]
-    with _whole_vectors([parameter, gradient, *owned]) as pieces:
+    owned = [] if momenta is None else [momenta]
+    with _whole_vectors([parameters, gradients, *owned]) as (pieces, _):
         torch._fused_sgd_(
             pieces[0],
             pieces[1],
@@ -132,21 +135,21 @@ def fused_sgd_(
 
 
 def fused_adagrad_(
-    parameter: Tensor,
-    gradient: Tensor,
-    square_sum: Tensor,
-    step: Tensor,
+    parameters: Tensors,
+    gradients: Tensors,
+    square_sums: Tensors,
+    steps: Tensors,
     rule: AdagradRule,
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """One Adagrad (Duchi 2011) update in place, one kernel."""
-    with _whole_vectors([parameter, gradient, square_sum]) as pieces:
+    """One Adagrad (Duchi et al. 2011) update in place, one kernel."""
+    with _whole_vectors([parameters, gradients, square_sums]) as (pieces, numbers):
         torch._fused_adagrad_(
             pieces[0],
             pieces[1],
             pieces[2],
-            [step] * len(pieces[0]),
+            [steps[number] for number in numbers],
             lr=rule.lr,
             lr_decay=rule.lr_decay,
             weight_decay=rule.weight_decay,
@@ -158,23 +161,33 @@ def fused_adagrad_(
 
 
 @contextmanager
-def _whole_vectors(tensors: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Each of equally long tensors as pieces that are whole vectors on a CPU; changes reach it."""
-    if all(one.is_contiguous() for one in tensors):
-        tensors = [one.view(-1) for one in tensors]
-    first = tensors[0]
-    vector = _VECTOR_NBYTES // first.itemsize
-    is_flat = first.dim() == 1 and first.device.type == "cpu"
-    rest = first.numel() % vector if is_flat else 0
-    if not rest:
-        yield [[one] for one in tensors]
-        return
-    ends = [one[-rest:] for one in tensors]
-    padded = first.new_zeros(len(tensors), vector)
-    filled = padded[:, :rest].unbind()
-    torch._foreach_copy_(filled, ends)
-    if rest < first.numel():
-        yield [[one[:-rest], row] for one, row in zip(tensors, padded, strict=True)]
-    else:
-        yield [[row] for row in padded]
-    torch._foreach_copy_(ends, filled)
+def _whole_vectors(lists: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], list[int]]]:
+    """The tensors of equally long lists as pieces that are whole vectors on a CPU.
+
+    Changes reach the tensors. Beside the pieces of each list, the place in it that each comes from.
+    """
+    pieces: list[list[Tensor]] = [[] for _ in lists]
+    numbers: list[int] = []
+    ends: list[Tensor] = []
+    padded: list[Tensor] = []
+    for number, row in enumerate(zip(*lists, strict=True)):
+        flat = [one.view(-1) for one in row] if all(o.is_contiguous() for o in row) else row
+        vector = _VECTOR_NBYTES // flat[0].itemsize
+        is_cut = flat[0].dim() == 1 and flat[0].device.type == "cpu"
+        whole = flat[0].numel() // vector * vector if is_cut else flat[0].numel()
+        if whole or not flat[0].numel() or not is_cut:
+            numbers.append(number)
+            for found, one in zip(pieces, flat, strict=True):
+                found.append(one[:whole] if is_cut else one)
+        if is_cut and whole < flat[0].numel():
+            numbers.append(number)
+            rows = flat[0].new_zeros(len(flat), vector).unbind()
+            for found, one, padding in zip(pieces, flat, rows, strict=True):
+                found.append(padding)
+                ends.append(one[whole:])
+                padded.append(padding[: one.numel() - whole])
+    if ends:
+        torch._foreach_copy_(padded, ends)
+    yield pieces, numbers
+    if ends:
+        torch._foreach_copy_(ends, padded)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import accumulate
+from operator import is_not
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hadal.offload.crossing import Crossing
-from hadal.optim.elementwise import Scaling, Update
+from hadal.optim.elementwise import Block, Scaling, Update
 
 # Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
 # in float32 stays in the cache between these, on an accelerator enough to keep it busy.
@@ -43,6 +46,9 @@ def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+# Copies of several blocks lie side by side, each where kernels like it.
+_ALIGNED_NUMEL = 64
+
 Multiplier = float | Tensor
 """The factor of gradients in an update: a number, or a float64 scalar of the accelerator that
 updates are made on, which the host does not read."""
@@ -56,6 +62,15 @@ def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
         if gradient.dtype != exact:
             return gradient.copy_(gradient.to(exact).mul_(multiplier))
     return gradient.mul_(multiplier)
+
+
+class Item(NamedTuple):
+    """One block to be updated, as it is stored: its tensors may be of several dtypes."""
+
+    update: Update
+    gradient: Tensor
+    owned: Sequence[Tensor]
+    """Its values and the state."""
 
 
 class Desk:
@@ -77,37 +92,59 @@ class Desk:
         self._overflowed = None if overflowed is None else overflowed.to(torch.float32)
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def apply(self, update: Update, gradient: Tensor, owned: Sequence[Tensor]) -> None:
-        """Make an update of one block: `owned` are its values and the state, changed in place."""
-        exact = reduce(torch.promote_types, [one.dtype for one in (gradient, *owned)])
-        if update.in_float32:
-            exact = torch.promote_types(exact, torch.float32)
-        scaled, divisor = self._lay_gradient(gradient, exact)
-        work = [self._lay(place, block, exact) for place, block in enumerate(owned)]
-        update.apply(work[0], scaled, work[1:], Scaling(divisor, self._overflowed))
-        for block, laid in zip(owned, work, strict=True):
-            if laid is not block:
-                block.copy_(laid)
+    def apply(self, items: Sequence[Item]) -> None:
+        """Make updates, each of one block: updates of one rule by one call of its kernel."""
+        alike: dict[tuple[object, torch.dtype], list[Item]] = {}
+        for item in items:
+            exact = reduce(torch.promote_types, [one.dtype for one in (item.gradient, *item.owned)])
+            if item.update.in_float32:
+                exact = torch.promote_types(exact, torch.float32)
+            alike.setdefault((item.update.apply, exact), []).append(item)
+        for (_, exact), some in alike.items():
+            self._apply(some, exact)
 
-    def _lay(self, place: int, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """The block in `dtype`: itself, or a copy that lasts until the next of this place."""
-        if block.dtype == dtype:
-            return block
+    def _apply(self, items: Sequence[Item], dtype: torch.dtype) -> None:
+        gradients, divisor = self._lay_gradients([item.gradient for item in items], dtype)
+        owned = list(zip(*(item.owned for item in items), strict=True))
+        work = [self._lay(place, runs, dtype) for place, runs in enumerate(owned)]
+        numbers = [item.update.number for item in items]
+        blocks = map(Block, work[0], gradients, zip(*work[1:], strict=True), numbers)
+        if len(work) == 1:
+            blocks = map(Block, work[0], gradients, [()] * len(items), numbers)
+        items[0].update.apply(list(blocks), Scaling(divisor, self._overflowed))
+        for runs, laid in zip(owned, work, strict=True):
+            if any(map(is_not, runs, laid)):
+                torch._foreach_copy_(list(runs), laid)
+
+    def _lay(self, place: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The blocks in `dtype`: themselves, or copies that last until the next of this place."""
+        stops = [*accumulate(_aligned(block.numel()) for block in blocks)]
+        if all(block.dtype == dtype for block in blocks):
+            return list(blocks)
         buffer = self._buffers.get((place, dtype))
-        if buffer is None or buffer.numel() < block.numel():
-            buffer = torch.empty(block.numel(), dtype=dtype, device=self._device)
+        if buffer is None or buffer.numel() < stops[-1]:
+            buffer = torch.empty(stops[-1], dtype=dtype, device=self._device)
             self._buffers[place, dtype] = buffer
-        return buffer[: block.numel()].copy_(block)
+        starts = [0, *stops[:-1]]
+        laid = [buffer[s : s + b.numel()] for s, b in zip(starts, blocks, strict=True)]
+        torch._foreach_copy_(laid, list(blocks))
+        return laid
 
-    def _lay_gradient(self, block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """A gradient in `dtype`, and what it is still to be divided by."""
-        laid = self._lay(-1, block, dtype)
+    def _lay_gradients(
+        self, blocks: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Gradients in `dtype`, and what they are still to be divided by."""
+        laid = self._lay(-1, blocks, dtype)
         if not isinstance(self._multiplier, Tensor) and self._multiplier == 1.0:
             return laid, None
         if dtype == torch.float64:
             # A divisor of float32 would be too coarse.
-            return scale_(laid, self._multiplier), None
+            return [scale_(one, self._multiplier) for one in laid], None
         return laid, self._divisor
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
 
 
 class Desks:

@@ -8,7 +8,7 @@ cache.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -30,20 +30,43 @@ class Scaling(NamedTuple):
     """Leaves everything as it is if it is 1; None, or 0: nothing is skipped."""
 
 
+class Block(NamedTuple):
+    """What an update changes at a time: tensors of one dtype and length."""
+
+    values: Tensor
+    gradient: Tensor
+    """May be overwritten."""
+    state: Sequence[Tensor]
+    number: Tensor | None = None
+    """The number of the update, as a float32 scalar."""
+
+
 class Update(NamedTuple):
     """One update of one run of elements: begun once, then applied to each block of the run."""
 
     state: tuple[Tensor, ...]
     """What the optimizer remembers, each as long as the run."""
-    apply: Callable[[Tensor, Tensor, Sequence[Tensor], Scaling], None]
-    """Change a block in place: its values, by its gradient, and state, all of one dtype. The
-    gradient may be overwritten."""
+    apply: Callable[[Sequence[Block], Scaling], None]
+    """Changes blocks in place, all of one dtype. What is equal in several updates may be given
+    the blocks of all of them."""
     in_float32: bool = False
     """Whether blocks of 16 bits must be cast, because `apply` rounds more than once in theirs."""
+    number: Tensor | None = None
+    """How many updates there were of this run, as a float32 scalar of the state; `count_up`."""
 
 
 Beginner = Callable[[Group, State, Zeros], Update]
-"""Begins an update of one run: makes its state at first use, and counts."""
+"""Begins an update of one run: makes its state at first use."""
+
+
+def count_up(updates: Iterable[Update]) -> None:
+    """Count updates that have begun, before they are applied."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for update in updates:
+        if update.number is not None:
+            by_device.setdefault(update.number.device, []).append(update.number)
+    for counts in by_device.values():
+        torch._foreach_add_(counts, 1.0)
 
 
 class ElementwiseOptimizer(OwnOptimizer):
@@ -51,10 +74,11 @@ class ElementwiseOptimizer(OwnOptimizer):
 
     @abstractmethod
     def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
-        """Begin an update of one run: make its state at first use, and count."""
+        """Begin an update of one run: make its state at first use."""
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter."""
         values = parameter.detach()
         update = self.begin(group, self.state[parameter], partial(torch.zeros_like, values))
-        update.apply(values, gradient, update.state, Scaling())
+        count_up([update])
+        update.apply([Block(values, gradient, update.state, update.number)], Scaling())

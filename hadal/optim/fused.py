@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,14 @@ from hadal.device import (
     fused_adam_,
     fused_sgd_,
 )
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Scaling, Update, Zeros
+from hadal.optim.elementwise import (
+    Beginner,
+    Block,
+    ElementwiseOptimizer,
+    Scaling,
+    Update,
+    Zeros,
+)
 from hadal.optim.own import Group, State
 
 
@@ -31,10 +39,6 @@ def begin_adam(
     for name in names:
         if name not in state:
             state[name] = zeros()
-    count = _counted(state, state["exp_avg"].device)
-    if not corrected:
-        # After endless updates there is nothing left to correct.
-        count = torch.full_like(count, math.inf)
     beta1, beta2 = group["betas"]
     rule = AdamRule(
         lr=float(group["lr"]),
@@ -46,11 +50,8 @@ def begin_adam(
         maximize=bool(group["maximize"]),
     )
 
-    def apply(values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling) -> None:
-        largest = owned[2] if len(owned) == 3 else None
-        fused_adam_(values, gradient, (owned[0], owned[1]), largest, count, rule, *scaling)
-
-    return Update(tuple(state[name] for name in names), apply)
+    count = _count(state, state["exp_avg"].device)
+    return Update(tuple(state[name] for name in names), _Adam(rule, corrected), number=count)
 
 
 def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
@@ -67,19 +68,15 @@ def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
     if rule.momentum and is_first:
         state["momentum_buffer"] = zeros()
 
-    def apply(values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling) -> None:
-        momentum = owned[0] if owned else None
-        fused_sgd_(values, gradient, momentum, rule, is_first, *scaling)
-
+    momentum = (state["momentum_buffer"],) if rule.momentum else ()
     # The kernel's numbers are wrong in 16 bits on a CPU (torch 2.13): it skips elements.
-    return Update((state["momentum_buffer"],) if rule.momentum else (), apply, in_float32=True)
+    return Update(momentum, _Sgd(rule, is_first), in_float32=True)
 
 
 def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:
     """Begin an update of Adagrad (Duchi et al. 2011)."""
     if "sum" not in state:
         state["sum"] = zeros().fill_(group["initial_accumulator_value"])
-    count = _counted(state, state["sum"].device)
     rule = AdagradRule(
         lr=float(group["lr"]),
         lr_decay=float(group["lr_decay"]),
@@ -88,20 +85,63 @@ def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:
         maximize=bool(group["maximize"]),
     )
 
-    def apply(values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling) -> None:
-        fused_adagrad_(values, gradient, owned[0], count, rule, *scaling)
-
-    return Update((state["sum"],), apply)
+    count = _count(state, state["sum"].device)
+    return Update((state["sum"],), _Adagrad(rule), number=count)
 
 
-def _counted(state: State, device: torch.device) -> Tensor:
-    """The number of this update, where the kernels want it."""
+@dataclass(frozen=True, slots=True)
+class _Adam:
+    rule: AdamRule
+    corrected: bool
+
+    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
+        values, gradients, state, counts = _lists(blocks)
+        if not self.corrected:
+            # After endless updates there is nothing left to correct.
+            counts = [torch.full_like(counts[0], math.inf)] * len(counts)
+        largest = state[2] if len(state) == 3 else None
+        fused_adam_(values, gradients, (state[0], state[1]), largest, counts, self.rule, *scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sgd:
+    rule: SgdRule
+    is_first: bool
+
+    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
+        values, gradients, state, _ = _lists(blocks)
+        momenta = state[0] if state else None
+        fused_sgd_(values, gradients, momenta, self.rule, self.is_first, *scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adagrad:
+    rule: AdagradRule
+
+    def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
+        values, gradients, (sums,), counts = _lists(blocks)
+        fused_adagrad_(values, gradients, sums, counts, self.rule, *scaling)
+
+
+def _lists(
+    blocks: Sequence[Block],
+) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, ...]], list[Tensor]]:
+    """The blocks' values, gradients, each kind of state, and counts, as the kernels take them."""
+    return (
+        [block.values for block in blocks],
+        [block.gradient for block in blocks],
+        list(zip(*(block.state for block in blocks), strict=True)),
+        [block.number for block in blocks if block.number is not None],
+    )
+
+
+def _count(state: State, device: torch.device) -> Tensor:
+    """How many updates there were, where the kernels want it."""
     count = state.get("step", 0)
     if not isinstance(count, Tensor):
         count = torch.full((), float(count), device=device)
-    state["step"] = count.to(device, torch.float32)
-    state["step"] += 1
-    counted: Tensor = state["step"]
+    counted: Tensor = count.to(device, torch.float32)
+    state["step"] = counted
     return counted
 
 

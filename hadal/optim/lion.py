@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.optim.elementwise import ElementwiseOptimizer, Scaling, Update, Zeros
+from hadal.optim.elementwise import Block, ElementwiseOptimizer, Scaling, Update, Zeros
 from hadal.optim.own import Group, State
 
 
@@ -41,26 +41,29 @@ class Lion(ElementwiseOptimizer):
         beta1, beta2 = (float(beta) for beta in group["betas"])
         spare: list[Tensor] = []
 
-        def apply(
-            values: Tensor, gradient: Tensor, owned: Sequence[Tensor], scaling: Scaling
-        ) -> None:
+        def apply_to(block: Block, scaling: Scaling) -> None:
+            values, gradient, (momentum,), _ = block
             if scaling.divisor is not None:
                 gradient.div_(scaling.divisor)
             kept: Tensor | float = 1.0
             if scaling.overflowed is not None:
                 # A gradient equal to the momentum moves neither it nor, times 0, the values.
                 kept = 1 - scaling.overflowed.double()
-                torch.where(scaling.overflowed > 0, owned[0], gradient, out=gradient)
+                torch.where(scaling.overflowed > 0, momentum, gradient, out=gradient)
             if not spare or spare[0].numel() < values.numel():
                 spare[:] = [torch.empty_like(values)]
             direction = spare[0][: values.numel()] if values.dim() == 1 else spare[0]
-            torch.lerp(owned[0], gradient, 1 - beta1, out=direction)
-            owned[0].lerp_(gradient, 1 - beta2)
+            torch.lerp(momentum, gradient, 1 - beta1, out=direction)
+            momentum.lerp_(gradient, 1 - beta2)
             if decay:
                 values.mul_(1 - lr * decay * kept)
             direction.sign_()
             if scaling.overflowed is not None:
                 direction.mul_(kept)
             values.add_(direction, alpha=-lr)
+
+        def apply(blocks: Sequence[Block], scaling: Scaling) -> None:
+            for block in blocks:
+                apply_to(block, scaling)
 
         return Update((state["exp_avg"],), apply, in_float32=True)

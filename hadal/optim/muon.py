@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
 from hadal.optim.desk import Multiplier, block_numel, scale_
-from hadal.optim.elementwise import Scaling
+from hadal.optim.elementwise import Block, Scaling, count_up
 from hadal.optim.fused import begin_adam
 from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.step import BaseStepper, as_one_step
@@ -139,6 +139,7 @@ class Muon(OwnOptimizer):
         values, state = parameter.detach(), self.state[parameter]
         plain = {**group, "amsgrad": False, "maximize": False}
         update = begin_adam(plain, state, lambda: torch.zeros_like(values), decoupled=True)
+        count_up([update])
         runs = [mean, values, *update.state]
         if not all(run.is_contiguous() for run in runs):
             blocks = [runs]  # a whole parameter of other strides
@@ -147,7 +148,7 @@ class Muon(OwnOptimizer):
             blocks = [[*each] for each in zip(*cuts, strict=True)]
         for given, block, *owned in blocks:
             gradient = scale_(given.to(values.dtype, copy=True), multiplier)
-            update.apply(block, gradient, owned, Scaling())
+            update.apply([Block(block, gradient, owned, update.number)], Scaling())
 
 
 def _first_of(*rates: float | None) -> float:

@@ -17,8 +17,8 @@ from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
-from hadal.optim.desk import Desk, Desks, blocks
-from hadal.optim.elementwise import Beginner, Update, Zeros
+from hadal.optim.desk import Desk, Desks, Item, blocks
+from hadal.optim.elementwise import Beginner, Update, Zeros, count_up
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import BegunT, DiskState
@@ -141,6 +141,7 @@ def step_on_disk(
     """
     with update_on_disk([*on_disk.values()]):
         begun, desk = begin_on_disk(on_disk, begin, steps), desks.on(torch.device("cpu"))
+        count_up(update for pieces in begun.values() for _, update, _ in pieces)
         whole = {one: state.stop() for one, state in on_disk.items()}
         with rewriting_in_turn() as rewriting:
             for one, stop, values in walk_parts(whole, desk.numel, steps, buffers):
@@ -279,7 +280,7 @@ def _step_owned(
     """Step masters and state, which begin at `start` of the span, block by block."""
     for low, high in blocks(start, start + owned[0].numel(), desk.numel):
         block = [run[low - start : high - start] for run in owned]
-        desk.apply(update, one.mean[low:high], block)
+        desk.apply([Item(update, one.mean[low:high], block)])
         one.bucket.put_weights(low, block[0], sending)
 
 

@@ -15,8 +15,8 @@ from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
-from hadal.optim.desk import Desks, Multiplier, blocks, scale_
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer
+from hadal.optim.desk import Desks, Item, Multiplier, block_numel, blocks, scale_
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Update, count_up
 from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
     Deferred,
@@ -33,7 +33,7 @@ from hadal.optim.pieces import Held, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero import place
-from hadal.zero.bucket import Bucket, refresh_all
+from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
 
 DISK_STEPS = DiskSteps()
@@ -292,13 +292,14 @@ class FlatStepper(BaseStepper):
                 one.bucket.start_refresh()
         in_memory = [one for one in ordered if one not in on_disk]
         if any(one.bucket.disk_weights is not None for one in in_memory):
-            bring_weights_to_disk(in_memory, lambda one: self._step_bucket(one, begin, desks))
+            bring_weights_to_disk(in_memory, lambda one: self._step_buckets([one], begin, desks))
             for one in in_memory:
                 one.bucket.start_refresh()
         else:
-            for one in in_memory:
-                self._step_bucket(one, begin, desks)
-                one.bucket.start_refresh()
+            for some in _together(in_memory):
+                self._step_buckets(some, begin, desks)
+                for one in some:
+                    one.bucket.start_refresh()
         if overflowed is not None:
             self._uncount(overflowed)
         # A scheduler that was made by torch asks whether the optimizer has stepped.
@@ -314,21 +315,34 @@ class FlatStepper(BaseStepper):
             # A list: torch would read a single tensor on the host.
             torch._foreach_sub_(counts, [overflowed.to(torch.float32)] * len(counts))
 
-    def _step_bucket(self, one: Gradients, begin: Beginner, desks: Desks) -> None:
-        """Cast, scale, step and write back a cache-sized block at a time."""
-        bucket = one.bucket
-        desk = desks.on(bucket.steps_on)
-        for piece in self._pieces[one]:
-            values = piece.values.detach()
-            zeros = partial(torch.zeros_like, values, dtype=bucket.precision.state_dtype)
-            update = begin(self._group(piece), self._optimizer.state[piece.values], zeros)
+    def _step_buckets(self, gradients: Sequence[Gradients], begin: Beginner, desks: Desks) -> None:
+        """Cast, scale, step and write back: a cache-sized block at a time, or several buckets."""
+        begun = [
+            (one, piece, self._begun(one, piece, begin))
+            for one in gradients
+            for piece in self._pieces[one]
+        ]
+        count_up(update for *_, update in begun)
+        desk = desks.on(gradients[0].bucket.steps_on)
+        if len(gradients) > 1:
+            desk.apply(
+                [_item(one, piece, update, piece.start, piece.stop) for one, piece, update in begun]
+            )
+            write_back_all([(one.bucket, piece.start, piece.stop) for one, piece, _ in begun])
+            return
+        for one, piece, update in begun:
+            bucket = one.bucket
             for start, stop in blocks(piece.start, piece.stop, desk.numel):
-                cut = slice(start - piece.start, stop - piece.start)
-                owned = [run[cut] for run in (values, *update.state)]
+                item = _item(one, piece, update, start, stop)
                 if is_host_memory(bucket.device):
-                    bucket.absorb_edits_into(owned[0], start)
-                desk.apply(update, one.mean[start:stop], owned)
+                    bucket.absorb_edits_into(item.owned[0], start)
+                desk.apply([item])
                 bucket.write_back(start, stop, desks.sending)
+
+    def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> Update:
+        dtype = one.bucket.precision.state_dtype
+        zeros = partial(torch.zeros_like, piece.values.detach(), dtype=dtype)
+        return begin(self._group(piece), self._optimizer.state[piece.values], zeros)
 
     def _step_pieces(self, multiplier: Multiplier, gradients: Iterable[Gradients]) -> None:
         """The optimizer's own `step` on the flat slices of these buckets."""
@@ -345,6 +359,33 @@ class FlatStepper(BaseStepper):
         finally:
             for piece in stepped:
                 piece.values.grad = None
+
+
+def _item(one: Gradients, piece: Piece, update: Update, start: int, stop: int) -> Item:
+    """A block of a piece, between these elements of the span."""
+    cut = slice(start - piece.start, stop - piece.start)
+    owned = [run[cut] for run in (piece.values.detach(), *update.state)]
+    return Item(update, one.mean[start:stop], owned)
+
+
+def _together(gradients: Iterable[Gradients]) -> Iterator[list[Gradients]]:
+    """Neighbours that one kernel updates: on an accelerator up to as many elements as a block.
+
+    Longer ones keep it busy alone, and their refreshes begin while the next ones are updated. On a
+    CPU a block should lie in the cache.
+    """
+    some: list[Gradients] = []
+    numel = 0
+    for one in gradients:
+        device, (start, stop) = one.bucket.steps_on, one.bucket.span
+        room = 0 if is_host_memory(device) else block_numel(device)
+        if some and (some[0].bucket.steps_on != device or numel + stop - start > room):
+            yield some
+            some, numel = [], 0
+        some.append(one)
+        numel += stop - start
+    if some:
+        yield some
 
 
 def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:

@@ -491,6 +491,11 @@ class Bucket:
         if self.has_own_master and self.master is not None:
             self.put_weights(start, self.master[start:stop], sending)
 
+    @property
+    def lands_weights(self) -> bool:
+        """Whether new weights go to other memory than the one that updates are made in."""
+        return self._steps_off != self._shard.is_offloaded
+
     def put_weights(self, start: int, values: Tensor, sending: Crossing | None = None) -> None:
         """Put new master values, of the elements from `start` of my span on, into the weights.
 
@@ -498,7 +503,7 @@ class Bucket:
         them.
         """
         self._refresh.wait()
-        if self._steps_off == self._shard.is_offloaded:
+        if not self.lands_weights:
             self.shard[start : start + values.numel()].copy_(values)
         elif self._steps_off:
             way = sending or self.start_sending()
@@ -648,6 +653,20 @@ class Bucket:
 
 def _order_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return order_of(parameter.shape, parameter.stride()) or ()
+
+
+def write_back_all(cuts: Iterable[tuple[Bucket, int, int]]) -> None:
+    """`write_back` for [start, stop) of several buckets, in one call where nothing travels."""
+    places: list[Tensor] = []
+    masters: list[Tensor] = []
+    for bucket, start, stop in cuts:
+        if bucket.lands_weights:
+            bucket.write_back(start, stop)
+        elif bucket.has_own_master and bucket.master is not None:
+            places.append(bucket.shard[start:stop])
+            masters.append(bucket.master[start:stop])
+    if places:
+        torch._foreach_copy_(places, masters)
 
 
 def refresh_all(buckets: Iterable[Bucket]) -> None:

@@ -43,7 +43,8 @@ def test_it_is_torchs_own_adam(kind, decay, maximize, amsgrad, dtype):
         expected.grad = gradient.clone()
         optimizer.step()
         step = torch.tensor(float(count))
-        fused_adam_(found, gradient, moments, largest, step, rule)
+        largest_given = None if largest is None else [largest]
+        fused_adam_([found], [gradient], ([moments[0]], [moments[1]]), largest_given, [step], rule)
         assert step == count
         assert_torchs_own(found, expected.detach())
     state = optimizer.state[expected]
@@ -70,7 +71,8 @@ def test_it_agrees_with_the_plain_loop(kind):
     rule = AdamRule(0.01, 0.9, 0.999, 1e-8, 0.1, kind is torch.optim.AdamW)
     for count in range(1, 4):
         expected.grad = torch.randn(NUMEL, generator=generator)
-        fused_adam_(found, expected.grad.clone(), moments, None, torch.tensor(float(count)), rule)
+        given = [found], [expected.grad.clone()], ([moments[0]], [moments[1]]), None
+        fused_adam_(*given, [torch.tensor(float(count))], rule)
         optimizer.step()
     assert torch.allclose(found, expected.detach(), rtol=1e-6, atol=1e-7)
 
@@ -88,17 +90,19 @@ COUNT = torch.tensor(3.0)
 
 def adam(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
     rule = AdamRule(0.02, 0.8, 0.97, 1e-7, 0.1, True)
-    fused_adam_(*tensors[:2], (tensors[2], tensors[3]), tensors[4], COUNT, rule, divisor)
+    lists = [[one] for one in tensors]
+    fused_adam_(*lists[:2], (lists[2], lists[3]), lists[4], [COUNT], rule, divisor)
 
 
 def sgd(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
     rule = SgdRule(0.02, 0.9, 0.1, 0.1)
-    fused_sgd_(*tensors[:3], rule, is_first=False, divisor=divisor)
+    fused_sgd_(*([one] for one in tensors[:3]), rule, is_first=False, divisor=divisor)
 
 
 def adagrad(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
     rule = AdagradRule(0.02, 0.1, 1e-7, 0.1)
-    fused_adagrad_(*tensors[:2], tensors[3], COUNT, rule, divisor)
+    lists = [[one] for one in tensors]
+    fused_adagrad_(*lists[:2], lists[3], [COUNT], rule, divisor)
 
 
 def starts_of(numel: int) -> Tensor:

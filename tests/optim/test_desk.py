@@ -44,7 +44,7 @@ def stepped(threads: int) -> list[Tensor]:
     place = desk.Desk(CPU, 0.3)
     for start, stop in desk.blocks(0, NUMEL, place.numel):
         owned = [one[start:stop] for one in (values, first, second)]
-        place.apply(update, gradient[start:stop], owned)
+        place.apply([desk.Item(update, gradient[start:stop], owned)])
         weights[start:stop].copy_(values[start:stop])
     return [values, first, second, weights]
 
@@ -53,6 +53,26 @@ def test_threads_and_their_blocks_change_no_bit() -> None:
     alone = stepped(1)
     for threads in (2, 3):
         assert all(map(torch.equal, stepped(threads), alone))
+
+
+@pytest.mark.parametrize(("multiplier", "divides"), [(1.0, False), (0.5, True)])
+def test_gradients_that_are_not_scaled_are_not_rewritten(
+    multiplier: float, divides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is given a scale writes the quotients back."""
+    scales = []
+    kernel = torch._fused_adamw_
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *a, **k: scales.append(k["grad_scale"]) or kernel(*a, **k)
+    )
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    values, gradient = torch.ones(64), torch.ones(64)
+    update = begin_adam(
+        {**group, "amsgrad": False, "maximize": False}, {}, lambda: torch.zeros(64), decoupled=True
+    )
+    desk.Desk(CPU, multiplier).apply([desk.Item(update, gradient, [values, *update.state])])
+    assert [scale is not None for scale in scales] == [divides]
+    assert bool((gradient == multiplier).all())
 
 
 def test_norms_of_rows_are_the_same_whatever_the_threads() -> None:
