@@ -24,8 +24,8 @@ from typing import Any
 from peers.install import DEFAULT_ENVIRONMENT, is_installed
 from peers.launch import deepspeed_interpreter
 
+from hadal.autotuning.disk import Track
 from hadal.offload import DiskStore, IoSettings
-from hadal.offload.speed import Track
 
 # The share of fio's bytes per second that reads and writes must reach.
 GOAL = 0.85

@@ -25,8 +25,8 @@ from optimizer import (
 )
 
 import hadal
+from hadal.autotuning.disk import Track
 from hadal.offload import BufferPool, DiskStore
-from hadal.offload.speed import Track
 from hadal.offload.tensors import DiskTensor, one_update
 from hadal.offload.walk import Stop, walk
 from hadal.optim.desk import block_numel

@@ -14,7 +14,7 @@ from hadal.errors import HadalError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hadal.offload.speed import Measured, Search
+    from hadal.autotuning.disk import Measured, Search
 
 _FAULTY = 1
 
@@ -56,9 +56,9 @@ def run_io(parsed: argparse.Namespace) -> int:
     """Measure a disk; return 1 where that cannot be done."""
     from rich.console import Console
 
+    from hadal.autotuning.disk import Search, measurer
     from hadal.checkpoint.huggingface import nbytes_of
     from hadal.offload.settings import section_of
-    from hadal.offload.speed import Search, measurer
 
     try:
         nbytes = nbytes_of(parsed.size)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hadal.autotuning.disk import Search
 from hadal.cli.main import main
 from hadal.config import load_config
-from hadal.offload.speed import Search
 
 QUICK = ["--size", "1MB", "--seconds", "0.1"]
 

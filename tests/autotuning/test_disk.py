@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from hadal.autotuning.disk import Clock, Measured, Search, Speed, Track, measurer
 from hadal.config import load_config
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore, IoSettings, settings_of
 from hadal.offload.settings import section_of
-from hadal.offload.speed import Clock, Measured, Search, Speed, Track, measurer
 
 
 def as_measured(settings: IoSettings, seconds: float) -> Measured:
