@@ -8,7 +8,7 @@ they are and what the others have sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,9 +52,9 @@ class Messages:
     def __init__(self, codec: Codec, decay: float | None = None) -> None:
         self.codec = codec
         self._decay = decay
-        self._errors: dict[tuple[str, int], ErrorFeedback] = {}
+        self._errors: dict[tuple[int, int], ErrorFeedback] = {}
 
-    def encode(self, values: Tensor, out: Tensor, hop: str, place: int) -> None:
+    def encode(self, values: Tensor, out: Tensor, hop: int, place: int) -> None:
         """Write `values` into `out`; the hop, and the place of the values in it, name a message."""
         if self._decay is None:
             self.codec.encode(values, out)
@@ -82,7 +82,7 @@ class Messages:
 def start_coded_reduce_scatter(
     full: Tensor,
     out: Tensor,
-    ranks: Ranks,
+    hops: Sequence[Ranks],
     messages: Messages,
     factor: float,
     accumulate: bool,
@@ -90,45 +90,28 @@ def start_coded_reduce_scatter(
 ) -> Pending:
     """Put the sum over all ranks of my slice of 1-D `full`, times `factor`, into `out`.
 
-    Or add it to `out`. It is added up in float32.
-    """
-    total = torch.empty(1, out.numel(), dtype=_exact(full.dtype), device=full.device)
-    pending = _start_sum(full.view(ranks.size, 1, -1), total, ranks, messages, "one", label)
-    return pending.then(lambda: sum_into(out, [total.view(-1)], factor, accumulate))
-
-
-def start_coded_reduce_in_hops(
-    full: Tensor,
-    out: Tensor,
-    across: Ranks,
-    inside: Ranks,
-    messages: Messages,
-    factor: float,
-    accumulate: bool,
-    label: str,
-) -> Pending:
-    """As `start_coded_reduce_scatter` over the ranks of several nodes, in two hops.
-
-    First the ranks `inside` my node add up, for each other node's rank that stands where I do in
-    mine, what that one will keep; then these sums, coded anew, go `across`. Slices lie by node, and
+    Or add it to `out`. It is added up in float32. `hops` is the group of all ranks, or two: first
+    the ranks inside my node add up, for each other node's rank that stands where I do in mine, what
+    that one will keep; then these sums, coded anew, go to the ranks across. Slices lie by node, and
     by rank in each.
     """
-    exact = _exact(full.dtype)
-    totals = torch.empty(across.size, out.numel(), dtype=exact, device=full.device)
-    # For each rank inside, its slice in every node.
-    table = full.view(across.size, inside.size, -1).transpose(0, 1)
-    pending = _start_sum(table, totals, inside, messages, "inside", label)
+    exact = torch.promote_types(torch.float32, full.dtype)
 
-    def go_across() -> Pending:
-        total = torch.empty(1, out.numel(), dtype=exact, device=full.device)
-        second = _start_sum(totals.unsqueeze(1), total, across, messages, "across", label)
-        return second.then(lambda: sum_into(out, [total.view(-1)], factor, accumulate))
+    def start_hop(number: int, values: Tensor) -> Pending:
+        ranks = hops[number]
+        # For each rank of the hop, its slice for every group of those that come after.
+        table = values.view(-1, ranks.size, out.numel()).transpose(0, 1)
+        totals = torch.empty(table.shape[1:], dtype=exact, device=full.device)
+        pending = _start_sum(table, totals, ranks, messages, number, label)
+        if number + 1 < len(hops):
+            return pending.then(lambda: start_hop(number + 1, totals))
+        return pending.then(lambda: sum_into(out, [totals.view(-1)], factor, accumulate))
 
-    return pending.then(go_across)
+    return start_hop(0, full)
 
 
 def _start_sum(
-    table: Tensor, totals: Tensor, ranks: Ranks, messages: Messages, hop: str, label: str
+    table: Tensor, totals: Tensor, ranks: Ranks, messages: Messages, hop: int, label: str
 ) -> Pending:
     """Send (slices, numel) `table[r]` to each rank r; `totals` becomes the sum of all for me."""
     codec = messages.codec
@@ -152,7 +135,3 @@ def _start_sum(
                 codec.decode_add(found[other, number], totals[number])
 
     return start_exchange(outgoing, incoming, ranks, label, _CODED).then(add_up)
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(torch.float32, dtype)

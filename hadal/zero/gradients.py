@@ -12,7 +12,6 @@ from torch import Tensor
 from hadal.comm import Ranks
 from hadal.comm.coded import (
     Messages,
-    start_coded_reduce_in_hops,
     start_coded_reduce_scatter,
 )
 from hadal.comm.collectives import (
@@ -401,23 +400,13 @@ class Gradients:
             rows = RowWire(wire, factors, bucket.row_numel)
             return start_rows_reduce_scatter(full, out, shards, rows, accumulate, label)
         if self._messages is not None:
-            return self._start_coded(full, out, accumulate, label, factors.before * factors.after)
-        return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
-
-    def _start_coded(
-        self, full: Tensor, out: Tensor, accumulate: bool, label: str, factor: float
-    ) -> Pending:
-        assert self._messages is not None  # they are asked for
-        sharing, messages = self.bucket.sharing, self._messages
-        if sharing.coded_hops is None:
-            shards = sharing.reducers
+            nodes = bucket.sharing.coded_hops
+            hops = (shards,) if nodes is None else (nodes.inside, nodes.across)
+            factor = factors.before * factors.after
             return start_coded_reduce_scatter(
-                full, out, shards, messages, factor, accumulate, label
+                full, out, hops, self._messages, factor, accumulate, label
             )
-        across, inside = sharing.coded_hops
-        return start_coded_reduce_in_hops(
-            full, out, across, inside, messages, factor, accumulate, label
-        )
+        return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
 
     def advance(self, *, through: bool = False) -> None:
         """Bring the reduction that is under way one phase further, or `through` all of them."""

@@ -15,7 +15,6 @@ from hadal.comm.codecs.blockwise import Blockwise
 from hadal.comm.coded import (
     Messages,
     start_coded_gather,
-    start_coded_reduce_in_hops,
     start_coded_reduce_scatter,
 )
 from hadal.comm.collectives import (
@@ -96,7 +95,7 @@ def reduce(collectives: bool) -> None:
             }
             total = sum_at(INT4, ranks.rank, range(ranks.size), slices)
             out = torch.full((numel,), torch.nan)
-            start = partial(start_coded_reduce_scatter, full, out, ranks, Messages(INT4), 0.25)
+            start = partial(start_coded_reduce_scatter, full, out, [ranks], Messages(INT4), 0.25)
             with counted() as traffic, by_collectives() if collectives else nullcontext():
                 start(False, "a sum").wait()
             assert torch.allclose(out, 0.25 * total, rtol=1e-6, atol=1e-7)
@@ -132,8 +131,8 @@ def reduce_in_hops(collectives: bool) -> None:
         out = torch.ones(numel)
         full = everybody[ranks.rank].clone()
         with counted() as traffic, by_collectives() if collectives else nullcontext():
-            start_coded_reduce_in_hops(
-                full, out, across, inside, Messages(INT4), 0.5, True, "a sum"
+            start_coded_reduce_scatter(
+                full, out, [inside, across], Messages(INT4), 0.5, True, "a sum"
             ).wait()
         assert torch.allclose(out, 1 + 0.5 * total, rtol=1e-6, atol=1e-6)
         if not collectives:
@@ -154,8 +153,8 @@ def reduce_a_fault() -> None:
         if ranks.rank == 3:
             full[5] = fault  # of rank 0's slice: through both hops
         out = torch.zeros(64)
-        start_coded_reduce_in_hops(
-            full, out, across, inside, Messages(INT4, 0.5), 1.0, False, "a sum"
+        start_coded_reduce_scatter(
+            full, out, [inside, across], Messages(INT4, 0.5), 1.0, False, "a sum"
         ).wait()
         assert bool(out.isfinite().all()) == (ranks.rank != 0)
 
@@ -176,8 +175,8 @@ def feed_back() -> tuple[float, float]:
     for decay in (None, 0.0):
         messages, out = Messages(INT4, decay), torch.zeros(64)
         for _ in range(40):
-            start_coded_reduce_in_hops(
-                full, out, across, inside, messages, 1 / 40, True, "a sum"
+            start_coded_reduce_scatter(
+                full, out, [inside, across], messages, 1 / 40, True, "a sum"
             ).wait()
         found.append(float((out - torch.stack(slices).sum(0)).abs().max()))
         # Two slices for my mate, one for the other node.
