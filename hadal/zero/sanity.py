@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -62,7 +62,7 @@ class _Report:
     arrivals: dict[str, int] = field(default_factory=dict)
     """How many gradients came for each trained parameter."""
     faulty_weights: list[str] = field(default_factory=list)
-    faulty_gradients: list[str] = field(default_factory=list)
+    faulty_gradients: dict[str, None] = field(default_factory=dict)
 
 
 class Sanity:
@@ -75,33 +75,32 @@ class Sanity:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._buckets: list[Bucket] = []
-        self._gathers: dict[_Gather, tuple[int, list[int]]] = {}
-        self._arrivals: dict[str, int] = {}
-        self._faulty_gradients: dict[str, None] = {}
+        self._report = _Report()
         self._told: set[str] = set()
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """From now on these are the buckets."""
         self._buckets = list(buckets)
-        self._gathers.clear()
+        self._report.gathers.clear()
         for bucket in buckets:
             if bucket.partition.weights:
                 bucket.on_gather = partial(self._gathered, bucket)
 
     def _gathered(self, bucket: Bucket, full: Tensor, places: range) -> None:
-        gather = _Gather(bucket.name, places)
-        count, known = self._gathers.get(gather, (0, [0] * bucket.layout.world_size))
+        gather, gathers = _Gather(bucket.name, places), self._report.gathers
+        count, known = gathers.get(gather, (0, [0] * bucket.layout.world_size))
         slices = full.split(bucket.layout.shard_numel) if full.numel() else ()
         seen = [hash((old, digest(part))) for old, part in zip(known, slices, strict=False)]
-        self._gathers[gather] = (count + 1, seen)
+        gathers[gather] = (count + 1, seen)
 
     def came(self, gradients: Gradients, index: int) -> None:
         """Autograd has put a gradient on parameter number `index` of a bucket."""
         bucket = gradients.bucket
         name, gradient = bucket.layout.slots[index].name, bucket.parameters[index].grad
-        self._arrivals[name] = self._arrivals.get(name, 0) + 1
+        arrivals = self._report.arrivals
+        arrivals[name] = arrivals.get(name, 0) + 1
         if gradient is not None and not _is_finite(gradient):
-            self._faulty_gradients[name] = None
+            self._report.faulty_gradients[name] = None
 
     def check(self, *, overflow_is_told: bool) -> None:
         """Compare what the ranks have seen since the last update; all ranks must call it.
@@ -112,17 +111,11 @@ class Sanity:
             MismatchError: the ranks hold different weights, or saw different ones in a gather.
             ModelError: a weight, or a gradient of any micro-step, is not finite.
         """
-        faulty = [] if overflow_is_told else list(self._faulty_gradients)
-        mine = _Report(
-            dict(self._weights()),
-            dict(self._gathers),
-            dict(self._arrivals),
-            list(self._faulty_weights()),
-            faulty,
-        )
-        self._gathers.clear()
-        self._arrivals.clear()
-        self._faulty_gradients.clear()
+        mine, self._report = self._report, _Report()
+        mine.digests.update(self._weights())
+        mine.faulty_weights += self._faulty_weights()
+        if overflow_is_told:
+            mine.faulty_gradients.clear()
         reports = gather_objects(mine, self._ranks)
         _expect_one([report.digests for report in reports], _PARTED_WEIGHTS)
         _expect_same_gathers([report.gathers for report in reports])
@@ -191,7 +184,7 @@ def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
         raise MismatchError(_PARTED_GATHERS.format(names=_few(names), rank=rank, first=first))
 
 
-def _expect_finite(what: str, known: Sequence[Sequence[str]]) -> None:
+def _expect_finite(what: str, known: Sequence[Collection[str]]) -> None:
     if any(known):
         raise ModelError(
             f"a {what} is not finite: {_by_rank(known)}; told by"
@@ -205,7 +198,7 @@ def _is_finite(values: Tensor) -> bool:
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
 
 
-def _by_rank(known: Sequence[Sequence[str]]) -> str:
+def _by_rank(known: Sequence[Collection[str]]) -> str:
     """The names that ranks have told, each with those ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, names in enumerate(known):
