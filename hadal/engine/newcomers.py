@@ -72,8 +72,10 @@ class Newcomers:
         if parameter in self._left_out:
             return True
         bucket = self._bucket_of.get(parameter)
+        if bucket is not None and bucket.trainable:
+            return True  # mostly: nothing is asked of a parameter that may be freed
         if parameter.requires_grad:
-            return bucket is not None and bucket.trainable
+            return False
         has_come = parameter not in self._known and parameter not in self._told
         return bucket is not None or not has_come or is_foreign(parameter)
 
