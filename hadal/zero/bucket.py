@@ -526,6 +526,10 @@ class Bucket:
         is_beside = has_streams(self.device) and self.sharing.shards.size > 1
         return is_cut and is_beside and self.transport.refreshes_late
 
+    def refresh_in_step(self) -> None:
+        """Let refreshes end where they are left: not every read of weights can be seen."""
+        self.transport = dataclasses.replace(self.transport, refreshes_late=False)
+
     def start_refresh(self) -> None:
         """Begin to gather the weights where they are whole, but were stepped or loaded in shards.
 

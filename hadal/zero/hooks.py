@@ -148,7 +148,11 @@ class Hooks:
             place = unit.module, unit.is_external
             is_known = place in self._refreshed
             self._refreshed[place] = [member.parameter for member in unit.members]
-            if not is_known and any(bucket.refreshes_late for bucket in self._buckets_at(place)):
+            late = [bucket for bucket in self._buckets_at(place) if bucket.refreshes_late]
+            if isinstance(unit.module, torch.jit.ScriptModule):  # takes no hooks
+                for bucket in late:
+                    bucket.refresh_in_step()
+            elif late and not is_known:
                 self._handles.append(self._watch_refresh(place))
 
     def _watch_refresh(self, place: tuple[nn.Module, bool]) -> RemovableHandle:

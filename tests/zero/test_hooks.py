@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hadal.zero.hooks import ReadWatcher
+from hadal.zero.grouping import LeafModules, find_units
+from hadal.zero.hooks import Hooks, ReadWatcher
 
 WIDTH = 6
 
@@ -48,6 +51,37 @@ def test_questions_about_a_parameter_are_no_reads():
         assert one.is_floating_point()
 
     assert seen(ask) == []
+
+
+class Late:
+    """A bucket that may be refreshed while forward runs."""
+
+    def __init__(self) -> None:
+        self.refreshes_late = True
+
+    def refresh_in_step(self) -> None:
+        self.refreshes_late = False
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
+def test_a_module_that_takes_no_hooks_has_its_weights_refreshed_in_the_step():
+    """TorchScript's modules; they read weights without torch's functions."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    plain, scripted = Late(), Late()
+    kept = {
+        p: bucket
+        for m, bucket in zip(model, (plain, scripted), strict=True)
+        for p in m.parameters()
+    }
+    runtime: Any = SimpleNamespace(
+        bucket_of=kept, gradients=[], gathering=SimpleNamespace(units=[])
+    )
+    hooks = Hooks(model, runtime)
+    hooks.watch_refreshes(find_units(model, dict.fromkeys(kept, 0), LeafModules()))
+    assert (plain.refreshes_late, scripted.refreshes_late) == (True, False)
+    assert len(model[0]._forward_pre_hooks) == 1
+    hooks.remove()
+    assert not model[0]._forward_pre_hooks
 
 
 class Attention(nn.Module):
