@@ -204,14 +204,6 @@ def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
     return torch.where((weights > 0) & (updates > 0), ratios, 1.0)
 
 
-class _Extent(NamedTuple):
-    """Where one parameter lies in a piece, counted from the span's start, and its row of norms."""
-
-    row: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Stretch:
     """What is in memory of a piece in an update."""
@@ -219,7 +211,10 @@ class _Stretch:
     values: _Values
     start: int
     """Where it begins, counted from the span's start."""
-    parts: Sequence[_Extent]
+    fragments: Sequence[Fragment]
+    """The parameters in it."""
+    first_row: int
+    """The row of norms of the bucket's first parameter."""
     group: Group
     updates: float
     """How many lie in the moments, with this one."""
@@ -230,10 +225,11 @@ class _Stretch:
         On a CPU a batch is one block, which stays in the cache; on an accelerator it has as many
         elements as the largest block, so that few kernels are launched.
         """
-        device, stop = self.values.master.device, self.start + self.values.master.numel()
+        device = self.values.master.device
         numel, total, batch = block_numel(device), 0, list[tuple[int, int, _Values]]()
-        for row, first, last in self.parts:
-            for low, high in blocks(max(first, self.start), min(last, stop), numel):
+        for part in self.fragments:
+            row, first = self.first_row + part.slot, self.start + part.offset
+            for low, high in blocks(first, first + part.numel, numel):
                 total += high - low
                 if batch and (device.type == "cpu" or total > numel):
                     yield batch
@@ -261,8 +257,8 @@ class LambStepper(BaseStepper):
         steps: DiskSteps = DISK_STEPS,
     ) -> None:
         self._model_parallel = model_parallel
-        self._parts: dict[Gradients, list[list[_Extent]]] = {}
-        """The parameters in each piece of a bucket."""
+        self._first_rows: dict[Gradients, int] = {}
+        """The row of norms of each bucket's first parameter."""
         self._groups: list[int] = []
         """The param group of each row of norms: of each parameter, the same on every rank."""
         self._cut_rows: dict[int, str] = {}
@@ -272,26 +268,16 @@ class LambStepper(BaseStepper):
         super().__init__(optimizer, gradients, steps=steps)
 
     def _lay(self, one: Gradients) -> list[Piece]:
-        layout, begin = one.bucket.layout, one.bucket.span[0]
-        first = len(self._groups)
-        self._groups += [slot.group for slot in layout.slots]
+        slots, first = one.bucket.layout.slots, len(self._groups)
+        self._first_rows[one] = first
+        self._groups += [slot.group for slot in slots]
         for row, (slot, parameter) in enumerate(
-            zip(layout.slots, one.bucket.parameters, strict=True), start=first
+            zip(slots, one.bucket.parameters, strict=True), start=first
         ):
             if is_model_part(parameter):
                 self._cut_rows[row] = slot.name
         self._are_agreed = False
-
-        def part_of(piece: Piece, fragment: Fragment) -> _Extent:
-            start = piece.start + fragment.offset
-            return _Extent(first + fragment.slot, start, start + fragment.numel)
-
-        pieces = super()._lay(one)
-        self._parts[one] = [
-            [part_of(piece, f) for f in layout.fragments(begin + piece.start, begin + piece.stop)]
-            for piece in pieces
-        ]
-        return pieces
+        return super()._lay(one)
 
     def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`.
@@ -400,12 +386,14 @@ class LambStepper(BaseStepper):
         self, one: Gradients, begun: Sequence[_Begun], here: Sequence[tuple[int, list[Tensor]]]
     ) -> list[_Stretch]:
         """What is `here` in memory of each piece of a bucket: where it begins, and its values."""
-        return [
-            _Stretch(_Values(*values), start, parts, self._group(piece), own.updates)
-            for (piece, own, _), (start, values), parts in zip(
-                begun, here, self._parts[one], strict=True
-            )
-        ]
+        found, begin = [], one.bucket.span[0]
+        for (piece, own, _), (start, values) in zip(begun, here, strict=True):
+            first = begin + start
+            fragments = [*one.bucket.layout.fragments(first, first + values[0].numel())]
+            rows = self._first_rows[one]
+            stretch = _Values(*values), start, fragments, rows, self._group(piece), own.updates
+            found.append(_Stretch(*stretch))
+        return found
 
 
 def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: Multiplier, norms: _Norms) -> None:
