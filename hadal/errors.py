@@ -6,6 +6,7 @@ file) and the remedy. Whoever wants to catch all of them catches `HadalError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -83,3 +84,10 @@ class CheckpointError(HadalError, OSError):
 
 class OffloadError(HadalError, OSError):
     """Offloaded state cannot be written or read: a disk's fault, or no room."""
+
+
+def few(names: Iterable[object], shown: int = 8, joint: str = ", ") -> str:
+    """The first names, joined for a message, and how many more there are."""
+    known = [str(name) for name in names]
+    more = f" and {len(known) - shown} more" if len(known) > shown else ""
+    return joint.join(known[:shown]) + more

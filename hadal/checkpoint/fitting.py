@@ -12,10 +12,8 @@ from typing import Any
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup
 from hadal.checkpoint.plain import decoded
 from hadal.checkpoint.source import Entry, Source
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, few
 from hadal.zero.regroup import has_gone
-
-_SHOWN = 8
 
 
 @dataclass(slots=True)
@@ -36,11 +34,11 @@ class Fit:
         """
         told = []
         if self.misshapen:
-            told.append(f"shapes differ: {_some(self.misshapen, '; ')}")
+            told.append(f"shapes differ: {few(self.misshapen, joint='; ')}")
         if strict and self.missing:
-            told.append(f"the checkpoint lacks {_some(self.missing)}")
+            told.append(f"the checkpoint lacks {few(self.missing)}")
         if strict and self.unexpected:
-            told.append(f"the model lacks {_some(self.unexpected)}")
+            told.append(f"the model lacks {few(self.unexpected)}")
         if told:
             remedy = "" if self.misshapen else " Give load_module_strict=False to load the rest."
             raise CheckpointError(
@@ -123,8 +121,3 @@ def fit_groups(
         disputed = {key for one in of_saved for key in one} - agreed.keys()
         fits.append(GroupFit(agreed, tuple(sorted(disputed))))
     return fits
-
-
-def _some(names: Sequence[str], joint: str = ", ") -> str:
-    more = len(names) - _SHOWN
-    return joint.join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -36,11 +36,10 @@ from hadal.checkpoint.weights import Reading, plan_bucket
 from hadal.comm import Ranks, get_local_world_size
 from hadal.comm.collectives import gather_objects
 from hadal.device.memory import free_host_nbytes
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, few
 from hadal.zero.bucket import Bucket
 
 _log = logging.getLogger(__name__)
-_SHOWN = 4
 # One part in so many of the host's free memory is used to read files only once.
 _SPARED = 4
 
@@ -445,12 +444,12 @@ def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> lis
     told = []
     if wanted.custom is None and not wanted.strict:
         if plan.fit.missing:
-            told.append(f"it lacks {_some(plan.fit.missing)}, which keep their values")
+            told.append(f"it lacks {few(plan.fit.missing)}, which keep their values")
         if plan.fit.unexpected:
-            told.append(f"{_some(plan.fit.unexpected)} is not in the model, and is left out")
+            told.append(f"{few(plan.fit.unexpected)} is not in the model, and is left out")
     if plan.memory.forgotten:
         told.append(
-            f"it holds no optimizer state of {_some(plan.memory.forgotten)}: it begins with zeros"
+            f"it holds no optimizer state of {few(plan.memory.forgotten)}: it begins with zeros"
         )
     disputed = {key for fit in plan.groups for key in fit.disputed}
     if disputed and _wants_optimizer(wanted):
@@ -491,11 +490,6 @@ def _differences_of_place(source: Source, own: Own, live: Live) -> list[str]:
             " saved ranks of their numbers, further ranks new ones made of these"
         )
     return told
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_like(found: Any, wanted: Any) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
-from hadal.errors import CheckpointError, HadalError
+from hadal.errors import CheckpointError, HadalError, few
 
 _log = logging.getLogger(__name__)
 _SHOWN = 4
@@ -46,8 +46,7 @@ def _named(ranks: list[int], world_size: int) -> str:
         return f"rank {ranks[0]}"
     if len(ranks) == world_size:
         return "every rank"
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+    return f"ranks {few(ranks, _SHOWN)}"
 
 
 def compare_tags(tag: str, validation: str, ranks: Ranks) -> None:

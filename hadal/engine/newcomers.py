@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hadal.errors import UsageError
+from hadal.errors import UsageError, few
 from hadal.zero.bucket import Bucket
 from hadal.zero.kinds import is_foreign
 
@@ -45,7 +45,7 @@ class Newcomers:
         added = [name for name, parameter in asking if parameter not in self._known]
         if added:
             raise UsageError(
-                f"{where}: {_few(added)} would get gradients and never be trained: put into the"
+                f"{where}: {few(added)} would get gradients and never be trained: put into the"
                 " model after initialize. Give them to optimizer.add_param_group({'params': [...]})"
                 " on every rank, or freeze them (requires_grad_(False)); to train them yourself,"
                 " put them in before initialize and leave them out of model_parameters."
@@ -55,7 +55,7 @@ class Newcomers:
                 "%s: %s get gradients and are not trained: thawed after initialize. Give them to"
                 " optimizer.add_param_group({'params': [...]}), or freeze them again.",
                 where,
-                _few([name for name, _ in asking]),
+                few([name for name, _ in asking]),
             )
         frozen = [name for name, parameter in found if not parameter.requires_grad]
         if frozen:
@@ -63,7 +63,7 @@ class Newcomers:
                 "%s: %s were put into the model after initialize, frozen: each rank computes with"
                 " its own values of them; the next optimizer.add_param_group gives rank 0's to all",
                 where,
-                _few(frozen),
+                few(frozen),
             )
         for _, parameter in found:
             (self._left_out if parameter.requires_grad else self._told)[parameter] = True
@@ -78,7 +78,3 @@ class Newcomers:
             return False
         has_come = parameter not in self._known and parameter not in self._told
         return bucket is not None or not has_come or is_foreign(parameter)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_codes, gather_objects
-from hadal.errors import MismatchError, ModelError
+from hadal.errors import MismatchError, ModelError, few
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 _BLOCK_NUMEL = 1 << 20
 _SHIFT = 31
-_SHOWN = 8
 
 
 def digest(values: Tensor) -> int:
@@ -149,7 +148,7 @@ class Sanity:
             _log.warning(
                 "the ranks got different numbers of gradients in this update: %s. Where none came"
                 " it counts as zero: the mean is over all ranks. Told once for each parameter.",
-                _few(f"{name} {counts[name]}" for name in parted),
+                few(f"{name} {counts[name]}" for name in parted),
             )
 
 
@@ -169,7 +168,7 @@ def _expect_one(known: Sequence[Mapping[str, object]], message: str) -> None:
     for rank, mine in enumerate(known):
         parted = [name for name in {**known[0], **mine} if known[0].get(name) != mine.get(name)]
         if parted:
-            raise MismatchError(message.format(names=_few(parted), rank=rank))
+            raise MismatchError(message.format(names=few(parted), rank=rank))
 
 
 def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
@@ -181,7 +180,7 @@ def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
             if known[rank].get(gather) != known[first].get(gather):
                 parted.setdefault((rank, first), []).append(gather.name)
     for (rank, first), names in sorted(parted.items())[:1]:
-        raise MismatchError(_PARTED_GATHERS.format(names=_few(names), rank=rank, first=first))
+        raise MismatchError(_PARTED_GATHERS.format(names=few(names), rank=rank, first=first))
 
 
 def _expect_finite(what: str, known: Sequence[Collection[str]]) -> None:
@@ -204,13 +203,7 @@ def _by_rank(known: Sequence[Collection[str]]) -> str:
     for rank, names in enumerate(known):
         for name in names:
             ranks_of.setdefault(name, []).append(rank)
-    return _few(f"{name} (rank {', '.join(map(str, r))})" for name, r in ranks_of.items())
-
-
-def _few(names: Iterable[str]) -> str:
-    known = list(names)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return ", ".join(known[:_SHOWN]) + more
+    return few(f"{name} (rank {', '.join(map(str, r))})" for name, r in ranks_of.items())
 
 
 def _faulty_names(bucket: Bucket) -> Iterator[str]:

@@ -9,10 +9,8 @@ import torch
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.device import Reading, start_reading
-from hadal.errors import UsageError
+from hadal.errors import UsageError, few
 from hadal.zero.bucket import Bucket
-
-_SHOWN = 10
 
 
 class UncountedEdits:
@@ -53,9 +51,8 @@ class UncountedEdits:
             mine = [name for name, is_lost in zip(self._names, answers, strict=True) if is_lost]
         self._reading = None
         names = sorted({name for names in gather_objects(mine, ranks) for name in names})
-        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return UsageError(
-            f"weights of {', '.join(names[:_SHOWN])}{rest} were written to through parameter.data"
+            f"weights of {few(names)} were written to through parameter.data"
             " (or a tensor made from it) before the last update, and the write is lost: on an"
             " accelerator torch does not count such a write, and nothing waits for the device to"
             " see it. Write in place under torch.no_grad(), as in parameter.copy_(values), or"
