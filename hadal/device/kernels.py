@@ -172,20 +172,21 @@ def _whole_vectors(lists: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]
     padded: list[Tensor] = []
     for number, row in enumerate(zip(*lists, strict=True)):
         flat = [one.view(-1) for one in row] if all(o.is_contiguous() for o in row) else row
-        vector = _VECTOR_NBYTES // flat[0].itemsize
-        is_cut = flat[0].dim() == 1 and flat[0].device.type == "cpu"
-        whole = flat[0].numel() // vector * vector if is_cut else flat[0].numel()
-        if whole or not flat[0].numel() or not is_cut:
+        first = flat[0]
+        vector = _VECTOR_NBYTES // first.itemsize
+        is_flat = first.dim() == 1 and first.device.type == "cpu"
+        rest = first.numel() % vector if is_flat else 0
+        if not rest or rest < first.numel():
             numbers.append(number)
             for found, one in zip(pieces, flat, strict=True):
-                found.append(one[:whole] if is_cut else one)
-        if is_cut and whole < flat[0].numel():
+                found.append(one[:-rest] if rest else one)
+        if rest:
             numbers.append(number)
-            rows = flat[0].new_zeros(len(flat), vector).unbind()
+            rows = first.new_zeros(len(flat), vector).unbind()
             for found, one, padding in zip(pieces, flat, rows, strict=True):
                 found.append(padding)
-                ends.append(one[whole:])
-                padded.append(padding[: one.numel() - whole])
+                ends.append(one[-rest:])
+                padded.append(padding[:rest])
     if ends:
         torch._foreach_copy_(padded, ends)
     yield pieces, numbers

@@ -107,20 +107,22 @@ class Desk:
         gradients, divisor = self._lay_gradients([item.gradient for item in items], dtype)
         owned = list(zip(*(item.owned for item in items), strict=True))
         work = [self._lay(place, runs, dtype) for place, runs in enumerate(owned)]
-        numbers = [item.update.number for item in items]
-        blocks = map(Block, work[0], gradients, zip(*work[1:], strict=True), numbers)
-        if len(work) == 1:
-            blocks = map(Block, work[0], gradients, [()] * len(items), numbers)
-        items[0].update.apply(list(blocks), Scaling(divisor, self._overflowed))
+        blocks = [
+            Block(values, gradient, state, item.update.number)
+            for item, gradient, (values, *state) in zip(
+                items, gradients, zip(*work, strict=True), strict=True
+            )
+        ]
+        items[0].update.apply(blocks, Scaling(divisor, self._overflowed))
         for runs, laid in zip(owned, work, strict=True):
             if any(map(is_not, runs, laid)):
                 torch._foreach_copy_(list(runs), laid)
 
     def _lay(self, place: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The blocks in `dtype`: themselves, or copies that last until the next of this place."""
-        stops = [*accumulate(_aligned(block.numel()) for block in blocks)]
         if all(block.dtype == dtype for block in blocks):
             return list(blocks)
+        stops = [*accumulate(_aligned(block.numel()) for block in blocks)]
         buffer = self._buffers.get((place, dtype))
         if buffer is None or buffer.numel() < stops[-1]:
             buffer = torch.empty(stops[-1], dtype=dtype, device=self._device)

@@ -109,6 +109,7 @@ class Hooks:
         self._model_handles: list[RemovableHandle] = []
         # The parameters of each unit: a module's own ones, and those that it is said to read.
         self._refreshed: dict[tuple[nn.Module, bool], list[nn.Parameter]] = {}
+        self._waiting: set[tuple[nn.Module, bool]] = set()
         self._forward = ExitStack()
         self._depth = 0
         self._call: FrameType | None = None
@@ -146,13 +147,13 @@ class Hooks:
         """
         for unit in units:
             place = unit.module, unit.is_external
-            is_known = place in self._refreshed
             self._refreshed[place] = [member.parameter for member in unit.members]
             late = [bucket for bucket in self._buckets_at(place) if bucket.refreshes_late]
             if isinstance(unit.module, torch.jit.ScriptModule):  # takes no hooks
                 for bucket in late:
                     bucket.refresh_in_step()
-            elif late and not is_known:
+            elif late and place not in self._waiting:
+                self._waiting.add(place)
                 self._handles.append(self._watch_refresh(place))
 
     def _watch_refresh(self, place: tuple[nn.Module, bool]) -> RemovableHandle:
