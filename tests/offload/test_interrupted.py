@@ -275,20 +275,20 @@ def interrupt_beside_the_disk(path: str, kind: type[BaseException]) -> None:
     )
     train(engine, 1)
     engine.save_checkpoint(Path(path, "saved"))
-    plain, calls = FlatStepper._step_bucket, [0]
+    plain, calls = FlatStepper._step_buckets, [0]
 
-    def step_bucket(*given: Any) -> None:
+    def step_buckets(*given: Any) -> None:
         plain(*given)
         calls[0] += 1
         if calls[0] == 2:
             raise kind
 
-    FlatStepper._step_bucket = step_bucket  # type: ignore[method-assign]
+    FlatStepper._step_buckets = step_buckets  # type: ignore[method-assign]
     try:
         with pytest.raises(OffloadError, match=r"^\w+; masters .* load a checkpoint") as found:
             train(engine, 1, 1)
     finally:
-        FlatStepper._step_bucket = plain  # type: ignore[method-assign]
+        FlatStepper._step_buckets = plain  # type: ignore[method-assign]
     assert isinstance(found.value.__cause__, kind)
     engine.load_checkpoint(Path(path, "saved"))
     train(engine, 1, 1)
