@@ -26,6 +26,11 @@ class Piece(NamedTuple):
     slot: Slot | None = None
     """Whose whole values they are; None for a flat cut."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether `values` are a whole parameter, and no flat cut."""
+        return self.slot is not None
+
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of as many elements, 1-D as they lie in memory, in the shape of `values`."""
         return flat if self.slot is None else shaped(flat, self.slot)

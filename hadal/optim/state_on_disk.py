@@ -48,8 +48,8 @@ class Kind(NamedTuple):
 class DiskState:
     """The masters and the optimizer state of one bucket, on a disk.
 
-    `pieces` are flat cuts of the master, `wholes` are whole parameters that this rank owns, laid
-    end to end. State that has one value for each element is on the disk, one tensor for each kind;
+    `pieces` are flat cuts of the master, or whole parameters that this rank owns, laid end to end.
+    State that has one value for each element is on the disk, one tensor for each kind;
     counts of steps, and whatever has another shape, stay in memory. Between uses the optimizer
     finds placeholders of the right shape, which hold NaN, of the values too; inside `present` it
     finds its state, and the values of flat cuts. Whole values are brought to their owner for an
@@ -62,13 +62,11 @@ class DiskState:
         bucket: Bucket,
         pieces: Sequence[Piece],
         disk: DiskStore,
-        wholes: Sequence[Piece] = (),
     ) -> None:
         self.optimizer = optimizer
         self.bucket = bucket
-        self._flat = [*pieces]
-        self._wholes = [*wholes]
-        self._pieces = [(piece, False) for piece in pieces] + [(piece, True) for piece in wholes]
+        self._pieces = [*pieces]
+        self._flat = [piece for piece in pieces if not piece.is_whole]
         self._disk = disk
         self._tensors: dict[Kind, DiskTensor] = {}
         self._is_shown = False
@@ -95,7 +93,7 @@ class DiskState:
     def _numel(self, is_whole: bool) -> int:
         """Elements of a kind, gaps between the pieces included."""
         if is_whole:
-            return self._wholes[-1].stop
+            return max(piece.stop for piece in self._pieces if piece.is_whole)
         return self.bucket.span[1] - self.bucket.span[0]
 
     def _state(self, piece: Piece) -> dict[str, Any]:
@@ -114,19 +112,19 @@ class DiskState:
     def _by_kind(self) -> dict[Kind, list[Piece]]:
         """The pieces that the optimizer has a kind of state of, for each kind."""
         found: dict[Kind, list[Piece]] = {}
-        for piece, is_whole in self._pieces:
+        for piece in self._pieces:
             for key in self._elementwise(piece):
-                found.setdefault(Kind(key, is_whole), []).append(piece)
+                found.setdefault(Kind(key, piece.is_whole), []).append(piece)
         return found
 
     def slices(self, held: Held) -> dict[str, StoredSlice]:
         """The stored state, by key, of a tensor in the optimizer's param groups."""
-        for piece, is_whole in self._pieces:
+        for piece in self._pieces:
             if piece.values is held.values:
-                return {
-                    key: StoredSlice(self._tensors[Kind(key, is_whole)], piece.start, piece.stop)
-                    for key in self._elementwise(piece)
-                }
+                keys = self._elementwise(piece)
+                tensors = {key: self._tensors[Kind(key, piece.is_whole)] for key in keys}
+                span = piece.start, piece.stop
+                return {key: StoredSlice(one, *span) for key, one in tensors.items()}
         return {}
 
     def _tensor_of(self, kind: Kind, dtype: torch.dtype, fill: float = 0.0) -> DiskTensor:
@@ -190,7 +188,7 @@ class DiskState:
                 self._state(piece)[kind.key] = piece.shaped(values)
 
     def _hide_values(self) -> None:
-        for piece, _ in self._pieces:
+        for piece in self._pieces:
             piece.values.data = placeholder(piece, piece.values.dtype)
 
     def _hide_state(self, key: str, pieces: Sequence[Piece]) -> None:
@@ -239,7 +237,7 @@ class DiskState:
             for piece in by_kind.get(kind, ()):
                 own = piece.shaped(values[piece.start : piece.stop]).clone()
                 found.setdefault(piece.values, {})[kind.key] = own
-        for piece, _ in self._pieces:
+        for piece in self._pieces:
             if piece.values in found:
                 yield piece, found[piece.values]
 
@@ -247,7 +245,7 @@ class DiskState:
 
     def memory(self) -> Memory:
         """A copy of what the optimizer has of each piece in memory: counts, and placeholders."""
-        return [self._copied(piece) for piece, _ in self._pieces]
+        return [self._copied(piece) for piece in self._pieces]
 
     def _copied(self, piece: Piece) -> dict[str, Any]:
         on_disk = self._elementwise(piece)
@@ -258,7 +256,7 @@ class DiskState:
 
     def take_back(self, memory: Memory) -> None:
         """Restore what `memory` returned before something failed."""
-        for (piece, _), state in zip(self._pieces, memory, strict=True):
+        for piece, state in zip(self._pieces, memory, strict=True):
             if state:
                 self.optimizer.state[piece.values] = state
             else:
@@ -328,9 +326,7 @@ class DiskStates:
     def __bool__(self) -> bool:
         return bool(self._states)
 
-    def put(
-        self, bucket: Bucket, pieces: Sequence[Piece] = (), wholes: Sequence[Piece] = ()
-    ) -> None:
+    def put(self, bucket: Bucket, pieces: Sequence[Piece]) -> None:
         """Move the optimizer's state of a bucket to the disk, if it is offloaded there."""
         disk = bucket.offload.disk_of_state
         if disk is None:
@@ -339,7 +335,7 @@ class DiskStates:
             self._optimizer.register_state_dict_post_hook(self._read_into)
             self._optimizer.register_load_state_dict_pre_hook(self._remember)
             self._optimizer.register_load_state_dict_post_hook(self._write_loaded)
-        self._states[bucket] = DiskState(self._optimizer, bucket, pieces, disk, wholes)
+        self._states[bucket] = DiskState(self._optimizer, bucket, pieces, disk)
 
     def of(self, bucket: Bucket) -> DiskState | None:
         """The state of a bucket on the disk; None if it is in memory."""

@@ -128,7 +128,8 @@ class BaseStepper:
             has_flat = not all(self._is_whole(slot.group) for slot in one.bucket.layout.slots)
             with one.bucket.present() if has_flat else nullcontext():
                 self._pieces[one] = self._lay(one) if has_flat else []
-                self._disk_states.put(one.bucket, self._pieces[one], self._wholes.pieces(one))
+                pieces = [*self._pieces[one], *self._wholes.pieces(one)]
+                self._disk_states.put(one.bucket, pieces)
 
     def _lay(self, one: Gradients) -> list[Piece]:
         return lay_pieces(self._optimizer, one, lambda group: not self._is_whole(group))
