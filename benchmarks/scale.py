@@ -159,7 +159,7 @@ class _Mirror:
 def _counted(case: Case) -> Iterator[Traffic]:
     """Count the raw calls, and let tensors travel in pairs or by collectives."""
     traffic, mirror = Traffic(), _Mirror()
-    originals = {name: getattr(dist, name) for name in ("isend", "irecv", "all_reduce")}
+    originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
 
     def nodes_of(group: Any) -> list[int]:
         return [number // case.node for number in dist.get_process_group_ranks(group)]
@@ -175,15 +175,11 @@ def _counted(case: Case) -> Iterator[Traffic]:
         mirror.give(tensor, rest["group"], rest["group_src"], rest["tag"])
         return originals["irecv"](tensor, **rest)
 
-    def all_reduce(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-        traffic.add_ring(nodes_of(args[1]), 2 * tensor.nbytes)
-        return originals["all_reduce"](tensor, *args, **rest)
-
-    def note(name: str, full_at: int) -> Any:
+    def note(name: str, full_at: int, group_at: int, rounds: int = 1) -> Any:
         call = getattr(functions, name)
 
         def noted(*args: Any, **rest: Any) -> Any:
-            traffic.add_ring(nodes_of(rest["group"]), args[full_at].nbytes)
+            traffic.add_ring(nodes_of(args[group_at]), rounds * args[full_at].nbytes)
             return call(*args, **rest)
 
         return patch.object(functions, name, noted)
@@ -201,10 +197,11 @@ def _counted(case: Case) -> Iterator[Traffic]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(collectives, "_small_reduction", note_small))
         stack.enter_context(patch.object(collectives, "start_all_gather", note_codes))
-        for patched in (isend, irecv, all_reduce):
+        for patched in (isend, irecv):
             stack.enter_context(patch.object(dist, patched.__name__, patched))
-        stack.enter_context(note("_reduce_scatter", 1))
-        stack.enter_context(note("_all_gather", 0))
+        stack.enter_context(note("all_reduce", 0, 2, rounds=2))
+        stack.enter_context(note("reduce_scatter_tensor", 1, 3))
+        stack.enter_context(note("all_gather_into_tensor", 0, 2))
         stack.enter_context(patch.object(Ranks, "exchanges_in_pairs", lambda *_: case.pairs))
         yield traffic
 

@@ -171,7 +171,9 @@ class _Requests:
         part = steps.part_numel(kinds, block_numel(_HOST))
         dtype = _PRECISIONS.master
         self._runs = tuple(DiskTensor(store, str(kind), numel, dtype) for kind in range(kinds))
-        self._stops = [Stop(self._runs, at, min(part, numel - at)) for at in range(0, numel, part)]
+        self._stops = [
+            Stop(self._runs, at, min(part, numel - at), self._runs) for at in range(0, numel, part)
+        ]
         self._pace = steps.pace
         self._pool = BufferPool(kinds * steps.pace.parts, min(part, numel) * dtype.itemsize)
 

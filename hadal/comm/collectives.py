@@ -142,12 +142,20 @@ def start_exchange(
 
 
 def start_scatter(full: Tensor, source: int, ranks: Ranks, label: str) -> Pending:
-    """Fill this rank's even cut of 1-D `full` with `source`'s values of it."""
-    is_source, nothing = ranks.rank == source, full.new_empty(0)
-    cuts = [slice_of(full, rank, ranks) for rank in range(ranks.size)]
-    mine = nothing if is_source else cuts[ranks.rank]
-    outgoing = [c if is_source and r != source else nothing for r, c in enumerate(cuts)]
-    incoming = [mine if rank == source else nothing for rank in range(ranks.size)]
+    """Fill this rank's even cut of 1-D `full` with `source`'s values of it; other cuts may be, too.
+
+    An accelerator's broadcast takes `source` no longer, and no call for each rank.
+    """
+    if not ranks.exchanges_in_pairs(full.device):
+        broadcast_(full, source, ranks, label)
+        return finished(label)
+    outgoing = incoming = [full.new_empty(0)] * ranks.size
+    if ranks.rank == source:
+        outgoing = [*_table(full, ranks)]
+        outgoing[source] = incoming[source]
+    else:
+        incoming = [*incoming]
+        incoming[source] = slice_of(full, ranks.rank, ranks)
     return start_exchange(outgoing, incoming, ranks, label, SPREAD)
 
 
