@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from hadal.engine.collector import hold_collector
 from hadal.engine.direct import DirectBackward
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
-from hadal.engine.parts import Counters, Cycle, Finding, Parts
+from hadal.engine.parts import Counters, Cycle, Finding, Parts, Training
 from hadal.engine.reading import Collate
 from hadal.engine.topology import Topology
 from hadal.engine.undecided import Undecided
@@ -51,7 +52,7 @@ class EngineBase(nn.Module):
         super().__init__()
         self.module = parts.model
         self._parts = parts
-        self._training = parts.training
+        self._training: Training | None = None
         self._loader = parts.loader
         self._batches = parts.batches
         self._scale: ScaleState = first_scale(parts.scale_rule)
@@ -70,6 +71,24 @@ class EngineBase(nn.Module):
         """Page-locked memory for the next time, from these events on."""
         self._direct = DirectBackward(self._begun_direct, parts.runtime)
         place.attend(parts.runtime, self)
+        if parts.training is not None:
+            self._train_with(parts.training)
+
+    def _train_with(self, training: Training) -> None:
+        """Have an optimizer from now on; it is stepped by `engine.step` alone."""
+        self._training = training
+        engine, rank = weakref.ref(self), self._parts.ranks.rank
+
+        def refuse(*_: Any) -> None:
+            found = engine()
+            if found is not None and not found._cycle.stepping:
+                raise UsageError(
+                    f"rank {rank}: optimizer.step() was called by hand, which trains nothing: the"
+                    " gradients and the weights are the engine's. Call engine.backward(loss) and"
+                    " engine.step(), which steps the optimizer and the schedule"
+                )
+
+        training.optimizer.register_step_pre_hook(refuse)
 
     def _begun_direct(self) -> AbstractContextManager[None]:
         """Around a backward that the caller has started on a tensor."""

@@ -150,7 +150,7 @@ class SavesCheckpoints(EngineBase):
         # What is loaded is trained on, whatever mode the caller is in.
         with torch.inference_mode(False), torch.no_grad(), collector_at_rest():
             if self._training is None and self._parts.runtime.gradients:
-                self._training = self._parts.make_training()
+                self._train_with(self._parts.make_training())
             loaded = load(folder, self._live(), wanted)
         if loaded.scalars is not None:
             self._counters = Counters(**loaded.scalars["counters"])

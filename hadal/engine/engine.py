@@ -150,7 +150,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
         self._check_loss_everywhere(loss, boundary)
         if self._training is None:
-            self._training = self._parts.make_training()
+            self._train_with(self._parts.make_training())
         self._count_factor(self._scale.scale)
         factor = self._scale.scale
         if scale_wrt_gas:
@@ -198,7 +198,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         if parts.runtime.any_fault(fault is not None, boundary=boundary):
             raise fault or LossError(f"{where} was refused on another rank, which tells why")
         if self._training is None:
-            self._training = parts.make_training()
+            self._train_with(parts.make_training())
         with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
             yield
         cycle.backwards += 1

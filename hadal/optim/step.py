@@ -401,7 +401,9 @@ def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether the user wants to see each update."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    before = optimizer._optimizer_step_pre_hooks.values()
+    own = sum(getattr(hook, "__module__", "").startswith("hadal.") for hook in before)
+    return len(before) > own or bool(optimizer._optimizer_step_post_hooks)
 
 
 def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:

@@ -306,6 +306,21 @@ def step_twice() -> None:
     engine.step()
 
 
+def optimizer_by_hand() -> None:
+    """As in a loop without an engine."""
+    engine = engine_of(1)
+    engine.backward(engine(batch_of(0)[0]).sum())
+    engine.optimizer.step()
+
+
+def optimizer_of_the_caller_by_hand() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = engine_of(1, model, {"optimizer": optimizer}, optimizer=None)
+    train(engine, range(1))
+    optimizer.step()
+
+
 def vector_loss() -> None:
     engine = engine_of(1)
     engine.backward(engine(batch_of(0)[0]))
@@ -350,6 +365,8 @@ def schedule_that_needs_a_metric() -> None:
     [
         (step_first, UsageError, "no backward came"),
         (step_twice, UsageError, "no backward came"),
+        (optimizer_by_hand, UsageError, "engine.step()"),
+        (optimizer_of_the_caller_by_hand, UsageError, "engine.step()"),
         (vector_loss, LossError, "scalar"),
         (detached_loss, LossError, "no_grad"),
         (number_as_loss, LossError, "float"),
