@@ -33,6 +33,8 @@ import hadal
 from hadal.comm import Ranks, collectives, functions, transport
 
 _MIB = 2**20
+# Steps until all is known: the optimizer's state, the paths, and that they come again.
+_STEPS_BEFORE = 4
 _WORLDS = (1, 2, 8, 64, 256, 1024)
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 # What else stands under `zero_optimization`, by its name; a number is the ranks of a node.
@@ -302,7 +304,7 @@ def _reached_nbytes() -> int:
 
 
 def measure(case: Case, options: argparse.Namespace) -> Found:
-    """One rank's start, and its second step: in the first the optimizer's state is made."""
+    """One rank's start, and a step of its steady state."""
     place = _world(case.world, options.rank % case.world, case.node)
     with place, _counted(case) as traffic:
         seconds = []
@@ -313,8 +315,9 @@ def measure(case: Case, options: argparse.Namespace) -> Found:
         with _calls() as calls:
             engine, _ = _start(case, options)
         inputs = torch.ones(1, options.width, dtype=next(engine.module.parameters()).dtype)
-        engine.backward(engine(inputs).float().square().mean())
-        engine.step()
+        for _ in range(_STEPS_BEFORE):
+            engine.backward(engine(inputs).float().square().mean())
+            engine.step()
         rests = peak = _reached_nbytes()
 
         def look(*_: Any) -> None:

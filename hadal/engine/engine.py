@@ -19,7 +19,7 @@ from hadal.engine.moving import MovesStates
 from hadal.engine.parts import Finding, Training
 from hadal.engine.report import Progress
 from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
-from hadal.engine.update import late_finding, measure, moved_scale
+from hadal.engine.update import late_finding, measure, moved_scale, part_of_norm
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.optim.step import FlatStepper
 from hadal.zero import access
@@ -195,7 +195,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             self._count_factor(self._scale.scale * self._batches.accumulation)
         except HadalError as error:
             fault = error
-        if parts.runtime.any_fault(fault is not None, boundary=boundary):
+        if self._is_refused(fault, boundary):
             raise fault or LossError(f"{where} was refused on another rank, which tells why")
         if self._training is None:
             self._train_with(parts.make_training())
@@ -221,11 +221,24 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             self._check_loss(loss)
         except HadalError as error:
             fault = error
-        if self._parts.runtime.any_fault(fault is not None, boundary=boundary):
+        if self._is_refused(fault, boundary):
             raise fault or LossError(
                 "engine.backward(loss) was refused, or left out, on another rank, which tells why;"
                 " no rank has computed gradients"
             )
+
+    def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
+        """Whether any rank is known to be at fault where this one begins a backward."""
+        runtime, cycle = self._parts.runtime, self._cycle
+        cycle.counts_refused = False
+        is_refused = runtime.any_fault(fault is not None, boundary=boundary)
+        if is_refused and runtime.counts_refused:
+            # The other ranks have not waited, and are in this micro-step.
+            self._counters.micro_steps += self._batches.managed
+            cycle.counts_refused = True
+            if boundary:
+                cycle.backwards, cycle.factor = 0, None
+        return is_refused
 
     def _check_loss(self, loss: object) -> None:
         where = f"rank {self._parts.ranks.rank}: engine.backward(loss)"
@@ -274,6 +287,10 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         self._expect_alive()
         if self._cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
+        if self._cycle.counts_refused:
+            # The micro-step whose backward was refused has ended, and an update with it.
+            self._cycle.counts_refused = False
+            return
         if not self._cycle.backwards:
             # Ranks that do call backward ask there whether anybody is at fault: answer them.
             self._parts.runtime.any_fault(True)
@@ -300,7 +317,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         assert training is not None  # a backward came before
         self._tell_skipped()
         with parts.clocks.late_reduce:
-            parts.runtime.reduce_all()
+            total = parts.runtime.reduce_all(part_of_norm(parts))
         with parts.clocks.step:
             parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
             stepper = training.stepper
@@ -308,7 +325,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             parts.runtime.reshard_all(update_looks=looks)
             factor, self._cycle.factor = self.gradient_factor, None
             later = not self._cycle.skips_next and decides_on_device(parts, training)
-            found = measure(parts, factor, later=later)
+            found = measure(parts, factor, later=later, total=total)
             if self._cycle.skips_next:
                 self._cycle.skips_next = False
                 found = found if found.overflow else replace(found, overflow=True, is_asked=True)

@@ -160,6 +160,8 @@ class Cycle:
     """What the gradients of the present update are multiplied with; None before there are any."""
     is_loss_scaled: bool = False
     """Whether the caller has multiplied a loss with the loss scale, for a backward of its own."""
+    counts_refused: bool = False
+    """Whether the last backward was refused here alone, and its micro-step has ended."""
     stepping: bool = False
     """Whether `engine.step` is making an update."""
     boundary: bool | None = None

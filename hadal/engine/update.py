@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+
+from torch import Tensor
 
 from hadal.comm.collectives import gather_objects
 from hadal.device import is_host_memory, read_on_host, start_reading
 from hadal.engine.parts import Finding, Parts
 from hadal.optim.loss_scale import ScaleState, next_scale
-from hadal.optim.norm import RowNorms, clip_on_device, global_norm
+from hadal.optim.norm import (
+    RowNorms,
+    clip_on_device,
+    device_of_sum,
+    global_norm,
+    sum_of_squares,
+)
 from hadal.optim.overflow import first_overflow, first_row_overflow, has_overflow
 
 _log = logging.getLogger(__name__)
@@ -17,17 +26,35 @@ _log = logging.getLogger(__name__)
 _NORM = "the norm of the gradients"
 
 
-def measure(parts: Parts, scale: float, *, later: bool = False) -> Finding:
+def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
+    """What makes this rank's part of the squared norm, if that is summed on the host."""
+    gradients, sharing = parts.runtime.gradients, parts.topology.sharing
+    if not parts.computes_norm or not is_host_memory(device_of_sum(gradients)):
+        return None
+
+    def make() -> Tensor:
+        part = sum_of_squares(gradients, sharing, parts.topology.model_parallel)
+        # Copies hold the same: the first one's parts make the sum, as in `Sharing.sum_`.
+        return part if sharing.replicas is None or sharing.replicas.rank == 0 else part.zero_()
+
+    return make
+
+
+def measure(
+    parts: Parts, scale: float, *, later: bool = False, total: Tensor | None = None
+) -> Finding:
     """Compute norm and overflow of the mean gradients of a loss that was multiplied with `scale`.
 
     All ranks must call it together, and find the same. On an accelerator the host waits only to
     learn whether gradients overflowed, if an update may be skipped for that; `later`: not even
-    then, because the device decides.
+    then, because the device decides. `total`: the sum of all ranks' parts of the squared norm, if
+    it is known.
     """
     gradients, model_parallel = parts.runtime.gradients, parts.topology.model_parallel
     limit, norm, rows = parts.gradient_clipping, None, RowNorms()
     if parts.computes_norm:
-        norm = global_norm(gradients, parts.topology.sharing, model_parallel, rows) / scale
+        sharing = parts.topology.sharing
+        norm = global_norm(gradients, sharing, model_parallel, rows, total) / scale
     overflowed = None
     # The norm counts on the first rank alone what is not marked as a part.
     if parts.skip_overflow and (norm is None or model_parallel is not None):

@@ -31,6 +31,7 @@ def global_norm(
     sharing: Sharing,
     model_parallel: Ranks | None = None,
     rows: RowNorms | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """The L2 norm of all mean gradients, each counted once; one small sum over a copy's ranks.
 
@@ -42,8 +43,23 @@ def global_norm(
 
     `model_parallel` ranks hold parts of one model: their parts are counted too. A parameter that
     all of them hold counts on the first one only. `rows` is filled with the norms of rows, except
-    on such ranks.
+    on such ranks. `total`: the sum over a copy's ranks of `sum_of_squares`, where it is known.
     """
+    if total is None:
+        total = sum_of_squares(gradients, sharing, model_parallel, rows)
+        sharing.sum_(total, "the sum of the gradient norm")
+    if model_parallel is not None:
+        sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")
+    return total.sqrt_()
+
+
+def sum_of_squares(
+    gradients: Sequence[Gradients],
+    sharing: Sharing,
+    model_parallel: Ranks | None = None,
+    rows: RowNorms | None = None,
+) -> Tensor:
+    """This rank's part of the squared norm: a float64 scalar (see `global_norm`)."""
     found: dict[Gradients, list[Tensor]] = {}
     ranks = sharing.shards
     # Backward ends with the first: while its gradients are on their way to the host, those of the
@@ -68,10 +84,7 @@ def global_norm(
         if total.device != device:
             here = read_on_host(here, "the norms of the gradients")
         total += here.double().square().sum()
-    sharing.sum_(total, "the sum of the gradient norm")
-    if model_parallel is not None:
-        sum_(total, model_parallel, "the sum of the gradient norm over the model's parts")
-    return total.sqrt_()
+    return total
 
 
 def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:

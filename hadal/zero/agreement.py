@@ -29,7 +29,8 @@ from hadal.errors import MismatchError
     REGROUP,
     CHECKPOINT,
     PROGRESS,
-) = range(1, 11)
+    END_OF_UPDATE,
+) = range(1, 12)
 _MARKERS = {
     BEGINNING: "the beginning of a forward",
     FINE: "the beginning of a backward that does not end an update",
@@ -40,6 +41,7 @@ _MARKERS = {
     END_OF_ACCESS: "the end of GatheredParameters or of a step",
     REGROUP: "optimizer.add_param_group",
     CHECKPOINT: "engine.save_checkpoint or load_checkpoint",
+    END_OF_UPDATE: "an update",
     PROGRESS: "the next gather, or the end of a backward",
 }
 _MARKER_BITS = 4

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 
 import torch
@@ -42,6 +42,7 @@ from hadal.zero.grouping import Unit
 from hadal.zero.paths import Paths, Walk
 from hadal.zero.planner import Plan, kept_until_backward
 from hadal.zero.policy import Divergence, Limits
+from hadal.zero.rounds import Rounds, Stretch
 from hadal.zero.trace import Kind, Recorder
 from hadal.zero.uses import Uses
 from hadal.zero.watched import Listener
@@ -76,6 +77,9 @@ class Gathering:
         calls = self._calls
         self._agreement = Agreement(ranks, calls.gather, calls.lend_to, calls.name)
         self._paths = Paths(ranks, limits, divergence)
+        self.rounds = Rounds(
+            ranks, self._talk, self._paths.tell_strays, self.expect_another_backward
+        )
         self.take_up(buckets)
         self.extend(units)
         self._announces_all = divergence.is_expected
@@ -87,11 +91,16 @@ class Gathering:
         self._running: list[Unit] = []
         # How many `whole` contexts hold a bucket: nothing inside them may free it.
         self._pins: Counter[Bucket] = Counter()
-        self._owes_end = False
         self._keeps = False
+        # Whether the present forward or backward has begun behind the other ranks.
+        self._is_late = False
+        self.counts_refused = False
+        """Whether the backward that was refused last counts all the same, without gradients."""
         self._moves = False
         self._listener = Listener(self.on_read)
         self.escapes = Escapes()
+        self.playing: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
+        """Around a part in a backward that does not run here; told whether it ends an update."""
         self.start_due: Callable[[int | None], bool] = lambda _: False
         """Starts the first so many reductions of this backward (None: all), where this has not been
         done; tells whether gradients of theirs were still expected."""
@@ -126,6 +135,7 @@ class Gathering:
         self._reads_ahead = max((bucket.offload.reads_ahead for bucket in self._buckets), default=0)
         self._kept = {bucket for bucket, keep in zip(self._buckets, kept, strict=True) if keep}
         self._paths.restart([bucket.name for bucket in self._buckets], numels)
+        self.rounds.forget()
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
@@ -142,6 +152,7 @@ class Gathering:
         Raises:
             MismatchError: a rank is elsewhere.
         """
+        self._come_together()
         self._agreement.finish(REGROUP)
 
     def meet_at_checkpoint(self) -> None:
@@ -150,6 +161,7 @@ class Gathering:
         Raises:
             MismatchError: a rank is elsewhere.
         """
+        self._come_together()
         self._agreement.finish(CHECKPOINT)
 
     @property
@@ -178,6 +190,7 @@ class Gathering:
             elif bucket.state is Weights.SHARDED:
                 # Outside of forward and backward, whoever reads or saves weights wants them exact.
                 exact = self.phase is Phase.IDLE
+                self._leave_round()
                 self._agreement.request(self._calls.code_of(number, exact=exact))
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
@@ -197,6 +210,31 @@ class Gathering:
             if self._buckets[number].state is not Weights.SHARDED:
                 return
         self._leave(number)
+
+    def _leave_round(self) -> None:
+        """A bucket is needed that the others do not know of: leave a steady round for it."""
+        if not self.rounds.is_steady:
+            return
+        self._wait_for_all()
+        stray = None
+        if self.phase is not Phase.IDLE:
+            self._walk.is_played = True
+            stray = self._walk.stray(self._recorder.trace())
+        self.rounds.leave(stray)
+
+    def play(self, stretch: Stretch) -> None:
+        """Do this rank's part in a stretch of work that it does not go through."""
+        before = self._walk, self._recorder, self.phase
+        is_backward = stretch.kind is Kind.BACKWARD
+        self._walk, self._recorder = Walk(stretch.kind, stretch.plan), Recorder()
+        self.phase = Phase.BACKWARD if is_backward else Phase.FORWARD
+        around = self.playing(stretch.is_last) if is_backward else nullcontext()
+        try:
+            with self._own_moves(), around:
+                if stretch.plan is not None:
+                    self._leave()
+        finally:
+            self._walk, self._recorder, self.phase = before
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
@@ -236,6 +274,20 @@ class Gathering:
     def report_progress(self, progress: Callable[[], int]) -> None:
         """Let ranks tell each other how many reductions of a backward they have started."""
         self._agreement.progress = progress
+
+    @property
+    def is_played(self) -> bool:
+        """Whether all reductions of this backward are over for the others, who count on no more."""
+        return self._walk.is_played
+
+    def reduce_now(self, number: int) -> None:
+        """Reduce gradients once more, those of this number, together with all ranks."""
+        with self._own_moves():
+            self._agreement.request(self._calls.code_of_reduction(number))
+
+    def lend_to_reductions(self, reduce: Callable[[int], None]) -> None:
+        """`reduce` takes part in a reduction that any rank has asked for."""
+        self._calls.reduce = reduce
 
     def compare_progress(self) -> None:
         """Where no plan says it, ask how many reductions of this backward every rank started."""
@@ -382,7 +434,7 @@ class Gathering:
             return
         kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION
         plan = None
-        if not (self._owes_end or self._announces_all):
+        if not self._announces_all:
             plan, _ = self._meet_before(kind, BEGINNING, last=False)
         self._begin(Phase.FORWARD, kind, plan)
 
@@ -394,9 +446,9 @@ class Gathering:
             if error is None:
                 self._end(END_OF_FORWARD)
             else:
-                # The others wait at the end of this forward until this rank has run another one.
-                self._owes_end = True
                 self._abandon(error)
+                if not self._announces_all:
+                    self.rounds.abandon()
 
     def is_fault_before_backward(self, is_mine: bool, *, boundary: bool) -> bool:
         """Whether any rank is at fault here; where none is, what `backward` will follow is found.
@@ -406,10 +458,11 @@ class Gathering:
         Raises:
             MismatchError: the ranks disagree on whether they will, or one is elsewhere.
         """
+        self._next, self.counts_refused = None, False
+        if is_mine and (self.rounds.is_steady or self.rounds.is_behind):
+            self.counts_refused = self.rounds.refuse()
+            return True
         marker = AT_FAULT if is_mine else FINE_AND_LAST if boundary else FINE
-        self._next = None
-        if not self._uses.units:
-            return AT_FAULT in self._agreement.finish(marker).markers
         self._next, met = self._meet_before(Kind.BACKWARD, marker, last=boundary)
         return AT_FAULT in met.markers
 
@@ -425,33 +478,50 @@ class Gathering:
                 yield
             except BaseException as error:
                 self._abandon(error)
+                self.rounds.break_off()
                 raise
-            self._end(END_OF_BACKWARD)
+            self._end(END_OF_BACKWARD, is_last=boundary)
 
     def expect_another_backward(self) -> None:
         """Gradients will be complete at other moments than in the backward that was recorded."""
         self._paths.forget(Kind.BACKWARD)
+        self.rounds.forget()
 
     def _meet_before(self, kind: Kind, marker: int, *, last: bool) -> tuple[Plan | None, Met]:
-        """Meet the other ranks; the plan that all of them will follow, if there is one."""
+        """Meet the other ranks; the plan that all of them will follow, if there is one.
+
+        In a steady round nobody meets.
+        """
+        held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
+        stretch = self.rounds.next(kind, is_last=last)
+        if stretch is not None and (stretch.plan is None or held.issuperset(stretch.plan.held)):
+            self.rounds.begin()
+            self._is_late = False
+            return stretch.plan, Met(frozenset({marker}), (0,))
+        if self.rounds.is_steady:
+            self.rounds.leave()
+        self._is_late = self.rounds.passes()
+        if self._is_late:
+            return None, Met(frozenset({marker}), (0,))
         plan = None
-        if not self._announces_all:
-            whole = (b for b in self._buckets if b.state is Weights.FULL)
-            held = frozenset(self._uses.number[bucket] for bucket in whole)
+        if self._uses.units and not self._announces_all:
             plan = self._paths.plan_for(kind, held, last=last)
-        met = self._meet(marker, 0 if plan is None else 1 + plan.digest)
+        met = self._talk(marker, 0 if plan is None else 1 + plan.digest)
         return (plan if met.is_alike else None), met
 
-    def _meet(self, marker: int, word: int = 0) -> Met:
-        if not self._uses.units:
-            return Met(frozenset({marker}), (word,))
+    def _talk(self, marker: int, word: int = 0) -> Met:
         with self._own_moves():
-            met = self._agreement.finish(marker, word)
-        self._owes_end = False
-        return met
+            return self._agreement.finish(marker, word)
+
+    def _come_together(self) -> None:
+        """Before ranks meet for something that is not part of a round: leave a steady one."""
+        if self.rounds.is_steady:
+            self.rounds.leave()
+        self.rounds.spoil()
 
     def _begin(self, phase: Phase, kind: Kind, plan: Plan | None) -> None:
-        self._walk = Walk(kind, plan)
+        self._walk = Walk(kind, plan, is_played=self._is_late)
+        self.rounds.enter()
         self._recorder.begin()
         self._open.clear()
         if plan is not None:
@@ -462,25 +532,36 @@ class Gathering:
         self._listener.start()
         self.phase = phase
 
-    def _end(self, marker: int) -> None:
-        """Meet the other ranks at the end, lending until all are there."""
-        walk = self._walk
-        if self._announces_all:
-            self._meet(marker)
-            return
+    def _end(self, marker: int, *, is_last: bool = False) -> None:
+        """Meet the other ranks at the end, lending until all are there; not in a steady round."""
+        walk, rounds = self._walk, self.rounds
         if walk.follows and walk.plan and walk.position < len(walk.plan.uses):
             with self._own_moves():
                 self._leave()
         trace = self._recorder.trace()
-        met = self._meet(marker, walk.word(trace))
-        self._wait_for_all()
-        self._paths.settle(walk, trace, met)
+        stretch = Stretch(walk.kind, is_last, walk.plan)
+        if rounds.is_steady:
+            self._wait_for_all()
+            rounds.end(walk.stray(trace), is_early=walk.was_early)
+        elif rounds.passes():
+            self._wait_for_all()
+        elif not self._uses.units:
+            rounds.note(stretch, is_even=True)
+        elif self._announces_all:
+            self._talk(marker)
+            rounds.note(stretch, is_even=False)
+        else:
+            met = self._talk(marker, walk.word(trace))
+            self._wait_for_all()
+            rounds.note(stretch, is_even=self._paths.settle(walk, trace, met))
 
     def _abandon(self, error: BaseException) -> None:
         """The other ranks count on this one for the rest of the plan, whatever happened to it."""
         for bucket in self._buckets:
             bucket.forget_ahead()
-        if self._walk.plan and not isinstance(error, (CommunicationError, MismatchError)):
+        if isinstance(error, (CommunicationError, MismatchError)):
+            return
+        if self._walk.plan:
             try:
                 with self._own_moves():
                     self._leave()
@@ -489,6 +570,8 @@ class Gathering:
                 # they are matched by their order.
                 _log.warning("ranks that need what this one cannot read wait for it: %s", second)
             self._wait_for_all()
+        elif self.rounds.is_steady:
+            self.start_due(None)
 
     def _wait_for_all(self) -> None:
         """What was gathered ahead and not used, by a rank that left its plan."""
@@ -522,13 +605,15 @@ class Gathering:
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
         """Keep buckets readable for a while, outside of forward and backward."""
         held = list(dict.fromkeys(buckets))
+        if self.phase is Phase.IDLE and self._uses.units:
+            self._come_together()
         self._free_rounded(held)
         gathered = [bucket for bucket in held if bucket.state is not Weights.FULL]
         for bucket in held:
             self.need(bucket)
             self._pins[bucket] += 1
-        if self.phase is Phase.IDLE:
-            self._meet(END_OF_ACCESS)
+        if self.phase is Phase.IDLE and self._uses.units:
+            self._talk(END_OF_ACCESS)
         try:
             yield
         finally:
@@ -544,7 +629,10 @@ class Gathering:
 
     def gather_for_good(self) -> None:
         """Gather every bucket; nothing will free it again."""
+        if not self._uses.units:
+            return
+        self._come_together()
         self._free_rounded(self._buckets)
         for bucket in self._buckets:
             self.need(bucket)
-        self._meet(END_OF_ACCESS)
+        self._talk(END_OF_ACCESS)

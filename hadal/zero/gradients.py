@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,16 @@ class Arrival(Enum):
     MEAN = auto()
     """The mean over all ranks (or their sum, where that is asked for) is in `mean`; where gradients
     stay, what this rank brings to it."""
+
+
+class Aside(NamedTuple):
+    """What a bucket had collected at some moment, kept for later."""
+
+    state: Arrival
+    full: Tensor | None = None
+    views: Sequence[Tensor] = ()
+    filled: bytes = b""
+    kept: Tensor | None = None
 
 
 class Copies:
@@ -473,6 +484,42 @@ class Gradients:
             self._mean = self.full[start:stop]
         self.land()
         self.state = Arrival.MEAN
+
+    def set_aside(self) -> Aside:
+        """Keep what is collected out of the next reductions, in which this rank has no gradients.
+
+        Between two backwards. Where each backward is reduced, nothing is collected then.
+        """
+        state = self.state
+        if state is not Arrival.LOCAL or self.partitioned:
+            return Aside(state)
+        self._make_copies()
+        aside = Aside(state, self.full, self._views, bytes(self._filled), self._kept)
+        self.full, self._views, self._kept = None, [], None
+        self._filled[:] = bytes(len(self._filled))
+        self.state = Arrival.EMPTY
+        return aside
+
+    def take_back(self, aside: Aside, *, is_unchanged: bool) -> None:
+        """Go on from there; `is_unchanged`: no rank has brought anything to the reductions since.
+
+        Else their mean stands, and what was collected is late.
+        """
+        self.finish_reduce()
+        if aside.full is None:
+            if is_unchanged and aside.state is Arrival.EMPTY:
+                self.clear()
+        elif is_unchanged or self.state is Arrival.EMPTY:
+            self.clear()
+            self.full, self._views, self._kept = aside.full, list(aside.views), aside.kept
+            self._filled[:] = aside.filled
+            self.state = Arrival.LOCAL
+        else:
+            if aside.kept is not None:
+                self.mean.add_(aside.kept)
+            for index, view in enumerate(aside.views):
+                if aside.filled[index]:
+                    self._late[index] = view
 
     def remove_views(self) -> None:
         """Whatever `place_views` put on parameters is taken off again; nothing waits any more."""

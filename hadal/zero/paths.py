@@ -19,6 +19,7 @@ from hadal.zero.agreement import Met
 from hadal.zero.foresight import Foresight
 from hadal.zero.planner import Plan, plan
 from hadal.zero.policy import Divergence, Limits
+from hadal.zero.rounds import Stray
 from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
 
 _log = logging.getLogger(__name__)
@@ -46,11 +47,19 @@ class Walk:
     """Whether a read was found that will be announced earlier from now on."""
     was_early: bool = False
     """Whether a reduction was due before its gradients had come."""
+    is_played: bool = False
+    """Whether this rank's part in it was done before: what it needs is announced."""
 
     @property
     def follows(self) -> bool:
         """Whether gathers are those of the plan, and not announced."""
         return self.plan is not None and not self.has_left
+
+    def stray(self, trace: Trace) -> Stray | None:
+        """What is told where a plan was left in a steady round; `trace`: as far as it has come."""
+        if self.plan is None or not self.has_left:
+            return None
+        return Stray(self.kind, self.plan.path, trace.path)
 
     def word(self, trace: Trace) -> int:
         """What this rank says of it at the end: its path, how it went, and its moments."""
@@ -114,8 +123,11 @@ class Paths:
         """A kind's traces will be other ones, on all ranks alike: record them anew."""
         self._foresight.forget(kind)
 
-    def settle(self, walk: Walk, trace: Trace, met: Met) -> None:
+    def settle(self, walk: Walk, trace: Trace, met: Met) -> bool:
         """Learn from the end of a stretch of work, where all ranks have met.
+
+        Returns:
+            Whether all have followed their plan, and nothing came late.
 
         Raises:
             MismatchError: ranks took different paths, which was not to be tolerated.
@@ -124,9 +136,10 @@ class Paths:
         planned = self._foresight.expected(walk.kind) if walk.plan else None
         if is_alike and walk.follows:
             self._foresight.came(walk.kind, planned, has_held=True)
-            if any(word & 1 for word in met.words):
+            is_late = any(word & 1 for word in met.words)
+            if is_late:
                 self.forget(walk.kind)  # what came late is to be waited for the next time
-            return
+            return not is_late
         seen = None
         if is_alike:
             seen = trace if met.is_alike or walk.has_learned else self._joined(trace)
@@ -140,7 +153,37 @@ class Paths:
             self._settle_parting(walk, trace, gives_up=gives_up)
         elif planned is not None:
             paths, owners = [planned.path, trace.path], ["as planned, it", "now it"]
-            self._tell(walk, paths, owners, gives_up=gives_up)
+            self._tell(walk.kind, paths, owners, gives_up=gives_up)
+        return False
+
+    def tell_strays(self, mine: Sequence[Stray]) -> None:
+        """Some rank has left its plan in a steady round: tell where. All ranks must call it.
+
+        Raises:
+            MismatchError: that was not to be tolerated.
+        """
+        self._foresight.came(Kind.FORWARD, None, has_held=None)  # not known on all ranks
+        if self._divergence.is_tolerated and self._has_told and not self._divergence.tells_always:
+            return
+        strays = gather_objects(list(mine), self._ranks)
+        rank = next(rank for rank, some in enumerate(strays) if some)
+        kind, planned, went = strays[rank][0]
+        if strays.count(strays[0]) == len(strays):
+            owners = ["as planned, it", "now it"]
+        else:
+            owners = ["as planned, all", f"now rank {rank}"]
+            if not self._divergence.is_tolerated:
+                raise self._refusal(kind, [planned, went], owners)
+        self._tell(kind, [planned, went], owners, gives_up=False)
+
+    def _refusal(
+        self, kind: Kind, paths: Sequence[Sequence[int]], owners: Sequence[str]
+    ) -> MismatchError:
+        return MismatchError(
+            f"the ranks took different paths through the model in {kind.value}:"
+            f" {describe_parting(paths, owners, self._names)}. Let all ranks run the same"
+            ' modules, or give zero_optimization.divergent_ranks "auto" or true.'
+        )
 
     def _joined(self, trace: Trace) -> Trace:
         """The trace of ranks that went one path at different moments: the latest of each."""
@@ -159,16 +202,12 @@ class Paths:
             return
         paths, owners = [paths[0], paths[other]], ["rank 0", f"rank {other}"]
         if is_error:
-            raise MismatchError(
-                f"the ranks took different paths through the model in {walk.kind.value}:"
-                f" {describe_parting(paths, owners, self._names)}. Let all ranks run the same"
-                ' modules, or give zero_optimization.divergent_ranks "auto" or true.'
-            )
-        self._tell(walk, paths, owners, gives_up=gives_up)
+            raise self._refusal(walk.kind, paths, owners)
+        self._tell(walk.kind, paths, owners, gives_up=gives_up)
 
     def _tell(
         self,
-        walk: Walk,
+        kind: Kind,
         paths: Sequence[Sequence[int]],
         owners: Sequence[str],
         *,
@@ -178,7 +217,7 @@ class Paths:
             _log.warning(
                 "the path through the model changed in %s: %s. Gathers are announced to all ranks"
                 " one by one %s%s",
-                walk.kind.value,
+                kind.value,
                 describe_parting(paths, owners, self._names),
                 "here from now on" if gives_up else "where the path is not foreseen",
                 ""

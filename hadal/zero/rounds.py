@@ -1,0 +1,410 @@
+"""Rounds: what ranks do from one update to the next, and how they do it without a word.
+
+A round is a sequence of stretches of work, forwards and backwards, each along its plan. While its
+course is not known ranks meet at both ends of each stretch. When all have gone the same way often
+enough the next rounds are *steady*: each rank knows what all will do, and the one exchange before
+the update tells whether anybody did not.
+
+A rank that needs something else in a steady round *leaves* it. The others count on its part in all
+collectives up to the update: so it does that part first, where its gradients count as zero, and
+meets them in the exchange. So the exchange is what every rank says next, whatever it has done. It
+tells who has left, and where, and from there on ranks meet again. Who is behind the others goes on
+from where it left: it announces what it needs, and the others, who wait for it, lend.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import sum_
+from hadal.errors import LossError, MismatchError
+from hadal.zero.agreement import END_OF_UPDATE, Met
+from hadal.zero.planner import Plan
+from hadal.zero.trace import Kind, digest_of
+
+# So many rounds in a row must be alike before the next is steady. The number doubles each time but
+# the first that a rank leaves before the steady rounds have been worth it, and is halved where
+# they have.
+_PATIENCE, _MOST_PATIENCE, _WORTH = 2, 64, 16
+
+# What is said with a place, or with the digest of a round: one bit each.
+_FAULT, _EARLY, _STRAY, _MIXED, _BEHIND = (1 << bit for bit in range(5))
+_BITS = 5
+# Longer rounds are never steady.
+_LONGEST = 4096
+
+
+class Stretch(NamedTuple):
+    """A stretch of work as all ranks go through it."""
+
+    kind: Kind
+    is_last: bool
+    """Whether weights change after it."""
+    plan: Plan | None
+    """None where no weights are gathered."""
+
+
+class Stray(NamedTuple):
+    """A stretch in which this rank did not follow the plan of a steady round."""
+
+    kind: Kind
+    planned: tuple[int, ...]
+    went: tuple[int, ...]
+    """The buckets used, as far as it has come."""
+
+
+class Part(NamedTuple):
+    """What a rank that leaves a round has to do, outside of this file."""
+
+    prepare: Callable[[], None]
+    """Finish what is under way, and set aside what is collected."""
+    play: Callable[[Stretch], None]
+    """Take part in a stretch without going through it."""
+    take_back: Callable[[bool], None]
+    """Take up what was set aside; told whether nobody has gone on meanwhile."""
+    drop: Callable[[], None]
+    """Forget all gradients of this update."""
+
+
+class Course:
+    """Which rounds have come, and whether the next one is known: the same on all ranks.
+
+    What interrupts steady rounds at regular intervals, as an evaluation does, is expected: that
+    round is not steady.
+    """
+
+    def __init__(self) -> None:
+        self.known: tuple[Stretch, ...] = ()
+        self._alike = 0
+        self._patience = _PATIENCE
+        self._since = 0
+        self._interval: int | None = None
+        self._is_regular = False
+
+    def forget(self) -> None:
+        """Rounds will be other ones."""
+        self._alike = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all ranks know how the next round goes."""
+        is_due = self._is_regular and self._since == self._interval
+        return self._alike >= self._patience and not is_due
+
+    def left(self) -> None:
+        """The course of a round that was known was left."""
+        is_again = self._since == self._interval
+        if self._since >= _WORTH:
+            self._patience = max(_PATIENCE, self._patience // 2)
+        elif self._interval is not None and not is_again:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        self._is_regular, self._interval = is_again, self._since
+        self._alike = self._since = 0
+
+    def came(self, round_: tuple[Stretch, ...] | None) -> None:
+        """A round has ended in which ranks met; None: they did not all do the same."""
+        if round_ and round_ == self.known:
+            self._alike += 1
+        else:
+            if self._alike >= self._patience:
+                self.left()
+            self._alike = 1 if round_ else 0
+            self.known = round_ or self.known
+        self._since += 1
+
+    def held(self) -> None:
+        """A steady round has ended as expected."""
+        self._since += 1
+
+
+class Rounds:
+    """Where this rank stands in the present round.
+
+    Its place is counted in ends of stretches: 2 n at the beginning of stretch n, 2 n + 1 in it.
+    """
+
+    _latest: ClassVar[weakref.ref[Rounds] | None] = None
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        meet: Callable[[int, int], Met],
+        tell: Callable[[list[Stray]], None],
+        forget: Callable[[], None],
+    ) -> None:
+        self._ranks = ranks
+        self._meet = meet
+        self._tell = tell
+        self._forget = forget
+        self._course = Course()
+        self.part: Part | None = None
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self.is_steady = self._ranks.size > 1 and self._course.is_known
+        """Whether all ranks know what comes, and do not meet."""
+        self._record: list[Stretch] = []
+        self._is_even = True
+        self._place = self._played = 0
+        self._owed = 0
+        self._is_inside = False
+        self._is_faulty = self._is_early = self._is_mixed = False
+        self._strays: list[Stray] = []
+
+    def forget(self) -> None:
+        """What ranks do will be something else; told to all alike, where no round is steady yet."""
+        self._course.forget()
+        self.is_steady = False
+        self.spoil()
+
+    def spoil(self) -> None:
+        """The ranks have met for something that is not part of a round."""
+        self._is_even = False
+
+    @property
+    def _end(self) -> int:
+        return 2 * len(self._course.known)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether a steady round has come to its end as expected."""
+        return self.is_steady and self._place == self._played == self._end
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others wait for this rank where it has not come to yet."""
+        return self._owed > 0
+
+    # ---- stretches -------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A stretch begins, whether ranks have met or not."""
+        self._look_for_others()
+        self._is_inside = True
+
+    def _look_for_others(self) -> None:
+        """Engines that take turns within a round could wait for each other on different ranks."""
+        latest = None if Rounds._latest is None else Rounds._latest()
+        if latest is not self:
+            self._is_mixed |= self._is_inside
+            Rounds._latest = weakref.ref(self)
+
+    def next(self, kind: Kind, *, is_last: bool | None) -> Stretch | None:
+        """The stretch of a steady round that begins here, if it is such a one; else None.
+
+        `is_last`: None for whichever comes.
+        """
+        self._look_for_others()
+        if not self.is_steady or self._is_mixed or self._place != self._played:
+            return None
+        number = self._place // 2
+        if self._place % 2 or number == len(self._course.known):
+            return None
+        stretch = self._course.known[number]
+        fits = stretch.kind is kind and is_last in (None, stretch.is_last)
+        return stretch if fits else None
+
+    def begin(self) -> None:
+        """The next stretch of a steady round begins."""
+        self._place += 1
+        self._played += 1
+
+    def end(self, stray: Stray | None, *, is_early: bool) -> None:
+        """A stretch of a steady round has ended; `is_early`: gradients came too late for it."""
+        self._look_for_others()
+        self._place += 1
+        self._played += 1
+        self._is_early |= is_early
+        if stray is not None:
+            self._strays.append(stray)
+
+    def abandon(self) -> None:
+        """A forward has raised: this rank has done its part in it, and may run it again."""
+        if not self._is_inside:
+            return  # of a round that is over
+        if self.is_steady:
+            self._place -= 1
+            self._played += 1
+        else:
+            # The others wait at its end until this rank has run another one.
+            self._owed += 1
+
+    def break_off(self) -> None:
+        """A backward has raised, and its gradients are missing; others may not wait at its end."""
+        if self.is_steady:
+            self._is_faulty = True
+            self.end(None, is_early=False)
+        elif self.is_behind:
+            self._is_faulty = self.passes()
+
+    def passes(self) -> bool:
+        """Whether a rank that is behind goes on here without meeting the others."""
+        is_behind = self.is_behind
+        self._owed -= is_behind
+        return is_behind
+
+    def note(self, stretch: Stretch, *, is_even: bool) -> None:
+        """All ranks have met at both ends of a stretch; `is_even`: and followed its plan."""
+        self._look_for_others()
+        self._is_even &= is_even and len(self._record) < _LONGEST
+        if self._is_even:
+            self._record.append(stretch)
+
+    def refuse(self) -> bool:
+        """This rank has no loss where others, who do not wait for it, may begin a backward.
+
+        Returns:
+            Whether that backward counts, without gradients of this rank.
+        """
+        self._is_faulty = True
+        if not self.is_steady:
+            self._owed -= min(2, self._owed)
+            return True
+        stretch = self.next(Kind.BACKWARD, is_last=None)
+        if stretch is not None:
+            self._part.play(stretch)
+            self._place = self._played = self._place + 2
+        if stretch is None or self._place == self._end:
+            self.leave()
+        return stretch is not None
+
+    @property
+    def _part(self) -> Part:
+        assert self.part is not None  # there has been a round
+        return self.part
+
+    # ---- the end of a round ----------------------------------------------------------------------
+
+    def leave(self, stray: Stray | None = None) -> None:
+        """Leave a steady round, which the others count on: do this rank's part in what is left.
+
+        Raises:
+            LossError: gradients of a rank are missing; the round is over.
+            MismatchError: ranks took different paths, which was not to be tolerated.
+        """
+        if stray is not None:
+            self._strays.append(stray)
+        part, is_mine = self._part, self._is_faulty
+        part.prepare()
+        for stretch in self._course.known[(self._played + 1) // 2 :]:
+            part.play(stretch)
+        self._exchange(True, torch.zeros((), dtype=torch.float64))
+        places = self._compare(self._place)
+        part.take_back(places is not None and min(places) == max(places))
+        if places is None:
+            part.drop()
+            if not is_mine:
+                raise self._loss_error()
+
+    def finish(self, is_news: bool, part: Tensor) -> Tensor | None:
+        """Before an update: end the round.
+
+        Args:
+            is_news: whether this rank has something to say that the others do not expect.
+            part: a float64 scalar on the host.
+
+        Returns:
+            The sum of all ranks' `part` where nobody had any news; else None.
+
+        Raises:
+            LossError: gradients of a rank are missing; the round is over.
+            MismatchError: the ranks' programs differ.
+        """
+        if self._ranks.size == 1:
+            return None
+        self._look_for_others()
+        if self.is_steady and not self.is_at_end:
+            self.leave()
+        if self.is_steady:
+            has_own = self._is_faulty or self._is_early or self._is_mixed or bool(self._strays)
+            total = self._exchange(is_news or has_own, part)
+            if total is not None:
+                self._course.held()
+                self._begin_round()
+                return total
+            places = self._compare(self._end + 1)
+            if places is None:
+                self._part.drop()
+                raise self._loss_error()
+            if min(places) > self._end:
+                # All are here: nobody is waited for.
+                self._course.held()
+                self._begin_round()
+                return None
+        self._meet_all()
+        return None
+
+    def _exchange(self, is_news: bool, part: Tensor) -> Tensor | None:
+        told = torch.stack([torch.tensor(float(is_news), dtype=torch.float64), part])
+        sum_(told, self._ranks, "all ranks to come to their update")
+        return told[1] if told[0] == 0 else None
+
+    def _word(self, value: int) -> int:
+        flags = _FAULT * self._is_faulty | _EARLY * self._is_early | _MIXED * self._is_mixed
+        return value << _BITS | flags | _STRAY * bool(self._strays) | _BEHIND * self.is_behind
+
+    def _compare(self, mine: int) -> list[int] | None:
+        """Where each rank is, at the end of a steady round that is not as expected.
+
+        None: gradients of a rank are missing, so the round is over for all.
+        """
+        met = self._meet(END_OF_UPDATE, self._word(mine))
+        places, end, flags = [word >> _BITS for word in met.words], self._end, _flags_of(met)
+        strays, self._strays = self._strays, []
+        if flags or min(places) <= end:
+            self._course.left()
+            self.is_steady = self._is_even = False
+            self._is_early = self._is_mixed = False
+            self._owed = min(max(places), end) - min(mine, end)
+        if flags & _FAULT:
+            self._begin_round()
+        self._learn(flags, strays)
+        return None if flags & _FAULT else places
+
+    def _meet_all(self) -> None:
+        """End a round in which ranks meet."""
+        course = digest_of(
+            *((s.kind.value, s.is_last, s.plan and s.plan.digest) for s in self._record)
+        )
+        met = self._meet(END_OF_UPDATE, self._word(course))
+        flags, strays = _flags_of(met), self._strays
+        is_even = met.is_alike and self._is_even and not flags
+        self._course.came(tuple(self._record) if is_even else None)
+        self._begin_round()
+        self._learn(flags, strays)
+        behind = [rank for rank, word in enumerate(met.words) if word & _BEHIND]
+        if behind:
+            raise MismatchError(
+                f"the ranks' programs differ: rank {behind[0]} came to its update with fewer"
+                " forwards or backwards than others. Call forward, backward and step on every rank,"
+                " equally often, with the same boundaries between updates."
+            )
+        if flags & _FAULT:
+            self._part.drop()
+            raise self._loss_error()
+
+    def _learn(self, flags: int, strays: list[Stray]) -> None:
+        if flags & _EARLY:
+            self._forget()  # what came late is to be waited for the next time
+        if flags & _STRAY:
+            self._tell(strays)
+
+    def _loss_error(self) -> LossError:
+        return LossError(
+            f"rank {self._ranks.rank}: a backward of this update was refused, left out, or has"
+            " raised on another rank, which tells why; the update is left out on all ranks"
+        )
+
+
+def _flags_of(met: Met) -> int:
+    """What any rank says."""
+    flags = 0
+    for word in met.words:
+        flags |= word & ((1 << _BITS) - 1)
+    return flags
