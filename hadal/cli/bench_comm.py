@@ -115,8 +115,8 @@ def _can_draw() -> bool:
         import matplotlib  # noqa: F401 - to tell before anything is measured
     except ImportError:
         print(
-            "hadal bench comm draws with matplotlib, which is not installed; it comes with the"
-            " extra `demo`: pip install 'hadal[demo]'",
+            "hadal bench comm draws with matplotlib, which is not installed:"
+            " pip install matplotlib",
             file=sys.stderr,
         )
         return False

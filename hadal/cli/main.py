@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from hadal.cli import (
     ssh,
 )
 from hadal.cli.flags import divided
+from hadal.cli.run import UNREAD
 
 SUBCOMMANDS = (
     run,
@@ -59,5 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own, program = divided(words[1:])
         words = ["run", *own]
     parsed = command_line().parse_args(words, argparse.Namespace(own=own, program=program))
-    code: int = parsed.run(parsed)
+    try:
+        code: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads on, as in `hadal report | head`: the interpreter must not try again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
     return code

@@ -51,8 +51,8 @@ def run(parsed: argparse.Namespace) -> int:
         import matplotlib  # noqa: F401 - to tell before anything is read
     except ImportError:
         print(
-            "hadal plot-schedule draws with matplotlib, which is not installed; it comes with the"
-            " extra `demo`: pip install 'hadal[demo]'",
+            "hadal plot-schedule draws with matplotlib, which is not installed:"
+            " pip install matplotlib",
             file=sys.stderr,
         )
         return 1

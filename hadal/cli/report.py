@@ -99,7 +99,7 @@ def lacking() -> Section:
         "memory of neighbours": ""
         if system() is not None
         else "this system has no cross-memory attach: gloo's sends are taken",
-        "hadal plot-schedule": _missing("matplotlib", "pip install 'hadal[demo]'"),
+        "hadal plot-schedule": _missing("matplotlib", "pip install matplotlib"),
     }
     for launcher, program in _STARTERS.items():
         found = shutil.which(program)

@@ -16,7 +16,7 @@ from hadal.cli.flags import GROUPS, Said, choices_of, divided
 from hadal.errors import HadalError
 
 _FAULTY = 2
-_UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
+UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
 
 
 def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,7 +92,7 @@ def _train(parsed: argparse.Namespace) -> int:
         return front.run()
     except BrokenPipeError:  # nobody reads what ranks print: without this process they end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _UNREAD
+        return UNREAD
 
 
 @contextmanager

@@ -139,6 +139,12 @@ class SavesCheckpoints(EngineBase):
         self._saver.wait()
         folder = find(Path(load_dir), None if tag is None else str(tag), self._parts.world)
         if folder is None:
+            if self._parts.world.rank == 0:
+                _log.warning(
+                    "engine.load_checkpoint: nothing to load in %s%s: training starts anew",
+                    Path(load_dir).absolute(),
+                    "" if Path(load_dir).is_dir() else " (no such directory)",
+                )
             return None, None
         wanted = Wanted(
             strict=load_module_strict,

@@ -95,8 +95,6 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Pla
         return _by_slurm(choices, variables, folder, hostfile)
     if hostfile is None:
         pool, notes, shows = _here(choices, variables)
-        if choices.hostfile != DEFAULT_HOSTFILE:
-            notes = (f"--hostfile {choices.hostfile}: no such file; on this machine alone", *notes)
     else:
         pool, notes, shows = _narrowed(choices, hostfile), (), True
     if choices.num_nodes is not None and hostfile is None and choices.num_nodes > 1:
@@ -209,7 +207,14 @@ def _without_effect(choices: Choices, is_one: bool) -> list[str]:
 
 def _hostfile(choices: Choices, folder: Path) -> Pool | None:
     path = folder / choices.hostfile
-    return read_hostfile(text_of(path), str(path)) if path.exists() else None
+    if path.exists():
+        return read_hostfile(text_of(path), str(path))
+    if choices.hostfile != DEFAULT_HOSTFILE:
+        raise LaunchError(
+            f"--hostfile {choices.hostfile}: there is no such file ({path}). Give the path of one"
+            " with a line `NAME slots=N` for each host; leave it out to use this machine alone"
+        )
+    return None
 
 
 def _narrowed(choices: Choices, pool: Pool) -> Pool:

@@ -350,7 +350,13 @@ def test_an_optimizer_made_late_goes_on_too(ranks: RankPools, tmp_path: Path) ->
 
 def tags(folder: str) -> None:
     engine = engine_of(3)
-    assert engine.load_checkpoint(folder) == (None, None)
+    with logged() as told:
+        assert engine.load_checkpoint(folder) == (None, None)
+        assert engine.load_checkpoint(f"{folder}/chekpoints") == (None, None)
+    if comm.get_rank() == 0:
+        empty, missing = told
+        assert empty.endswith(f"{folder}: training starts anew")
+        assert missing.endswith("chekpoints (no such directory): training starts anew")
     train(engine, range(1))
     engine.save_checkpoint(folder)
     one = engine.state_dict()

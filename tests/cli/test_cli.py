@@ -42,6 +42,15 @@ def test_explain_shows_what_is_no_default(written, capsys):
     assert any(line[:2] == ["note:", "my_key:"] for line in lines)
 
 
+def test_a_closed_pipe_is_no_error(written):
+    """As of `hadal explain FILE --all | head -1`."""
+    config = written({"train_batch_size": 1})
+    command = f"{sys.executable} -m hadal.cli explain {config} --all | head -1"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert run.stderr == ""
+    assert len(run.stdout.splitlines()) == 1
+
+
 def test_explain_all_shows_defaults_too(written, capsys):
     assert main(["explain", written({"train_batch_size": 1}), "--all"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -36,7 +36,7 @@ def test_what_is_missing_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     told = report.lacking()
     assert told["hadal run by slurm"] == "no: no program `srun` is found"
-    assert "pip install 'hadal[demo]'" in told["hadal plot-schedule"]
+    assert "pip install matplotlib" in told["hadal plot-schedule"]
     assert report.deepspeed().startswith("nothing; `hadal run --as-deepspeed`")
 
 

@@ -107,8 +107,10 @@ def test_one_host_that_is_this_one_needs_no_ssh(plan: Any, tmp_path: Path) -> No
     assert forced.is_ssh
 
 
-def test_a_missing_hostfile_is_said(plan: Any) -> None:
-    assert "no-such: no such file" in plan(hostfile="no-such").notes[0]
+def test_a_missing_hostfile_is_refused(plan: Any) -> None:
+    """Else a job of many hosts would become one of this machine, for a typing error."""
+    with pytest.raises(LaunchError, match="--hostfile no-such: there is no such file"):
+        plan(hostfile="no-such")
     with pytest.raises(LaunchError, match="--num_nodes 2, but there is no hostfile"):
         plan(num_nodes=2)
 
