@@ -23,7 +23,7 @@ Version: {_VERSION}
 Summary: Hadal under the name of DeepSpeed: leads `import deepspeed` to hadal.compat
 License: Apache-2.0
 Requires-Python: >=3.10
-Requires-Dist: hadal
+Requires-Dist: hadal-train
 """
 _COMMANDS = {
     "deepspeed": "run",

@@ -1,0 +1,72 @@
+"""The distribution that people install: its names, and what is in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hadal import __version__
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel, built from the sdist, which is built from the repository."""
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+def test_it_has_a_name_of_its_own(built: Path) -> None:
+    """`hadal` on the public index is somebody else's."""
+    assert {path.name for path in built.iterdir()} == {
+        f"hadal_train-{__version__}.tar.gz",
+        f"hadal_train-{__version__}-py3-none-any.whl",
+    }
+
+
+def test_the_sdist_is_enough_to_test_and_to_read(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = "README.md LICENSE pyproject.toml hadal/__init__.py tests/ranks.py docs/design.md"
+    assert set(wanted.split()) <= names
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_the_wheel_runs_where_nothing_else_of_the_repository_is(
+    built: Path, tmp_path: Path
+) -> None:
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist()}
+        assert tops == {"hadal", f"hadal_train-{__version__}.dist-info"}
+        assert "hadal/py.typed" in archive.namelist()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    target = tmp_path / "installed"
+    subprocess.run([*install, "--target", str(target), str(path)], check=True)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import hadal, importlib.metadata as metadata\n"
+        "print(hadal.__file__); print(metadata.version('hadal-train'))"
+    )
+    command = [sys.executable, "-I", "-c", program, str(target)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert run.stdout.split() == [str(target / "hadal" / "__init__.py"), __version__]
+    script = target / "bin" / "hadal"
+    told = subprocess.run(
+        [sys.executable, str(script), "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(target)},
+    )
+    assert told.stdout == f"hadal {__version__}\n"
