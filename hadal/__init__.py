@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         UnbuiltConfigError,
         UsageError,
     )
+    from hadal.listener import Forward, Listener, Update
     from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
 
     from .comm import init_distributed
@@ -48,7 +49,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "hadal.engine.engine",
+    "Forward": "hadal.listener",
+    "Listener": "hadal.listener",
     "RepeatingLoader": "hadal.engine.loader",
+    "Update": "hadal.listener",
     "add_config_arguments": "hadal.engine.arguments",
     "add_tuning_arguments": "hadal.engine.arguments",
     "schedule_from_args": "hadal.engine.arguments",
@@ -65,8 +69,10 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "Engine",
+    "Forward",
     "HadalError",
     "LaunchError",
+    "Listener",
     "LossError",
     "LossScaleError",
     "MismatchError",
@@ -78,6 +84,7 @@ __all__ = [
     "ShardedAccessError",
     "TuningError",
     "UnbuiltConfigError",
+    "Update",
     "UsageError",
     "__version__",
     "add_config_arguments",

@@ -79,7 +79,10 @@ def test_the_face_is_exactly_this() -> None:
     assert all(issubclass(getattr(errors, name), errors.HadalError) for name in own_errors)
     assert set(hadal.__all__) == own_errors | {
         "Engine",
+        "Forward",
+        "Listener",
         "RepeatingLoader",
+        "Update",
         "__version__",
         "add_config_arguments",
         "add_tuning_arguments",

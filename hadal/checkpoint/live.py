@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
+from hadal.listener import Listener
 from hadal.optim.step import Stepper
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
@@ -20,6 +21,8 @@ from hadal.zero.runtime import ZeroRuntime
 
 # What `torch.compile(model)` puts into the path of all that it wraps.
 _WRAPPED = "_orig_mod"
+# Among the numbers of the engine; and beside them, the state of its listeners by name.
+COUNTERS, LISTENERS = "counters", "listeners"
 
 
 def plain_name(name: str) -> str:
@@ -72,6 +75,8 @@ class Live:
     """The training loader; each rank's place in the data is its own."""
     scalars: dict[str, Any]
     """Numbers of the engine, in lists and dicts; what is loaded must be built alike."""
+    listeners: Mapping[str, Listener]
+    """By the names that their state is saved under."""
     world: Ranks
     """All ranks: they save and load together."""
     part: int = 0

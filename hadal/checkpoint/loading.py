@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
@@ -26,7 +26,7 @@ from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import understanding
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
-from hadal.checkpoint.live import Live, plain_name
+from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
 from hadal.checkpoint.moments import MemoryPlan, plan_memory
 from hadal.checkpoint.opening import open_source
 from hadal.checkpoint.source import Own, Source
@@ -156,6 +156,7 @@ def load_from(
             _try_schedule(source, live, wanted, undo)
             _try_loader(source, plan, live, wanted, undo)
             _try_extra_state(source, plan, live, wanted, undo)
+            _try_listeners(source, live, wanted, undo)
     except CheckpointError:
         for act in reversed(undo):
             act()
@@ -196,7 +197,7 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _Plan:
             f"{source.path} holds a model that was cut in {source.parts} model-parallel parts, and"
             f" this one is cut in {live.parts}; load it with the model-parallel size that saved it"
         )
-    if source.scalars is not None and not _is_like(source.scalars, live.scalars):
+    if source.scalars is not None and not _are_known(source.scalars, live.scalars):
         raise ValueError(f"the engine's counters are {source.scalars}")
     plan = _Plan(_fit(source, live))
     if wanted.custom is None:
@@ -349,6 +350,34 @@ def _try_extra_state(
         module.set_extra_state(plan.own.extra[path])
 
 
+def _try_listeners(
+    source: Source, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
+) -> None:
+    """Load the state of listeners while all can still be taken back."""
+    for name, saved in _of_listeners(source, wanted).items():
+        listener = live.listeners.get(name)
+        if listener is None:
+            continue
+        before = deepcopy(listener.state_dict())
+        if before is not None:
+            undo.append(partial(listener.load_state_dict, before))
+        try:
+            listener.load_state_dict(deepcopy(saved))
+        except Exception as error:  # whoever's listener it is
+            raise CheckpointError(
+                f"{source.path}: the state of listener {name!r} does not fit"
+                f" {type(listener).__name__}: {error!r}; to load the rest, add the listener after"
+                " load_checkpoint"
+            ) from error
+
+
+def _of_listeners(source: Source, wanted: Wanted) -> Mapping[str, Any]:
+    """The saved state of listeners by name."""
+    if wanted.module_only or source.scalars is None:
+        return {}
+    return source.scalars.get(LISTENERS) or {}
+
+
 # ---- changing ------------------------------------------------------------------------------------
 
 
@@ -436,7 +465,8 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def _tell(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
     """Say what differs from going on as before; rank 0 does."""
     if live.ranks.rank == 0 and live.part == 0:
-        for line in _differences(source, plan, live, wanted):
+        engine = [] if wanted.module_only else _differences_of_engine(source, live)
+        for line in (*_differences(source, plan, live, wanted), *engine):
             _log.warning("%s: %s", source.path, line)
 
 
@@ -492,13 +522,37 @@ def _differences_of_place(source: Source, own: Own, live: Live) -> list[str]:
     return told
 
 
+def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:
+    saved: Mapping[str, Any] = source.scalars or {}
+    counters, known = set(saved.get(COUNTERS, {})), set(live.scalars[COUNTERS])
+    if counters and counters != known:
+        yield (
+            f"it lacks the counters {sorted(known - counters)}, which begin at zero, and has"
+            f" {sorted(counters - known)}, which are left out"
+        )
+    states = set(saved.get(LISTENERS, {}))
+    stateful = {name for name, one in live.listeners.items() if one.state_dict() is not None}
+    if states - set(live.listeners):
+        yield (
+            f"it holds the state of listeners {few(sorted(states - set(live.listeners)))}, which"
+            " the engine does not have; add them before load_checkpoint"
+        )
+    if stateful - states:
+        yield f"it lacks the state of listeners {few(sorted(stateful - states))}: they begin anew"
+
+
+def _are_known(found: Any, wanted: Mapping[str, Any]) -> bool:
+    """Whether the engine's numbers are there, and the state of listeners, if any, by name."""
+    if not isinstance(found, dict) or not isinstance(found.get(LISTENERS, {}), dict):
+        return False
+    return wanted.keys() <= found.keys() and _is_like(found, wanted)
+
+
 def _is_like(found: Any, wanted: Any) -> bool:
-    """Whether both are built alike: the same keys, as many items, finite numbers."""
+    """Whether both are built alike, as far as both have the same keys: lists, finite numbers."""
     if isinstance(wanted, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == wanted.keys()
-            and all(_is_like(found[key], value) for key, value in wanted.items())
+        return isinstance(found, dict) and all(
+            _is_like(found[key], value) for key, value in wanted.items() if key in found
         )
     if isinstance(wanted, list):
         return (

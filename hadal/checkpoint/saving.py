@@ -33,7 +33,7 @@ from hadal.checkpoint.files import Seal, check_file, naming, new_mark
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import write_index
 from hadal.checkpoint.keep import prune
-from hadal.checkpoint.live import Live, Rules
+from hadal.checkpoint.live import LISTENERS, Live, Rules
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.script import place_scripts
 from hadal.checkpoint.shards import write_tensors
@@ -301,10 +301,17 @@ def _index(live: Live, order: Order, mark: str, client: Plain) -> dict[str, Any]
         "world_size": live.world.size,
         "stage": live.rules.stage,
         "optimizer": None if optimizer is None else type(optimizer).__name__,
-        "scalars": encoded(live.scalars, "the engine's counters"),
+        "scalars": encoded(_scalars(live), "the state of the engine"),
         "client_state": client.values,
         "schedule": _schedule_state(live.schedule),
     }
+
+
+def _scalars(live: Live) -> dict[str, Any]:
+    """The engine's numbers, and the state of its listeners, if any has some."""
+    states = {name: listener.state_dict() for name, listener in live.listeners.items()}
+    kept = {name: dict(state) for name, state in states.items() if state is not None}
+    return {**live.scalars, LISTENERS: kept} if kept else live.scalars
 
 
 def _schedule_state(schedule: Any) -> Any:

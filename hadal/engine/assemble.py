@@ -267,6 +267,7 @@ def _assemble(
             clocks=clocks,
             experiment=experiment,
             reporter=reporter_of(config, clocks, device, speaks=world.rank == 0),
+            listeners=(),
             loader=loader,
             loading=loading,
             device=device,

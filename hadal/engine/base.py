@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hadal.checkpoint.background import Saver
-from hadal.checkpoint.live import Live
+from hadal.checkpoint.live import COUNTERS, Live
 from hadal.config import Config
 from hadal.device import Event
 from hadal.engine.collector import hold_collector
 from hadal.engine.direct import DirectBackward
+from hadal.engine.listeners import Listeners, options_of
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Counters, Cycle, Finding, Parts, Training
@@ -54,6 +55,7 @@ class EngineBase(nn.Module):
         self._parts = parts
         self._training: Training | None = None
         self._loader = parts.loader
+        self._listeners = Listeners(parts.listeners)
         self._batches = parts.batches
         self._scale: ScaleState = first_scale(parts.scale_rule)
         self._counters = Counters()
@@ -115,8 +117,8 @@ class EngineBase(nn.Module):
 
     def _live(self) -> Live:
         self._learn_of_skip()
-        scalars = {"counters": asdict(self._counters), "scale": list(self._scale)}
-        return self._parts.live(self._training, self._loader, scalars)
+        scalars = {COUNTERS: asdict(self._counters), "scale": list(self._scale)}
+        return self._parts.live(self._training, self._loader, scalars, self._listeners)
 
     # ---- what it is made of ----------------------------------------------------------------------
 
@@ -329,8 +331,7 @@ class EngineBase(nn.Module):
 
     def get_mom(self) -> list[Any]:
         """The present betas, or momentum, of each param group; 0.0 where it has neither."""
-        groups = self._training.optimizer.param_groups if self._training else []
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+        return list(options_of(self._training.optimizer if self._training else None).momenta)
 
     def wall_clock_times(self) -> dict[str, float]:
         """Milliseconds of the last update on this rank; empty without `wall_clock_breakdown`.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import Order
 from hadal.checkpoint.together import compare_tags
@@ -159,12 +161,14 @@ class SavesCheckpoints(EngineBase):
                 self._train_with(self._parts.make_training())
             loaded = load(folder, self._live(), wanted)
         if loaded.scalars is not None:
-            self._counters = Counters(**loaded.scalars["counters"])
+            saved = loaded.scalars[COUNTERS]
+            known = {one.name for one in fields(Counters)}
+            self._counters = Counters(**{k: v for k, v in saved.items() if k in known})
             scale = ScaleState(*loaded.scalars["scale"])
             # One that has never moved tells nothing: what was saved may have had none.
             if load_optimizer_states and self._parts.scale_rule.dynamic and scale.iteration:
                 self._scale = scale
-        self._cycle.backwards, self._cycle.factor = 0, None
+        self._cycle.begin_anew()
         if self._inside_accumulation:
             # Gradients are not saved, and today's accumulation may be another one.
             self._begin_accumulation()

@@ -88,6 +88,39 @@ class Phase:
             gauge.stop()
 
 
+class Lap:
+    """The phases of one update, as stamps in the device's work."""
+
+    def __init__(
+        self, device: torch.device, spans: Mapping[str, Sequence[tuple[Stamp, Stamp]]]
+    ) -> None:
+        self._device = device
+        self._spans = spans
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has come to all stamps."""
+        return all(
+            stamp.is_reached for each in self._spans.values() for span in each for stamp in span
+        )
+
+    def milliseconds(self) -> Mapping[str, float]:
+        """Milliseconds by event name. Waits for the device."""
+        if not self.is_reached:
+            synchronize(self._device)
+        spent = {
+            name: 1000.0 * sum(stop.seconds_since(start) for start, stop in each)
+            for name, each in self._spans.items()
+        }
+        return {
+            "forward": spent["forward"],
+            "backward": spent["backward"],
+            "backward_inner": spent["backward"] - spent["reduce"],
+            "backward_allreduce": spent["reduce"],
+            "step": spent["step"],
+        }
+
+
 class Clocks:
     """The phases of an update. Where nothing is measured they are contexts that do nothing.
 
@@ -109,9 +142,11 @@ class Clocks:
         self.late_reduce = self._late_reduce()
         self.listeners: list[Callable[[Mapping[str, float]], None]] = []
         """Called with the milliseconds of each update, once the device has reached its end."""
+        self.lap: Lap | None = None
+        """The last update; None where nothing is timed."""
         self._device = device
-        self._unread: deque[dict[str, list[tuple[Stamp, Stamp]]]] = deque()
-        self._last: dict[str, float] = {}
+        self._unread: deque[Lap] = deque()
+        self._last: Mapping[str, float] = {}
         self._totals: dict[str, float] = {}
         self._updates = 0
 
@@ -143,21 +178,15 @@ class Clocks:
     def end_update(self) -> None:
         """An update is over: the next one's times begin at nothing."""
         if self._watches:
-            self._unread.append({name: watch.take() for name, watch in self._watches.items()})
+            spans = {name: watch.take() for name, watch in self._watches.items()}
+            self.lap = Lap(self._device, spans)
+            self._unread.append(self.lap)
             self._read()
 
     def _read(self) -> None:
         """Read the times of all updates whose stamps the device has reached."""
-        while self._unread and _is_reached(self._unread[0]):
-            spans = self._unread.popleft()
-            spent = {name: 1000.0 * sum(map(_seconds, each)) for name, each in spans.items()}
-            self._last = {
-                "forward": spent["forward"],
-                "backward": spent["backward"],
-                "backward_inner": spent["backward"] - spent["reduce"],
-                "backward_allreduce": spent["reduce"],
-                "step": spent["step"],
-            }
+        while self._unread and self._unread[0].is_reached:
+            self._last = self._unread.popleft().milliseconds()
             for name, value in self._last.items():
                 self._totals[name] = self._totals.get(name, 0.0) + value
             self._updates += 1
@@ -170,14 +199,6 @@ class Clocks:
         means = {name: total / self._updates for name, total in self._totals.items()}
         self._totals, self._updates = {}, 0
         return means
-
-
-def _is_reached(spans: Mapping[str, list[tuple[Stamp, Stamp]]]) -> bool:
-    return all(stamp.is_reached for each in spans.values() for span in each for stamp in span)
-
-
-def _seconds(span: tuple[Stamp, Stamp]) -> float:
-    return span[1].seconds_since(span[0])
 
 
 class Throughput:

@@ -15,12 +15,14 @@ from hadal.device import give_back_freed_memory, start_reading
 from hadal.engine.checkpoints import SavesCheckpoints
 from hadal.engine.compile import compile_module
 from hadal.engine.giving import GivesWeights
+from hadal.engine.listeners import MeanGradients, options_of
 from hadal.engine.moving import MovesStates
 from hadal.engine.parts import Finding, Training
 from hadal.engine.report import Progress
 from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
 from hadal.engine.update import late_finding, measure, moved_scale, part_of_norm
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
+from hadal.listener import Forward, Listener, Options, Update
 from hadal.optim.step import FlatStepper
 from hadal.zero import access
 
@@ -104,12 +106,26 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its inputs cast and under autocast as the configuration says."""
         self._expect_alive()
+        experiment = self._parts.experiment
+        with self._listeners as listeners:
+            if listeners:
+                updates, micro_step = self._counters.global_steps, self._cycle.collected
+                begun = Forward(args, kwargs, updates, micro_step, self.module.training)
+                args, kwargs, *_ = listeners.before_forward(begun)
+            if experiment is not None:
+                experiment.begin_forward()
+            found = self._run(args, kwargs)
+            if experiment is not None:
+                experiment.end_forward()
+            for listener in listeners:
+                listener.after_forward(found)
+        return found
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = self._parts
-        if parts.experiment is not None:
-            parts.experiment.begin_forward()
         try:
             with parts.clocks.forward:
-                found = parts.casting.run(self.module, self.device, args, kwargs)
+                return parts.casting.run(self.module, self.device, args, kwargs)
         except RuntimeError as error:
             # A weight that was moved or cast away from its bucket: say so, by its name.
             parts.runtime.check_links()
@@ -119,9 +135,6 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         except BaseException:
             parts.hooks.end_interrupted()
             raise
-        if parts.experiment is not None:
-            parts.experiment.end_forward()
-        return found
 
     def _refused_transform(self) -> str:
         return (
@@ -147,24 +160,33 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
                 asks for gradients and is not trained.
         """
         self._expect_alive()
-        boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
-        self._check_loss_everywhere(loss, boundary)
-        if self._training is None:
-            self._train_with(self._parts.make_training())
-        self._count_factor(self._scale.scale)
-        factor = self._scale.scale
-        if scale_wrt_gas:
-            factor /= self._batches.accumulation
-        exact = torch.promote_types(loss.dtype, torch.float32)
-        scaled = loss if factor == 1.0 else loss.to(exact) * factor
         parts = self._parts
-        with (
-            parts.clocks.backward,
-            parts.runtime.backward(boundary=boundary),
-        ):
-            parts.hooks.backward(scaled, retain_graph)
-        self._cycle.backwards += 1
+        boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
+        with self._listeners as listeners:
+            self._check_loss_everywhere(loss, boundary)
+            if self._training is None:
+                self._train_with(parts.make_training())
+            self._count_factor(self._scale.scale)
+            factor = self._scale.scale
+            if scale_wrt_gas:
+                factor /= self._batches.accumulation
+            exact = torch.promote_types(loss.dtype, torch.float32)
+            scaled = loss if factor == 1.0 else loss.to(exact) * factor
+            for listener in listeners:
+                listener.before_backward()
+            with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
+                parts.hooks.backward(scaled, retain_graph)
+            self._end_backward(loss.detach() if listeners else None)
         return loss
+
+    def _end_backward(self, loss: Tensor | None) -> None:
+        """Count a backward whose gradients are collected; `loss`: its own, detached, if known."""
+        self._cycle.backwards += 1
+        self._cycle.collected += 1
+        if loss is not None:
+            self._cycle.losses.append(loss)
+        for listener in self._listeners:
+            listener.after_backward(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale (fp16), for a backward without the engine's.
@@ -172,7 +194,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         `engine.scale(loss).backward()` is then what `engine.backward(loss)` is; where nothing is
         fp16, `loss.backward()` is too.
         """
-        self._cycle.is_loss_scaled = True
+        self._cycle.scaled = loss.detach()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     @contextmanager
@@ -180,12 +202,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         parts, cycle = self._parts, self._cycle
         where = f"rank {parts.ranks.rank}: loss.backward()"
         boundary = self.is_gradient_accumulation_boundary() and not cycle.unsynchronized
-        is_scaled, cycle.is_loss_scaled = cycle.is_loss_scaled, False
+        scaled, cycle.scaled = cycle.scaled, None
         fault: HadalError | None = None
         try:
             if not cycle.backwards:
                 self._newcomers.check(where)
-            if self._scale.scale != 1.0 and not is_scaled:
+            if self._scale.scale != 1.0 and scaled is None:
                 raise UsageError(
                     f"{where} leaves out the loss scale ({self._scale.scale}), without which fp16"
                     " gradients vanish; call engine.scale(loss).backward(), or"
@@ -199,9 +221,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             raise fault or LossError(f"{where} was refused on another rank, which tells why")
         if self._training is None:
             self._train_with(parts.make_training())
-        with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
-            yield
-        cycle.backwards += 1
+        with self._listeners as listeners:
+            for listener in listeners:
+                listener.before_backward()
+            with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
+                yield
+            self._end_backward(scaled if listeners else None)
 
     def _count_factor(self, factor: float) -> None:
         """Say what this backward's gradients are multiplied with."""
@@ -237,7 +262,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             self._counters.micro_steps += self._batches.managed
             cycle.counts_refused = True
             if boundary:
-                cycle.backwards, cycle.factor = 0, None
+                cycle.begin_anew()
         return is_refused
 
     def _check_loss(self, loss: object) -> None:
@@ -305,10 +330,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         try:
             if not managed or self.is_gradient_accumulation_boundary():
                 self._cycle.stepping = True
-                self._update(self._batches.consumed(backwards))
+                with self._listeners:
+                    self._update(self._batches.consumed(backwards))
         finally:
-            # An update that failed was one all the same: the next accumulation begins anew.
-            self._cycle.stepping = False
+            if self._cycle.stepping:
+                # An update that failed was one all the same: the next accumulation begins anew.
+                self._cycle.stepping, self._cycle.collected, self._cycle.losses = False, 0, []
             self._counters.micro_steps += 1 if managed else backwards
 
     @torch.no_grad()
@@ -318,6 +345,9 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         self._tell_skipped()
         with parts.clocks.late_reduce:
             total = parts.runtime.reduce_all(part_of_norm(parts))
+        for listener in self._listeners:
+            listener.before_update(MeanGradients(parts.model, parts.runtime))
+        options = options_of(training.optimizer) if self._listeners else None
         with parts.clocks.step:
             parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
             stepper = training.stepper
@@ -339,6 +369,14 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
                     flag = start_reading(found.overflowed, "whether the last gradients overflowed")
                     self._undecided = Undecided(counters.global_steps, found, flag, undo)
             parts.runtime.clear_gradients()
+        self._end_update(samples, found)
+        if options is not None:
+            update = self._record(samples, options)
+            for listener in self._listeners:
+                listener.after_update(update)
+
+    def _end_update(self, samples: int, found: Finding) -> None:
+        parts, counters = self._parts, self._counters
         counters.global_steps += 1
         counters.global_samples += samples
         before = self._scale.scale
@@ -350,6 +388,26 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             parts.clocks.wait()
             skipped, times = counters.skipped_steps, parts.clocks.last
             parts.experiment.end_update(counters.global_steps, samples, skipped, times)
+
+    def _record(self, samples: int, before: Options) -> Update:
+        """What listeners learn of the update that is just over."""
+        counters, cycle, undecided = self._counters, self._cycle, self._undecided
+        found = cycle.last
+        options = options_of(self.optimizer)
+        return Update(
+            number=counters.global_steps,
+            samples=samples,
+            total_samples=counters.global_samples,
+            micro_steps=cycle.collected,
+            losses=tuple(cycle.losses),
+            scale=self._scale.scale,
+            measured=found.measured,
+            overflowed=found.overflow if undecided is None else undecided.overflowed,
+            options=options,
+            options_if_skipped=options if undecided is None else before,
+            skipped_before=counters.skipped_steps - found.overflow,
+            clocked=self._parts.clocks.lap,
+        )
 
     def _tell_skipped(self) -> None:
         """Report that the device has skipped the last update. All ranks must call it together."""
@@ -395,8 +453,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; `step` requires a new backward then."""
         self._parts.runtime.clear_gradients()
-        self._cycle.factor = None
-        self._cycle.backwards = 0
+        self._cycle.begin_anew()
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -419,6 +476,26 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     @skips_next_update.setter
     def skips_next_update(self, skips: bool) -> None:
         self._cycle.skips_next = skips
+
+    # ---- listeners -------------------------------------------------------------------------------
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call `listener` around every forward, backward and update from now on.
+
+        Its state is saved in checkpoints and loaded from them: add it before `load_checkpoint`.
+
+        Raises:
+            UsageError: it is not a `hadal.Listener`, or the engine has one of its name.
+        """
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Stop calling `listener`. It is not closed.
+
+        Raises:
+            UsageError: the engine does not have it.
+        """
+        self._listeners.remove(listener)
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -461,6 +538,8 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         self.reload_states()
         self._host_memory.clear()
         self._cycle.destroyed = True
+        for listener in self._listeners:
+            listener.close()
         runtime = self._parts.runtime
         self._parts.hooks.remove()
         access.forget(runtime.bucket_of)

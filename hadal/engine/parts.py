@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.report import Reporter
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
+from hadal.listener import Listener
 from hadal.optim.desk import Multiplier
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.norm import RowNorms, clip_coefficient
@@ -60,6 +61,8 @@ class Parts:
     experiment: Experiment | None
     """What a run of the autotuner measures."""
     reporter: Reporter
+    listeners: tuple[Listener, ...]
+    """Those that the configuration asks for."""
     loader: ShardedLoader | None
     loading: Loading
     device: torch.device
@@ -75,7 +78,11 @@ class Parts:
         return self.topology.sharding
 
     def live(
-        self, training: Training | None, loader: ShardedLoader | None, scalars: dict[str, Any]
+        self,
+        training: Training | None,
+        loader: ShardedLoader | None,
+        scalars: dict[str, Any],
+        listeners: Iterable[Listener],
     ) -> Live:
         """What a checkpoint is made of, or goes to; `scalars` are the engine's own numbers."""
         # A program may have put other modules round its parameters.
@@ -90,6 +97,7 @@ class Parts:
             schedule=None if training is None else training.schedule,
             loader=loader,
             scalars=scalars,
+            listeners={listener.name: listener for listener in listeners},
             world=self.world,
             part=0 if part is None else part.rank,
             parts=self.topology.model_parallel_size,
@@ -156,10 +164,15 @@ class Cycle:
     """Where the engine stands between two updates."""
 
     backwards: int = 0
+    """Since the last `engine.step`."""
+    collected: int = 0
+    """Backwards since the last update."""
     factor: float | None = None
     """What the gradients of the present update are multiplied with; None before there are any."""
-    is_loss_scaled: bool = False
-    """Whether the caller has multiplied a loss with the loss scale, for a backward of its own."""
+    scaled: Tensor | None = None
+    """The loss that the caller has multiplied with the loss scale, for a backward of its own."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Those of the present update, detached, as far as they are known and somebody listens."""
     counts_refused: bool = False
     """Whether the last backward was refused here alone, and its micro-step has ended."""
     stepping: bool = False
@@ -172,3 +185,7 @@ class Cycle:
     """Whether the program wants the next update skipped."""
     last: Finding = field(default_factory=Finding)
     """What the last boundary found."""
+
+    def begin_anew(self) -> None:
+        """Forget the backwards since the last update."""
+        self.backwards, self.collected, self.factor, self.losses = 0, 0, None, []

@@ -110,6 +110,21 @@ def advanced(engine: Any, updates: int, first: int = 0) -> dict[str, Any]:
     return told
 
 
+class Following(hadal.Listener):
+    """Adds up losses on the device, and keeps records of updates without reading them."""
+
+    def __init__(self) -> None:
+        self.updates: list[hadal.Update] = []
+        self.total: Tensor | float = 0.0
+
+    def after_backward(self, loss: Tensor | None) -> None:
+        self.total = self.total + loss
+
+    def after_update(self, update: hadal.Update) -> None:
+        assert update.loss is not None
+        self.updates.append(update)
+
+
 PHASES = ("forward", "backward", "step", "update")
 
 
@@ -122,6 +137,7 @@ def waited(
     """
     with npu.asynchronous(), npu.with_float64():
         engine = built(config, **model)
+        engine.add_listener(Following())
         advanced(engine, after)
         found: dict[str, list[str]] = {phase: [] for phase in PHASES}
 
@@ -155,7 +171,8 @@ def overflowing(config: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(npu.asynchronous())
             stack.enter_context(npu.with_float64())
         lines = stack.enter_context(logged())
-        engine = built({**config, "scheduler": SCHEDULER})
+        engine, following = built({**config, "scheduler": SCHEDULER}), Following()
+        engine.add_listener(following)
         for update in range(5):
             for number, tokens in enumerate(batches(get_rank(), 1, update)):
                 outputs = engine(tokens.to(engine.device)[:, :-1])
@@ -164,6 +181,10 @@ def overflowing(config: dict[str, Any]) -> dict[str, Any]:
                 engine.step()
         told = {"rates": engine.get_lr(), "skipped": engine.skipped_steps}
         told["overflow"] = engine.overflow
+        told["updates"] = [
+            (one.skipped, one.skipped_updates, one.rates, one.norm == torch.inf)
+            for one in following.updates
+        ]
         state = [*engine.optimizer.state.values()]
         told["steps"] = sorted({float(one["step"]) for one in state if "step" in one})
         told["weights"] = weights(engine)

@@ -82,6 +82,8 @@ def test_an_update_that_the_device_skips(
         assert here["skipped"] == there["skipped"] == 1
         assert not here["overflow"]
         assert here["rates"] == there["rates"] and here["steps"] == there["steps"]
+        assert here["updates"] == there["updates"]
+        assert [skipped for skipped, *_ in here["updates"]] == [False, False, True, False, False]
         for name, values in there["weights"].items():
             assert torch.equal(here["weights"][name], values), name
     start, end = "update 2 skipped: the gradient of tokens.weight", " is not finite; loss scale 1"

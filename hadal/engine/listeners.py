@@ -1,0 +1,118 @@
+"""The listeners of one engine, and the mean gradients as they see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hadal.errors import UsageError
+from hadal.listener import Forward, Listener, Options
+from hadal.zero.runtime import ZeroRuntime
+from hadal.zero.state import safe_get_full_grad
+
+
+class Listeners:
+    """Listeners in the order in which they are called; a context that reports errors to them."""
+
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self._all = tuple(listeners)
+
+    def add(self, listener: Listener) -> None:
+        """Call one more from now on.
+
+        Raises:
+            UsageError: it is not a `Listener`, or there is one of its name.
+        """
+        if not isinstance(listener, Listener):
+            raise UsageError(
+                f"engine.add_listener expects a hadal.Listener, got {type(listener).__name__};"
+                " derive its class from hadal.Listener"
+            )
+        if any(one.name == listener.name for one in self._all):
+            raise UsageError(
+                f"engine.add_listener: the engine has a listener named {listener.name!r}; give the"
+                " new one another `name`"
+            )
+        self._all = (*self._all, listener)
+
+    def remove(self, listener: Listener) -> None:
+        """Call it no more.
+
+        Raises:
+            UsageError: it is not here.
+        """
+        if all(one is not listener for one in self._all):
+            names = ", ".join(one.name for one in self._all) or "none"
+            raise UsageError(
+                f"engine.remove_listener: {listener!r} is not a listener of this engine, which has"
+                f" {names}"
+            )
+        self._all = tuple(one for one in self._all if one is not listener)
+
+    def __iter__(self) -> Iterator[Listener]:
+        return iter(self._all)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def __enter__(self) -> Listeners:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            for listener in self._all:
+                listener.on_error(error)
+
+    def before_forward(self, forward: Forward) -> Forward:
+        """The forward as the listeners want it, each given what the one before returned."""
+        for listener in self._all:
+            forward = listener.before_forward(forward) or forward
+        return forward
+
+
+class MeanGradients(Mapping[str, Tensor]):
+    """Mean gradients by full name, each collected from all ranks when it is looked up."""
+
+    def __init__(self, model: nn.Module, runtime: ZeroRuntime) -> None:
+        self._model = model
+        self._runtime = runtime
+
+    def __getitem__(self, name: str) -> Tensor:
+        mean = safe_get_full_grad(self._parameters()[name])
+        if mean is None:
+            raise KeyError(name)
+        return mean
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters())
+
+    def __len__(self) -> int:
+        return len(self._parameters())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        buckets = self._runtime.bucket_of
+        return {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter in buckets and buckets[parameter].trainable
+        }
+
+
+def options_of(optimizer: Optimizer | None) -> Options:
+    """The present options of an optimizer's param groups."""
+    groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
+    # A rate on the device is read later, and changed by then.
+    rates = (group["lr"] for group in groups)
+    return Options(
+        tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates),
+        tuple(group.get("betas", group.get("momentum", 0.0)) for group in groups),
+    )
