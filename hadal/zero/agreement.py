@@ -79,9 +79,9 @@ class Agreement:
         self._gather = gather
         self._lend = lend
         self.progress: Callable[[], int] = lambda: 0
-        """How many reductions of the present backward this rank has started."""
-        self.least_progress = 0
-        """How many of them every rank had started when all talked last."""
+        """How many reductions of the present backward this rank has ready."""
+        self.start: Callable[[int], None] = lambda _: None
+        """Starts so many of them: what all ranks have ready, at the same moment on all."""
 
     def request(self, bucket: int) -> None:
         """Gather bucket number `bucket`, together with whatever the other ranks ask for."""
@@ -123,13 +123,14 @@ class Agreement:
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
     def compare_progress(self) -> None:
-        """Learn `least_progress`; the others are where they are, and are lent what they ask for."""
+        """Nothing but talk; the others are where they are, and are lent what they ask for."""
         codes = self._talk(-PROGRESS, f"all ranks to come to {_MARKERS[PROGRESS]}")
         self._serve(sorted({code for code in codes if code >= 0}), -PROGRESS, codes)
 
     def _talk(self, code: int, label: str) -> list[int]:
         count = self.progress()
-        codes, self.least_progress = gather_codes_and_least(code, count, self._ranks, label)
+        codes, least = gather_codes_and_least(code, count, self._ranks, label)
+        self.start(least)
         return codes
 
     def _serve(self, wanted: Sequence[int], mine: int, codes: Sequence[int]) -> None:

@@ -271,9 +271,9 @@ class Gathering:
         """A reduction of this backward was started here."""
         self._recorder.reduce(self._uses.number.get(bucket, -1))
 
-    def report_progress(self, progress: Callable[[], int]) -> None:
-        """Let ranks tell each other how many reductions of a backward they have started."""
-        self._agreement.progress = progress
+    def agree_on_progress(self, progress: Callable[[], int], start: Callable[[int], None]) -> None:
+        """Let ranks tell each other their `progress` whenever they talk, and `start` the least."""
+        self._agreement.progress, self._agreement.start = progress, start
 
     @property
     def is_played(self) -> bool:
@@ -290,10 +290,21 @@ class Gathering:
         self._calls.reduce = reduce
 
     def compare_progress(self) -> None:
-        """Where no plan says it, ask how many reductions of this backward every rank started."""
-        if self.started_everywhere is not None and self._walk.plan is None:
-            with self._own_moves():
-                self._agreement.compare_progress()
+        """Talk about the reductions of this backward, and about nothing else."""
+        with self._own_moves():
+            self._agreement.compare_progress()
+
+    @property
+    def starts_together(self) -> bool:
+        """Whether a reduction starts where the ranks talk and all of them have it ready.
+
+        So it is wherever gathers are announced. A rank that started one by itself, while another
+        announces a gather, could wait for it: a communicator's first collectives, and a device's
+        first kernels, may hold up the host until all ranks have come.
+        """
+        walk = self._walk
+        is_announced = walk.plan is None and not walk.is_played
+        return self.phase is Phase.BACKWARD and is_announced and bool(self._uses.units)
 
     @property
     def started_everywhere(self) -> int | None:
@@ -301,14 +312,11 @@ class Gathering:
 
         None: all. A rank that waits for others would not be there to help them: it must wait only
         for these. Along a plan they are those that are due before its next use, which a rank starts
-        before it takes part in that use's gathers; elsewhere those that were started when the ranks
-        talked last.
+        before it takes part in that use's gathers.
         """
         walk = self._walk
-        if self.phase is not Phase.BACKWARD or walk.has_left or not self._uses.units:
+        if self.phase is not Phase.BACKWARD or walk.has_left or walk.plan is None:
             return None
-        if walk.plan is None:
-            return self._agreement.least_progress
         uses = walk.plan.uses
         return uses[walk.position].reduced if walk.position < len(uses) else None
 
@@ -470,7 +478,6 @@ class Gathering:
     def backward(self, *, boundary: bool) -> Iterator[None]:
         """Around one backward."""
         self._keeps = not boundary
-        self._agreement.least_progress = 0
         plan, self._next = self._next, None
         self._begin(Phase.BACKWARD, Kind.BACKWARD, plan)
         with self._ending():

@@ -79,7 +79,8 @@ class ZeroRuntime:
         self._told_frozen: list[bool] | None = None
         self._aside: list[tuple[Gradients, Aside]] = []
         self._expectation = Expectation([g.bucket for g in self.gradients])
-        self._started = 0
+        # How many reductions of this backward are due on this rank, and how many have started.
+        self._ready = self._started = 0
         self._in_flight: list[Gradients] = []
         self._edits = UncountedEdits()
         # The buckets that hold a parameter which any rank has frozen meanwhile.
@@ -112,7 +113,7 @@ class ZeroRuntime:
     def _serve_gathering(self) -> None:
         """Tell `gathering` how to do with reductions what it has to do with them."""
         gathering = self.gathering
-        gathering.report_progress(lambda: self._started)
+        gathering.agree_on_progress(self._progress, self._start_together)
         gathering.start_due = self._start_due
         gathering.awaits = self._expectation.awaits
         gathering.playing = self._playing
@@ -214,8 +215,7 @@ class ZeroRuntime:
             with self.gathering.backward(boundary=boundary):
                 self._reduces &= not self.gathering.is_played
                 yield
-                # Before the ranks meet at the end: one of them may wait for these.
-                self._start_due(None)
+                self._start_rest()
                 self._expectation.end()
         finally:
             _in_backward.remove(self)
@@ -229,7 +229,7 @@ class ZeroRuntime:
     def _begin_reductions(self, *, boundary: bool) -> None:
         self._reduces = boundary or any(g.partitioned for g in self.gradients)
         self._is_last = boundary
-        self._started = 0
+        self._ready = self._started = 0
 
     @contextmanager
     def _playing(self, boundary: bool) -> Iterator[None]:
@@ -293,8 +293,7 @@ class ZeroRuntime:
             with self.reducing:
                 self.gathering.reduce_now(self.gradients.index(gradients))
         elif self._reduces and self._reduces_inside:
-            with self.reducing:
-                self._start_ready()
+            self._start_ready()
 
     def before_backward_of(self, unit: Unit) -> None:
         """The gradient of a unit's output has arrived."""
@@ -343,10 +342,38 @@ class ZeroRuntime:
             )
 
     def _start_ready(self) -> None:
-        """Start every reduction whose turn has come."""
+        """Start every reduction whose turn has come, or let all ranks start it together."""
+        self._count_ready(0)
+        if not self.gathering.starts_together:
+            self._start_first(self._ready)
+        elif self._ready - self._started > 1:
+            # Before a third buffer is collected.
+            self.gathering.compare_progress()
+
+    def _count_ready(self, due: int) -> None:
+        """Count the reductions that may start here; the first `due` of them in any case."""
         order = self._order
-        while self._started < len(order) and not self._awaits(order[self._started]):
-            self._start_next()
+        while self._ready < len(order) and (
+            self._ready < due or not self._awaits(order[self._ready])
+        ):
+            self.gathering.record_reduction(order[self._ready].bucket)
+            self._ready += 1
+
+    def _progress(self) -> int:
+        """How many reductions of this backward may start as soon as they may on all ranks."""
+        return self._ready if self._reduces and self.gathering.starts_together else 0
+
+    def _start_together(self, count: int) -> None:
+        """The ranks have talked: so many reductions may start on all of them."""
+        if self.gathering.starts_together:
+            self._start_due(count)
+
+    def _start_rest(self) -> None:
+        """At the end of a backward, before the ranks meet there: one may wait for these."""
+        if not self.gathering.starts_together:
+            self._start_due(None)
+        elif self._reduces:
+            self._count_ready(len(self._order))
 
     def _awaits(self, gradients: Gradients) -> bool:
         return self._expectation.awaits(gradients.bucket)
@@ -363,10 +390,15 @@ class ZeroRuntime:
         if not self._reduces or self._started >= due:
             return False
         is_early = any(map(self._awaits, self._order[self._started : due]))
-        with self.reducing:
-            while self._started < due:
-                self._start_next()
+        self._count_ready(due)
+        self._start_first(due)
         return is_early
+
+    def _start_first(self, count: int) -> None:
+        if self._started < count:
+            with self.reducing:
+                while self._started < count:
+                    self._start_next()
 
     def _start_next(self) -> None:
         gradients = self._order[self._started]
@@ -375,7 +407,6 @@ class ZeroRuntime:
         self._advance_in_flight()
         self._start(gradients)
         self._started += 1
-        self.gathering.record_reduction(gradients.bucket)
         if not self._overlaps:
             self._advance_in_flight(through=True)
 
@@ -385,9 +416,8 @@ class ZeroRuntime:
 
     def _advance_in_flight(self, *, through: bool = False) -> None:
         known = self.gathering.started_everywhere
-        if self._in_flight and known is not None and known < self._started:
-            self.gathering.compare_progress()
-            known = self.gathering.started_everywhere
+        if self.gathering.starts_together:
+            known = self._started
         if known is None:
             for earlier in self._in_flight:
                 earlier.advance(through=through)

@@ -85,7 +85,7 @@ class Micro(NamedTuple):
 def act(engine: Any, what: str) -> None:
     if what == "evaluation":
         with torch.no_grad():
-            engine(inputs_of(99))
+            engine(inputs_of(99).to(engine.device))
     elif what == "access":
         with GatheredParameters(list(engine.module.parameters())[:2]):
             pass
@@ -101,7 +101,7 @@ def train(engine: Any, model: Any, updates: Sequence[Sequence[Sequence[Micro]]])
         for row in update:
             micro = row[rank]
             act(engine, micro.before)
-            inputs = inputs_of(number)
+            inputs = inputs_of(number).to(engine.device)
             number += 1
             if micro.raises_before is not None:
                 model.raises_before = micro.raises_before
@@ -152,7 +152,8 @@ def train_as_plain_torch(
         for bucket in engine._parts.runtime.gathering._buckets
         if bucket.state is not Weights.SHARDED
     ]
-    assert_close(engine.state_dict(), plain_after(updates))
+    state = {name: value.cpu() for name, value in engine.state_dict().items()}
+    assert_close(state, plain_after(updates))
     engine.destroy()
     return steady
 
