@@ -293,26 +293,42 @@ def write_json(results: Results, path: Path) -> None:
 
 
 def draw_chart(results: Results, path: Path) -> None:
-    """Bars of step time and of peak memory, one per contestant that ran."""
+    """Draw step time and peak memory as bars, grouped by stage, one for each library that ran."""
+    ran = [contestant for contestant in results.runs if results.finished(contestant)]
+    bars = [(c.stage, c.library, results.step(c), results.peak(c) / 1024) for c in ran]
+    draw_bars(bars, path)
+
+
+def draw_bars(bars: Sequence[tuple[int, str, float, float]], path: Path) -> None:
+    """Draw (stage, library, seconds of a step, GiB at the peak) of each contestant."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    ran = [contestant for contestant in results.runs if results.finished(contestant)]
-    panels: list[tuple[str, Callable[[Contestant], float]]] = [
-        ("step, s (median)", results.step),
-        ("peak memory per rank, MiB", results.peak),
-    ]
-    figure, axes = pyplot.subplots(
-        1, 2, sharey=True, figsize=(12, 1.5 + 0.3 * len(ran)), constrained_layout=True
-    )
-    labels = [contestant.label for contestant in ran]
-    colours = ["tab:blue" if c.library == "hadal" else "tab:gray" for c in ran]
-    for axis, (title, value) in zip(axes, panels, strict=True):
-        bars = axis.barh(labels, [value(contestant) for contestant in ran], color=colours)
-        axis.bar_label(bars, fmt="{:,.2f}" if value == results.step else "{:,.0f}", padding=2)
-        axis.set_title(title)
-        axis.margins(x=0.15)
-    axes[0].invert_yaxis()
+    colours = {"hadal": "#0b6e99", "deepspeed": "#e08e45", "fsdp2": "#777777", "ddp": "#c4c4c4"}
+    stages = sorted({stage for stage, *_ in bars})
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), constrained_layout=True)
+    named: set[str] = set()
+    for axis, title, form, value in zip(
+        axes,
+        ["step, s", "peak memory of a process, GiB"],
+        ["{:.2f}", "{:.1f}"],
+        [2, 3],
+        strict=True,
+    ):
+        for group, stage in enumerate(stages):
+            of_stage = [bar for bar in bars if bar[0] == stage]
+            for place, bar in enumerate(of_stage):
+                label = None if bar[1] in named or value == 3 else bar[1]
+                named.add(bar[1])
+                x = group + (place - (len(of_stage) - 1) / 2) * 0.28
+                colour = colours.get(bar[1], "#9fc2a8")
+                drawn = axis.bar(x, bar[value], width=0.26, color=colour, label=label)
+                axis.bar_label(drawn, fmt=form, fontsize=7, padding=1)
+        axis.set_xticks(range(len(stages)), [f"ZeRO {stage}" for stage in stages])
+        axis.set_title(title, fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(y=0.12)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,0 +1,67 @@
+"""The README and the pages beside it are right: the quickstart runs, links and files exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+LIMIT_S = 300.0
+
+
+def pasted(folder: Path) -> list[str]:
+    """Save the README's files in a folder; return the commands that it gives for them."""
+    names = iter(["ds_config.json", "train.py"])
+    for name, (language, text) in zip(
+        names, re.findall(r"```(json|python)\n(.*?)```", README, re.DOTALL), strict=True
+    ):
+        assert name.endswith(language.replace("python", "py"))
+        (folder / name).write_text(text)
+    return re.findall(r"^(?:python|hadal run) .*train\.py$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_quickstart_runs_as_pasted(tmp_path: Path, processes: int) -> None:
+    command = pasted(tmp_path)[processes - 1].split()
+    assert ("2" in command) == (processes == 2)
+    module = {"python": [], "hadal": ["-m", "hadal.cli"]}[command[0]]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, *module, *command[1:]],
+        env=os.environ | environment,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    losses = re.findall(r"loss (\S+) after (\d+) updates", done.stdout)
+    updates = 4096 // (8 * 2 * processes)
+    assert [int(count) for _, count in losses] == [updates] * processes
+    assert all(float(loss) < 16 / 2 for loss, _ in losses), "the sum of 16 numbers varies by 16"
+    assert (tmp_path / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_links_of_pages_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    inside = [link for link in links if "://" not in link]
+    assert not [link for link in inside if not ((ROOT / page).parent / link).exists()]
+
+
+def test_the_features_name_files_that_exist() -> None:
+    named = re.findall(
+        r"`((?:hadal|examples|benchmarks)/[\w/.]+)`", (ROOT / "docs/features.md").read_text()
+    )
+    assert len(named) > 50
+    assert not [name for name in named if not (ROOT / name).exists()]
