@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hadal.autotuning.files import write_json
 from hadal.comm import Ranks
@@ -26,6 +26,7 @@ from hadal.device import (
     total_memory,
 )
 from hadal.device.memory import free_host_nbytes
+from hadal.listener import Forward, Listener, Update
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -57,7 +58,7 @@ class OperationsGauge:
             self._counter = None
 
 
-class Experiment:
+class Experiment(Listener):
     """A training that measures some updates, writes down what it found, and leaves.
 
     With `model_info.profile` it leaves after one forward. Rank 0 writes; all ranks leave together,
@@ -67,8 +68,8 @@ class Experiment:
     def __init__(
         self, section: Autotuning, model: nn.Module, world: Ranks, device: torch.device
     ) -> None:
-        self.profiles = section.model_info is not None and section.model_info.profile
-        self.operations = OperationsGauge() if section.metric == "FLOPS_per_gpu" else None
+        self._profiles = section.model_info is not None and section.model_info.profile
+        self._operations = OperationsGauge() if section.metric == "FLOPS_per_gpu" else None
         self._section = section
         self._model = model
         self._world = world
@@ -80,27 +81,51 @@ class Experiment:
         self._in_use = 0
         # Counting is slow: it gets an update of its own, where there is one before those measured.
         self._counted_update = max(1, section.start_profile_step - 1)
-        if self.operations is not None:
-            self.operations.is_counting = self._counted_update == 1
-        what = "one forward" if self.profiles else f"update {section.end_profile_step}"
+        if self._operations is not None:
+            self._operations.is_counting = self._counted_update == 1
+        what = "one forward" if self._profiles else f"update {section.end_profile_step}"
         _log.warning(
             "autotuning.enabled: this run measures and leaves after %s, with exit code 0; to train"
             " on, leave the section out or give it enabled false",
             what,
         )
 
-    # ---- one forward ---------------------------------------------------------------------------
+    # ---- forward and backward ------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """A forward begins: what is in use now is no activation."""
-        if self.profiles and torch.is_grad_enabled():
+    def before_forward(self, forward: Forward) -> None:
+        """Measure from here: what is in use now is no activation."""
+        if self._profiles and torch.is_grad_enabled():
             reset_peak_memory(self._device)
             self._in_use = memory_in_use(self._device)
+        self._count()
 
-    def end_forward(self) -> None:
-        """A forward is over: where that was all, leave."""
-        if not self.profiles or not torch.is_grad_enabled():
-            return
+    def after_forward(self, output: Any) -> None:
+        """Leave, if one forward is all."""
+        self._stop_counting()
+        if self._profiles and torch.is_grad_enabled():
+            self._leave_with_model_info()
+
+    def before_backward(self) -> None:
+        """Count its operations too."""
+        self._count()
+
+    def after_backward(self, loss: Tensor | None) -> None:
+        """Count no more."""
+        self._stop_counting()
+
+    def on_error(self, error: BaseException) -> None:
+        """Count no more."""
+        self._stop_counting()
+
+    def _count(self) -> None:
+        if self._operations is not None:
+            self._operations.start()
+
+    def _stop_counting(self) -> None:
+        if self._operations is not None:
+            self._operations.stop()
+
+    def _leave_with_model_info(self) -> None:
         parameters = list(self._model.parameters())
         # A process's peak on the host may be older than this forward.
         on_host = is_host_memory(self._device)
@@ -122,16 +147,12 @@ class Experiment:
 
     # ---- some updates --------------------------------------------------------------------------
 
-    def end_update(
-        self, number: int, samples: int, skipped: int, times: Mapping[str, float]
-    ) -> None:
-        """Update `number` (from 1) is over; `samples` of all ranks, `times` in milliseconds.
-
-        `skipped` counts the updates that have overflowed so far.
-        """
+    def after_update(self, update: Update) -> None:
+        """Add up what the update took, and leave after the last one."""
+        times, number, skipped = update.times, update.number, update.skipped_updates
         first, last = self._section.start_profile_step, self._section.end_profile_step
-        if self.operations is not None:
-            self.operations.is_counting = number + 1 == self._counted_update
+        if self._operations is not None:
+            self._operations.is_counting = number + 1 == self._counted_update
         if number < first:
             self._skipped_before = skipped
             if number == first - 1:
@@ -139,7 +160,7 @@ class Experiment:
             return
         for name, spent in times.items():
             self._spent[name] = self._spent.get(name, 0.0) + spent
-        self._samples += samples
+        self._samples += update.samples
         if number >= last:
             count = last - first + 1
             self._leave(
@@ -150,7 +171,7 @@ class Experiment:
     def _metrics(self, count: int, skipped: int) -> dict[str, Any]:
         means = {name: spent / count for name, spent in self._spent.items()}
         latency, throughput = numbers_of(means, self._samples / count)
-        counted = self.operations
+        counted = self._operations
         whole_s = None if self._began_at is None else time.perf_counter() - self._began_at
         return {
             "latency": latency,

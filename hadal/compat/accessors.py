@@ -138,8 +138,8 @@ class Accessors(Engine):
 
     def autotuning_profile_model_info(self) -> bool:
         """Whether this run is an experiment that measures one forward."""
-        experiment = self._parts.experiment
-        return experiment is not None and experiment.profiles
+        section = self._parts.config.autotuning
+        return section.enabled and section.model_info is not None and section.model_info.profile
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state rests on the host."""

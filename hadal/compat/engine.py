@@ -22,20 +22,17 @@ from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOp
 from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
 from hadal.compat.placeholders import unbuilt
 from hadal.compat.surface import VERSION
-from hadal.compat.timers import SilentMonitor, SynchronizedWallClockTimer, ThroughputTimer
+from hadal.compat.timers import (
+    PhaseTimers,
+    SilentMonitor,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+)
 from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.parts import Parts
 
-# What programs call the phases of an update, and what the log does.
-_TIMED = {
-    "fwd": "forward",
-    "bwd": "backward",
-    "bwd_inner": "backward_inner",
-    "bwd_allreduce": "backward_allreduce",
-    "step": "step",
-}
 _PREFIX = "module."  # before the names of an engine's state, as before those of its parameters
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
@@ -63,7 +60,8 @@ class DeepSpeedEngine(Accessors):
         """What scalars are written to: nothing, as there are no monitors yet."""
         self.timers = SynchronizedWallClockTimer()
         """Clocks by name. With `wall_clock_breakdown`, the phases of updates among them."""
-        parts.clocks.listeners.append(self._add_times)
+        if parts.clocks.lap is not None:
+            self.add_listener(PhaseTimers(self.timers))
         self.tput_timer = ThroughputTimer()
         """How fast updates come."""
         self.mpu: Any = None
@@ -161,10 +159,6 @@ class DeepSpeedEngine(Accessors):
         if isinstance(self._outer, PlainOptimizer):
             self._outer._opt_called = True  # a schedule that hangs on it asks
         self.tput_timer.end_update(self.train_batch_size())
-
-    def _add_times(self, times: Mapping[str, float]) -> None:
-        for name, phase in _TIMED.items():
-            self.timers(name).add(times[phase])
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: not within an accumulation, nor skipped."""

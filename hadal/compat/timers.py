@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
 from hadal.compat.log import log_dist
 from hadal.device import current_device, synchronize
+from hadal.listener import Listener, Update
 
 _WARM_UP = 2  # updates that are not counted into a rate
 
@@ -145,6 +147,32 @@ class SilentMonitor:
 
     def write_events(self, event_list: Sequence[object], flush: bool = True) -> None:
         """Write nothing."""
+
+
+# What programs call the phases of an update, and what the log does.
+_TIMED = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "bwd_inner": "backward_inner",
+    "bwd_allreduce": "backward_allreduce",
+    "step": "step",
+}
+
+
+class PhaseTimers(Listener):
+    """Adds the times of each update to clocks by name, once the device has finished it."""
+
+    def __init__(self, timers: SynchronizedWallClockTimer) -> None:
+        self._timers = timers
+        self._unread: deque[Update] = deque()
+
+    def after_update(self, update: Update) -> None:
+        """Add the times that are known by now."""
+        self._unread.append(update)
+        while self._unread and self._unread[0].is_known:
+            times = self._unread.popleft().times
+            for name, phase in _TIMED.items():
+                self._timers(name).add(times[phase])
 
 
 class NoopTimer:

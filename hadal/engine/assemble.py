@@ -28,18 +28,16 @@ from hadal.engine.checks import (
     members_of_groups,
 )
 from hadal.engine.engine import Engine
+from hadal.engine.features import LISTENERS, setting_of
 from hadal.engine.later_groups import LaterGroups
 from hadal.engine.loader import ShardedLoader
 from hadal.engine.log import hush, open_log
 from hadal.engine.parts import Parts, Training
 from hadal.engine.policies import (
     batch_sizes_of,
-    clocks_of,
     divergence_of,
-    experiment_of,
     limits_of,
     reduction_of,
-    reporter_of,
     saving_of,
 )
 from hadal.engine.precision import (
@@ -214,8 +212,8 @@ def _assemble(
     check_same_keys(_common(config), world)
     with told_to_all(world, "initialize"):
         check_birth(model.named_parameters(), topology.sharing, config.zero_optimization)
-    experiment = experiment_of(config, model, world, device)
-    batches, clocks = batch_sizes_of(config, topology), clocks_of(config, device, experiment)
+    batches, setting = batch_sizes_of(config, topology), setting_of(config, model, world, device)
+    listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
     with told_to_all(world, "initialize"):
         # Parts of a model need not be alike; each speaks among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)
@@ -225,7 +223,8 @@ def _assemble(
     with _among_parts(topology, world):
         runtime = _build_runtime(admitted, adopter, ranks)
     access.watch_apply()
-    runtime.reducing = clocks.reduce
+    if setting.clocks.reducing is not None:
+        runtime.reducing = setting.clocks.reducing
     readers = topology.data_parallel
     loading = make_loading(wishes, config, readers.size, readers.rank)
     loader = make_loader(wishes, loading)
@@ -264,10 +263,8 @@ def _assemble(
             gradient_clipping=config.gradient_clipping,
             computes_norm=config.zero_optimization.compute_grad_norm,
             batches=batches,
-            clocks=clocks,
-            experiment=experiment,
-            reporter=reporter_of(config, clocks, device, speaks=world.rank == 0),
-            listeners=(),
+            clocks=setting.clocks,
+            listeners=listeners,
             loader=loader,
             loading=loading,
             device=device,

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hadal.device import MemoryUse, Stamp, memory_use, reset_peak_memory, synchronize
+from hadal.listener import Forward, Listener, Update
 
 PHASES = ("forward", "backward", "reduce", "step")
 # What the first updates do besides training (take memory, compile) says nothing about the others.
 _WARM_UP_UPDATES = 2
-
-
-class Gauge(Protocol):
-    """Something that is read at the beginning and at the end of a phase."""
-
-    def start(self) -> None:
-        """The phase begins."""
-
-    def stop(self) -> None:
-        """The phase ends."""
 
 
 class Stopwatch:
@@ -68,40 +58,19 @@ class MemoryGauge:
         self.after = memory_use(self._device)
 
 
-class Phase:
-    """A context that reads gauges at its two ends."""
-
-    def __init__(self, gauges: Sequence[Gauge]) -> None:
-        self._gauges = gauges
-
-    def __enter__(self) -> None:
-        for gauge in self._gauges:
-            gauge.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for gauge in reversed(self._gauges):
-            gauge.stop()
-
-
 class Lap:
     """The phases of one update, as stamps in the device's work."""
 
-    def __init__(
-        self, device: torch.device, spans: Mapping[str, Sequence[tuple[Stamp, Stamp]]]
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spans = spans
+        self.spans: dict[str, list[tuple[Stamp, Stamp]]] = {}
+        """By phase, once the update is over."""
 
     @property
     def is_reached(self) -> bool:
         """Whether the device has come to all stamps."""
         return all(
-            stamp.is_reached for each in self._spans.values() for span in each for stamp in span
+            stamp.is_reached for each in self.spans.values() for span in each for stamp in span
         )
 
     def milliseconds(self) -> Mapping[str, float]:
@@ -110,7 +79,7 @@ class Lap:
             synchronize(self._device)
         spent = {
             name: 1000.0 * sum(stop.seconds_since(start) for start, stop in each)
-            for name, each in self._spans.items()
+            for name, each in self.spans.items()
         }
         return {
             "forward": spent["forward"],
@@ -121,45 +90,104 @@ class Lap:
         }
 
 
-class Clocks:
-    """The phases of an update. Where nothing is measured they are contexts that do nothing.
+class Reducing:
+    """Around reductions, which may begin others inside. Without a backward they count as one."""
+
+    def __init__(self, watches: Mapping[str, Stopwatch], running: set[str]) -> None:
+        self._watches = watches
+        self._running = running
+        self._begun: list[set[str]] = []
+
+    def __enter__(self) -> None:
+        begun = {"backward", "reduce"} - self._running
+        self._begun.append(begun)
+        self._running |= begun
+        for name in begun:
+            self._watches[name].start()
+
+    def __exit__(self, *raised: object) -> None:
+        begun = self._begun.pop()
+        for name in begun & self._running:
+            self._watches[name].stop()
+        self._running -= begun
+
+
+class Clocks(Listener):
+    """Times the phases of an update, and reads memory around them.
 
     `forward`, `backward` (with its reductions), `reduce` (the part of backward in which this rank
-    starts reductions and waits for them) and `step` (the update itself) are contexts. `counter` is
-    one more gauge around forward and backward.
+    starts reductions and waits for them) and `step` (the update itself). Reductions that no
+    backward made, because none was known to be the last, count as backward too.
     """
 
-    def __init__(
-        self, device: torch.device, *, times: bool, memory: bool, counter: Gauge | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, times: bool, memory: bool) -> None:
         self._watches = {name: Stopwatch(device) for name in PHASES} if times else {}
         around = ("forward", "backward", "step")
         self.memory = {name: MemoryGauge(device) for name in around} if memory else {}
-        self.forward = self._phase("forward", counter)
-        self.backward = self._phase("backward", counter)
-        self.reduce = self._phase("reduce")
-        self.step = self._phase("step")
-        self.late_reduce = self._late_reduce()
-        self.listeners: list[Callable[[Mapping[str, float]], None]] = []
-        """Called with the milliseconds of each update, once the device has reached its end."""
-        self.lap: Lap | None = None
-        """The last update; None where nothing is timed."""
+        self.measures = times or memory
+        self._running: set[str] = set()
+        self.reducing = Reducing(self._watches, self._running) if times else None
+        """Around reductions."""
+        self.lap = Lap(device) if times else None
+        """The update under way; None where nothing is timed."""
         self._device = device
         self._unread: deque[Lap] = deque()
         self._last: Mapping[str, float] = {}
         self._totals: dict[str, float] = {}
         self._updates = 0
 
-    def _phase(self, name: str, *others: Gauge | None) -> AbstractContextManager[Any]:
-        gauges: list[Gauge] = [other for other in others if other is not None]
-        gauges += [gauges[name] for gauges in (self._watches, self.memory) if name in gauges]
-        return Phase(gauges) if gauges else nullcontext()
+    # ---- phases --------------------------------------------------------------------------------
 
-    def _late_reduce(self) -> AbstractContextManager[Any]:
-        """Reductions that no backward made, because none was known to be the last: its time too."""
-        if not self._watches:
-            return nullcontext()
-        return Phase([self._watches["backward"], self._watches["reduce"]])
+    def before_forward(self, forward: Forward) -> None:
+        """Begin `forward`."""
+        self._start("forward")
+
+    def after_forward(self, output: Any) -> None:
+        """End it."""
+        self._stop("forward")
+
+    def before_backward(self) -> None:
+        """Begin `backward`."""
+        self._start("backward")
+
+    def after_backward(self, loss: Tensor | None) -> None:
+        """End it."""
+        self._stop("backward")
+
+    def before_update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Begin `step`."""
+        self._start("step")
+
+    def after_update(self, update: Update) -> None:
+        """End it, and with it the update: the next one's times begin at nothing."""
+        self._stop("step")
+        if self.lap is not None:
+            self.lap.spans = {name: watch.take() for name, watch in self._watches.items()}
+            self._unread.append(self.lap)
+            self.lap = Lap(self._device)
+            self._read()
+
+    def on_error(self, error: BaseException) -> None:
+        """End what is running."""
+        for name in tuple(self._running):
+            self._stop(name)
+
+    def _start(self, name: str) -> None:
+        self._running.add(name)
+        if name in self.memory:
+            self.memory[name].start()
+        if name in self._watches:
+            self._watches[name].start()
+
+    def _stop(self, name: str) -> None:
+        if name in self._running:
+            self._running.remove(name)
+            if name in self._watches:
+                self._watches[name].stop()
+            if name in self.memory:
+                self.memory[name].stop()
+
+    # ---- what they tell ------------------------------------------------------------------------
 
     @property
     def last(self) -> Mapping[str, float]:
@@ -170,19 +198,6 @@ class Clocks:
         self._read()
         return self._last
 
-    def wait(self) -> None:
-        """Wait for the device: `last` is that of the last update then."""
-        synchronize(self._device)
-        self._read()
-
-    def end_update(self) -> None:
-        """An update is over: the next one's times begin at nothing."""
-        if self._watches:
-            spans = {name: watch.take() for name, watch in self._watches.items()}
-            self.lap = Lap(self._device, spans)
-            self._unread.append(self.lap)
-            self._read()
-
     def _read(self) -> None:
         """Read the times of all updates whose stamps the device has reached."""
         while self._unread and self._unread[0].is_reached:
@@ -190,8 +205,6 @@ class Clocks:
             for name, value in self._last.items():
                 self._totals[name] = self._totals.get(name, 0.0) + value
             self._updates += 1
-            for listener in self.listeners:
-                listener(self._last)
 
     def take_means(self) -> dict[str, float]:
         """The mean milliseconds of the updates read since the last call, by event name."""

@@ -18,7 +18,6 @@ from hadal.engine.giving import GivesWeights
 from hadal.engine.listeners import MeanGradients, options_of
 from hadal.engine.moving import MovesStates
 from hadal.engine.parts import Finding, Training
-from hadal.engine.report import Progress
 from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
 from hadal.engine.update import late_finding, measure, moved_scale, part_of_norm
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
@@ -106,17 +105,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its inputs cast and under autocast as the configuration says."""
         self._expect_alive()
-        experiment = self._parts.experiment
         with self._listeners as listeners:
             if listeners:
                 updates, micro_step = self._counters.global_steps, self._cycle.collected
                 begun = Forward(args, kwargs, updates, micro_step, self.module.training)
                 args, kwargs, *_ = listeners.before_forward(begun)
-            if experiment is not None:
-                experiment.begin_forward()
             found = self._run(args, kwargs)
-            if experiment is not None:
-                experiment.end_forward()
             for listener in listeners:
                 listener.after_forward(found)
         return found
@@ -124,8 +118,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = self._parts
         try:
-            with parts.clocks.forward:
-                return parts.casting.run(self.module, self.device, args, kwargs)
+            return parts.casting.run(self.module, self.device, args, kwargs)
         except RuntimeError as error:
             # A weight that was moved or cast away from its bucket: say so, by its name.
             parts.runtime.check_links()
@@ -174,7 +167,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             scaled = loss if factor == 1.0 else loss.to(exact) * factor
             for listener in listeners:
                 listener.before_backward()
-            with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
+            with parts.runtime.backward(boundary=boundary):
                 parts.hooks.backward(scaled, retain_graph)
             self._end_backward(loss.detach() if listeners else None)
         return loss
@@ -224,7 +217,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         with self._listeners as listeners:
             for listener in listeners:
                 listener.before_backward()
-            with parts.clocks.backward, parts.runtime.backward(boundary=boundary):
+            with parts.runtime.backward(boundary=boundary):
                 yield
             self._end_backward(scaled if listeners else None)
 
@@ -343,32 +336,30 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         parts, training, counters = self._parts, self._training, self._counters
         assert training is not None  # a backward came before
         self._tell_skipped()
-        with parts.clocks.late_reduce:
-            total = parts.runtime.reduce_all(part_of_norm(parts))
+        total = parts.runtime.reduce_all(part_of_norm(parts))
         for listener in self._listeners:
             listener.before_update(MeanGradients(parts.model, parts.runtime))
         options = options_of(training.optimizer) if self._listeners else None
-        with parts.clocks.step:
-            parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
-            stepper = training.stepper
-            looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
-            parts.runtime.reshard_all(update_looks=looks)
-            factor, self._cycle.factor = self.gradient_factor, None
-            later = not self._cycle.skips_next and decides_on_device(parts, training)
-            found = measure(parts, factor, later=later, total=total)
-            if self._cycle.skips_next:
-                self._cycle.skips_next = False
-                found = found if found.overflow else replace(found, overflow=True, is_asked=True)
-            self._cycle.last = found
-            if found.overflow:
-                counters.skipped_steps += 1
-            else:
-                self._step_weights(training, found, factor)
-                undo = step_schedule(training)
-                if found.overflowed is not None:
-                    flag = start_reading(found.overflowed, "whether the last gradients overflowed")
-                    self._undecided = Undecided(counters.global_steps, found, flag, undo)
-            parts.runtime.clear_gradients()
+        parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
+        stepper = training.stepper
+        looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
+        parts.runtime.reshard_all(update_looks=looks)
+        factor, self._cycle.factor = self.gradient_factor, None
+        later = not self._cycle.skips_next and decides_on_device(parts, training)
+        found = measure(parts, factor, later=later, total=total)
+        if self._cycle.skips_next:
+            self._cycle.skips_next = False
+            found = found if found.overflow else replace(found, overflow=True, is_asked=True)
+        self._cycle.last = found
+        if found.overflow:
+            counters.skipped_steps += 1
+        else:
+            self._step_weights(training, found, factor)
+            undo = step_schedule(training)
+            if found.overflowed is not None:
+                flag = start_reading(found.overflowed, "whether the last gradients overflowed")
+                self._undecided = Undecided(counters.global_steps, found, flag, undo)
+        parts.runtime.clear_gradients()
         self._end_update(samples, found)
         if options is not None:
             update = self._record(samples, options)
@@ -383,11 +374,6 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         self._scale = moved_scale(self._scale, found, counters.global_steps - 1, parts)
         if self._scale.scale != before:
             parts.runtime.rescale_residuals(self._scale.scale / before)
-        parts.reporter.end_update(counters.global_steps, samples, self._progress)
-        if parts.experiment is not None:
-            parts.clocks.wait()
-            skipped, times = counters.skipped_steps, parts.clocks.last
-            parts.experiment.end_update(counters.global_steps, samples, skipped, times)
 
     def _record(self, samples: int, before: Options) -> Update:
         """What listeners learn of the update that is just over."""
@@ -431,10 +417,6 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             # The next update must not begin with what this one could not use.
             runtime.clear_gradients()
             raise
-
-    def _progress(self) -> Progress:
-        skipped, norm = self.skipped_steps, self._cycle.last.norm
-        return Progress(skipped, self.get_lr(), self.get_mom(), norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

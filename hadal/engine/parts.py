@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.autotuning.measuring import Experiment
 from hadal.checkpoint.live import Live, Rules
 from hadal.comm import Ranks
 from hadal.config import Config
@@ -19,7 +18,6 @@ from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
 from hadal.engine.loader import Loading, ShardedLoader
-from hadal.engine.report import Reporter
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.listener import Listener
@@ -58,9 +56,6 @@ class Parts:
     computes_norm: bool
     batches: BatchSizes
     clocks: Clocks
-    experiment: Experiment | None
-    """What a run of the autotuner measures."""
-    reporter: Reporter
     listeners: tuple[Listener, ...]
     """Those that the configuration asks for."""
     loader: ShardedLoader | None

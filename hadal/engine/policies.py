@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from hadal.autotuning.measuring import Experiment
 from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.live import Rules
 from hadal.checkpoint.shards import Writing
-from hadal.comm import Ranks
 from hadal.comm.codecs.blockwise import Blockwise
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
-from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.dtypes import dtype_named
-from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.zero.grouping import LeafModules
 from hadal.zero.policy import (
@@ -98,32 +93,6 @@ def batch_sizes_of(config: Config, topology: Topology) -> BatchSizes:
         data_parallel_size=topology.data_parallel.size,
         managed=config.managed_gradient_accumulation,
     )
-
-
-def experiment_of(
-    config: Config, model: nn.Module, world: Ranks, device: torch.device
-) -> Experiment | None:
-    """What a training measures that is an experiment; else nothing."""
-    section = config.autotuning
-    return Experiment(section, model, world, device) if section.enabled else None
-
-
-def clocks_of(config: Config, device: torch.device, experiment: Experiment | None) -> Clocks:
-    """What is measured around each phase."""
-    return Clocks(
-        device,
-        times=config.wall_clock_breakdown or experiment is not None,
-        memory=config.memory_breakdown,
-        counter=None if experiment is None else experiment.operations,
-    )
-
-
-def reporter_of(config: Config, clocks: Clocks, device: torch.device, *, speaks: bool) -> Reporter:
-    """What is told, and how often."""
-    timer = config.timers.throughput
-    measured = timer.enabled and config.steps_per_print is not None
-    throughput = Throughput(device, synchronized=timer.synchronized) if measured else None
-    return Reporter(config.steps_per_print, clocks, throughput, speaks)
 
 
 def saving_of(config: Config) -> Rules:

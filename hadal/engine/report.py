@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -14,6 +12,7 @@ from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
 from hadal.engine.topology import Topology
+from hadal.listener import Listener, Update
 from hadal.zero.bucket import Bucket
 from hadal.zero.runtime import ZeroRuntime
 
@@ -22,53 +21,44 @@ _log = logging.getLogger(__name__)
 _MEBIBYTE = 1 << 20
 
 
-class Progress(NamedTuple):
-    """What a line of progress says beside the number of updates."""
+class Reporter(Listener):
+    """Logs after an update what is due. Lines come from one rank only."""
 
-    skipped: int
-    rates: Sequence[float]
-    momenta: Sequence[Any]
-    norm: float | None
+    def __init__(
+        self, every: int | None, clocks: Clocks, throughput: Throughput | None, *, speaks: bool
+    ) -> None:
+        self._every = every
+        """Updates between two lines of progress; None: there are none."""
+        self._clocks = clocks
+        self._throughput = throughput
+        self._speaks = speaks
 
-
-@dataclass(slots=True)
-class Reporter:
-    """Says after an update what is due. Lines come from one rank only."""
-
-    every: int | None
-    """Updates between two lines of progress; None: there are none."""
-    clocks: Clocks
-    throughput: Throughput | None
-    speaks: bool
-    """Whether this is the rank that tells."""
-
-    def end_update(self, number: int, samples: int, progress: Callable[[], Progress]) -> None:
-        """Update `number` (from 1), with so many samples of all ranks, is over."""
-        self.clocks.end_update()
-        if self.throughput is not None:
-            self.throughput.end_update(samples)
-        if not self.speaks:
+    def after_update(self, update: Update) -> None:
+        """Log a line of progress, times and memory, if they are due."""
+        if self._throughput is not None:
+            self._throughput.end_update(update.samples)
+        if not self._speaks:
             return
-        if self.every is not None and number % self.every == 0:
-            _log.info("%s", self._line(number, progress()))
-        if number % (self.every or 1) == 0:
-            self._tell_breakdowns(number)
+        if self._every is not None and update.number % self._every == 0:
+            _log.info("%s", self._line(update))
+        if update.number % (self._every or 1) == 0:
+            self._tell_breakdowns(update.number)
 
-    def _line(self, number: int, progress: Progress) -> str:
-        norm = "not computed" if progress.norm is None else f"{progress.norm:.4g}"
+    def _line(self, update: Update) -> str:
+        norm = "not computed" if update.norm is None else f"{update.norm:.4g}"
         line = (
-            f"step {number}, skipped {progress.skipped}, lr {list(progress.rates)},"
-            f" momentum {list(progress.momenta)}, gradient norm {norm}"
+            f"step {update.number}, skipped {update.skipped_updates}, lr {list(update.rates)},"
+            f" momentum {list(update.momenta)}, gradient norm {norm}"
         )
-        rate = self.throughput.take_rate() if self.throughput else None
+        rate = self._throughput.take_rate() if self._throughput else None
         return line if rate is None else f"{line}, {rate:.4g} samples/s"
 
     def _tell_breakdowns(self, number: int) -> None:
-        means = self.clocks.take_means()
+        means = self._clocks.take_means()
         if means:
             told = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
             _log.info("step %d, ms of one update: %s", number, told)
-        for name, gauge in self.clocks.memory.items():
+        for name, gauge in self._clocks.memory.items():
             _log.info("step %d, memory around %s: %s", number, name, memory_told(gauge))
 
 

@@ -108,7 +108,7 @@ class ZeroRuntime:
         self.exchange: OwnExchange | None = None
         """What lets gradients stay on their ranks, where the optimizer does."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
-        """Around the work and the waiting for reductions inside backward: a clock, or nothing."""
+        """Around the work and the waiting for reductions: a clock, or nothing."""
 
     def _serve_gathering(self) -> None:
         """Tell `gathering` how to do with reductions what it has to do with them."""
@@ -450,6 +450,10 @@ class ZeroRuntime:
             UsageError: before the last update weights were written to in a way that was lost.
         """
         self._refuse_unused()
+        with self.reducing:
+            return self._reduce_rest(part)
+
+    def _reduce_rest(self, part: Callable[[], Tensor] | None) -> Tensor | None:
         frozen = [has_frozen(g.bucket) for g in self.gradients]
         self._untold += 1
         is_news = self._has_news(frozen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.toys import backward, engine_of, train
 from hadal import comm
 from hadal.device.memory import give_back_freed_memory
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
+from hadal.listener import Forward, Options, Update
 
 CPU = torch.device("cpu")
 NAMES = ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
@@ -39,21 +41,31 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
+FORWARD = Forward((), {}, 0, 0, True)
+NONE = Options((), ())
+UPDATE = Update(1, 12, 12, 2, (), 1.0, None, False, NONE, NONE, 0, None)
+
+
 def spend(bench: Bench, clocks: Clocks, scale: float) -> None:
     """An update of two micro-steps."""
+    reducing = clocks.reducing or nullcontext()
     for _ in range(2):
-        with clocks.forward:
-            bench.now += 1 * scale
+        clocks.before_forward(FORWARD)
+        bench.now += 1 * scale
+        clocks.after_forward(None)
         bench.now += 50  # nobody's
-        with clocks.backward:
-            bench.now += 2 * scale
-            with clocks.reduce:
-                bench.now += 3 * scale
-    with clocks.late_reduce:
-        bench.now += 4 * scale
-    with clocks.step:
-        bench.now += 5 * scale
-    clocks.end_update()
+        clocks.before_backward()
+        bench.now += 2 * scale
+        with reducing:
+            bench.now += 3 * scale
+        clocks.after_backward(None)
+    with reducing:
+        bench.now += 1 * scale
+        with reducing:  # one that is due begins inside another
+            bench.now += 3 * scale
+    clocks.before_update({})
+    bench.now += 5 * scale
+    clocks.after_update(UPDATE)
 
 
 @pytest.mark.claims("wall_clock_breakdown")
@@ -75,8 +87,21 @@ def test_times_add_up_over_an_update_and_are_averaged_over_several(bench: Bench)
     assert clocks.take_means() == pytest.approx({name: 2 * value for name, value in once.items()})
     assert clocks.take_means() == {}
     assert bench.waits == 0
-    clocks.wait()
-    assert bench.waits == 1
+
+
+def test_what_an_error_ends_is_timed_until_then(bench: Bench) -> None:
+    clocks = Clocks(CPU, times=True, memory=True)
+    clocks.before_forward(FORWARD)
+    bench.now += 1
+    clocks.on_error(ArithmeticError())
+    bench.now += 50
+    clocks.before_forward(FORWARD)
+    bench.now += 2
+    clocks.after_forward(None)
+    clocks.on_error(ArithmeticError())
+    clocks.before_update({})
+    clocks.after_update(UPDATE)
+    assert clocks.last["forward"] == pytest.approx(3000.0)
 
 
 def test_clocks_that_are_off_do_nothing(bench: Bench) -> None:

@@ -171,7 +171,10 @@ def overflowing(config: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(npu.asynchronous())
             stack.enter_context(npu.with_float64())
         lines = stack.enter_context(logged())
-        engine, following = built({**config, "scheduler": SCHEDULER}), Following()
+        engine, following = (
+            built({**config, "scheduler": SCHEDULER, "wall_clock_breakdown": True}),
+            Following(),
+        )
         engine.add_listener(following)
         for update in range(5):
             for number, tokens in enumerate(batches(get_rank(), 1, update)):
@@ -182,7 +185,7 @@ def overflowing(config: dict[str, Any]) -> dict[str, Any]:
         told = {"rates": engine.get_lr(), "skipped": engine.skipped_steps}
         told["overflow"] = engine.overflow
         told["updates"] = [
-            (one.skipped, one.skipped_updates, one.rates, one.norm == torch.inf)
+            (one.skipped, one.skipped_updates, one.rates, one.norm == torch.inf, list(one.times))
             for one in following.updates
         ]
         state = [*engine.optimizer.state.values()]

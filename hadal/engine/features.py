@@ -1,0 +1,63 @@
+"""The features that a configuration asks for, as listeners: one maker for each section or key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hadal.autotuning.measuring import Experiment
+from hadal.comm import Ranks
+from hadal.config import Config
+from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.report import Reporter
+from hadal.listener import Listener
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What listeners are made of."""
+
+    config: Config
+    model: nn.Module
+    world: Ranks
+    device: torch.device
+    clocks: Clocks
+
+
+def setting_of(config: Config, model: nn.Module, world: Ranks, device: torch.device) -> Setting:
+    """The setting of an engine; its clocks measure what some listener needs."""
+    times = config.wall_clock_breakdown or config.autotuning.enabled
+    return Setting(
+        config, model, world, device, Clocks(device, times=times, memory=config.memory_breakdown)
+    )
+
+
+def _clocks(setting: Setting) -> Listener | None:
+    return setting.clocks if setting.clocks.measures else None
+
+
+def _experiment(setting: Setting) -> Listener | None:
+    section = setting.config.autotuning
+    if not section.enabled:
+        return None
+    return Experiment(section, setting.model, setting.world, setting.device)
+
+
+def _reporter(setting: Setting) -> Listener | None:
+    every, timer = setting.config.steps_per_print, setting.config.timers.throughput
+    if every is None and not setting.clocks.measures:
+        return None
+    measured = timer.enabled and every is not None
+    throughput = Throughput(setting.device, synchronized=timer.synchronized) if measured else None
+    return Reporter(every, setting.clocks, throughput, speaks=setting.world.rank == 0)
+
+
+LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
+    "wall_clock_breakdown": _clocks,
+    "steps_per_print": _reporter,
+    "autotuning": _experiment,
+}
+"""By the section or key that asks for them, in the order in which they are called."""
