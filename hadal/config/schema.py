@@ -47,7 +47,7 @@ def _sections(model: type[Section]) -> set[type[Section]]:
 
 
 def _complete(schema: Schema, model: type[Section]) -> None:
-    """Add what pydantic does not know: "auto", names of older releases, what must be said."""
+    """Add what pydantic does not know: "auto", names of older releases, required keys."""
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for name, field in model.model_fields.items():
         properties[name] = _tidy(properties[name], _also_taken(model, name))
@@ -66,7 +66,7 @@ def _complete(schema: Schema, model: type[Section]) -> None:
 
 
 def _also_taken(model: type[Section], name: str) -> list[Schema]:
-    """List what the loader takes beside the declared type."""
+    """Return what the loader accepts besides the declared type."""
     field, more = model.model_fields[name], list[Schema]()
     mark = mark_of(field)
     words = spellings(field)

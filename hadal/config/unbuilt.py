@@ -1,4 +1,4 @@
-"""Which keys ask for something that is not built yet, or that has no effect."""
+"""Detection of keys that request something not built yet, or that have no effect."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _refusal(value: Any, default: Any, mark: Mark) -> str:
 
 
 def _descend(walk: _Walk, section: Section, path: str) -> None:
-    """Look at the switch first: a section that is off, or refused as a whole, asks no more."""
+    """Visit the switch first: a section that is off or refused as a whole requests nothing else."""
     switch = section.switch
     if switch is not None:
         before = len(walk.report.unbuilt)
@@ -82,5 +82,5 @@ def _children(section: Section, name: str, value: Any, here: str) -> Iterator[tu
 
 
 def _typed(child: Child, value: Mapping[str, Any]) -> Section:
-    """See checked params, which are kept as a plain dict, through their declaration again."""
+    """Return checked params, which are stored as a plain dict, as their declared section."""
     return child.model.model_construct(**value)
