@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import pkgutil
 import re
@@ -162,7 +161,6 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     from hadal.config import load_config
     from hadal.zero.policy import STAGES
 
-    logging.getLogger("hadal.config").setLevel(logging.ERROR)
     world_size = parsed.devices_per_node * parsed.nodes
     config = load_config(parsed.config, world_size=world_size, allow_unbuilt=True)
     plan = _plan(config, parsed.devices_per_node, parsed.nodes)

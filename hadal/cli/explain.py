@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,8 +39,6 @@ def run(parsed: argparse.Namespace) -> int:
     """Show the configuration; return 2 where it has faults."""
     from hadal.config import load_config
 
-    # The notes are shown below the table; the log would show them twice.
-    logging.getLogger("hadal.config").setLevel(logging.ERROR)
     try:
         config = load_config(parsed.config, world_size=parsed.world_size, allow_unbuilt=True)
     except ConfigError as error:

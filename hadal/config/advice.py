@@ -1,14 +1,15 @@
-"""Notes on valid settings that do less than their author may expect."""
+"""What is sound, but does less than its writer may expect: told as notes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from hadal.config.aio import Aio
 from hadal.config.amp import Amp
-from hadal.config.offload import OffloadOptimizer
 from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
+from hadal.config.section import Section, default_of
 from hadal.config.top_level import Config
 
 _OF_THE_DISK = (
@@ -23,65 +24,55 @@ _OF_THE_DISK = (
 
 
 def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
-    """Report keys that have no effect because of the keys beside them."""
+    """Tell what keys that were written do not do, given the keys beside them."""
     _tell_hysteresis(config, _written(prepared, "fp16"), report)
     if config.amp is not None and config.amp.enabled:
         _tell_amp(config.amp, _written(prepared, "amp"), report)
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        report.note(
+        report.note_idle(
             "gradient_predivide_factor",
             "has no effect: prescale_gradients does all of the division before adding up",
         )
     shared, key = config.sequence_parallel_size, "communication_data_type"
     other = f"seq_parallel_{key}"
     if shared > 1 and prepared.get(key) is not None:
-        report.note(key, f"has no effect where {shared} ranks share a sequence: {other} has")
+        report.note_idle(key, f"has no effect where {shared} ranks share a sequence: {other} has")
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
-        report.note(other, "has no effect where no ranks share a sequence")
-    _tell_offload(config, report)
+        report.note_idle(other, "has no effect where no ranks share a sequence")
     _tell_disk_keys(config, report)
 
 
-def _tell_offload(config: Config, report: Report) -> None:
-    zero = config.zero_optimization
-    if zero.offload_param is not None and zero.offload_param.is_on and zero.stage != 3:
-        report.note(
-            "zero_optimization.offload_param",
-            f"has no effect at stage {zero.stage}, where every rank keeps whole weights; it acts at"
-            " stage 3",
-        )
-    optimizer = zero.offload_optimizer
-    default = OffloadOptimizer().cpuadam_cores_perc
-    if optimizer is not None and optimizer.cpuadam_cores_perc != default:
-        # With super_offload it is refused.
-        report.note(
-            "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-            "has no effect without super_offload: updates on the host use the process's threads"
-            " (OMP_NUM_THREADS)",
-        )
-
-
 def _tell_disk_keys(config: Config, report: Report) -> None:
-    """Report keys for a disk that are set although state is in host memory."""
+    """Note the keys for a disk that were set although no state is on one."""
     zero = config.zero_optimization
     sections = (
         ("offload_param", zero.offload_param),
         ("offload_optimizer", zero.offload_optimizer),
     )
+    if not any(section and section.device == "nvme" for _, section in sections):
+        asked = [f"aio.{name}" for name in Aio.model_fields if _is_set(config.aio, name)]
+        if _is_set(zero, "sub_group_size"):
+            asked.insert(0, "zero_optimization.sub_group_size")
+        for path in asked:
+            report.note_idle(path, 'has no effect without an offload device "nvme"')
     for name, section in sections:
         if section is None or section.device != "cpu":
             continue
-        plain = type(section)()
         for key in _OF_THE_DISK:
-            if getattr(section, key, None) != getattr(plain, key, None):
-                report.note(
+            if key in type(section).model_fields and _is_set(section, key):
+                report.note_idle(
                     f"zero_optimization.{name}.{key}",
                     'has no effect where the device is "cpu": it speaks of a disk ("nvme")',
                 )
 
 
+def _is_set(section: Section, name: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(section, name) != default_of(type(section).model_fields[name]))
+
+
 def _written(prepared: Mapping[str, Any], name: str) -> set[str]:
-    """Return the keys of a section that the JSON gives, and not as null."""
+    """The keys of a section that stand in the JSON, and not as null."""
     section = prepared.get(name)
     keys = section.items() if isinstance(section, Mapping) else ()
     return {key for key, value in keys if value is not None}
@@ -92,7 +83,7 @@ def _tell_hysteresis(config: Config, written: set[str], report: Report) -> None:
     if is_dynamic and config.zero_optimization.stage == 0:
         for name in ("hysteresis", "consecutive_hysteresis"):
             if name in written:
-                report.note(
+                report.note_idle(
                     f"fp16.{name}",
                     "has no effect at zero_optimization.stage 0, where every overflow halves the"
                     " loss scale",
@@ -104,7 +95,7 @@ def _tell_amp(amp: Amp, written: set[str], report: Report) -> None:
     scale = amp.loss_scale or {"O1": "dynamic", "O2": "dynamic"}.get(amp.opt_level, 1)
     if cast == "fp32":
         for name in sorted(written & {"keep_batchnorm_fp32", "master_weights"}):
-            report.note(f"amp.{name}", "has no effect where weights are fp32")
+            report.note_idle(f"amp.{name}", "has no effect where weights are fp32")
     if scale != "dynamic":
         for name in sorted(written & {"min_loss_scale", "max_loss_scale"}):
-            report.note(f"amp.{name}", "has no effect where the loss scale is not dynamic")
+            report.note_idle(f"amp.{name}", "has no effect where the loss scale is not dynamic")

@@ -1,4 +1,4 @@
-"""`compression_training`: quantizing, pruning and shortening a model during training."""
+"""`compression_training`: quantising, pruning and shortening a model while it trains."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -10,68 +10,66 @@ from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOr
 _Symmetry: TypeAlias = Literal["symmetric", "asymmetric"]
 _Related: TypeAlias = tuple[Texts, ...]
 _OFFSET = "Updates before it starts."
-_MODULES = "Regular expressions searched in module names; `*` matches every suitable module."
-_RELATED = "Modules that shrink along with these, one list for each entry of modules."
-_UNREAD = "Accepted for every technique; has no meaning here."
-_KEPT = "Fraction to keep."
-_GROUPS = "Maps a free name to a group: its modules and settings."
+_MODULES = "Regular expressions searched in modules' names; `*` is every module that fits."
+_RELATED = "Modules that shrink along, one list for each entry of modules."
+_UNREAD = "Read for every technique; means nothing here."
+_KEPT = "Share that is kept."
+_GROUPS = "Own name, and what is done to which modules."
 
 
 class LayerReduction(Section):
-    """A shallower student initialized from some of the teacher's layers."""
+    """A shallower student that starts from some of the teacher's layers."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Build a student model.", mark=UNBUILT)
-    keep_number_layer: Integer | None = key(None, "Number of layers in the student.", ge=1)
+    enabled: Boolean = key(False, "Make a student.", mark=UNBUILT)
+    keep_number_layer: Integer | None = key(None, "Layers of the student.", ge=1)
     module_name_prefix: Text | None = key(None, "Name of the list of layers.")
-    teacher_layer: Integers | None = key(None, "Teacher layers to copy, in order.")
+    teacher_layer: Integers | None = key(None, "Teacher's layers to copy, in order.")
     other_module_name: Texts | None = key(None, "Other modules to copy.")
 
 
 class MixedQuantize(Section):
-    """A blend of fp16 and quantized weights."""
+    """A blend of fp16 and quantised weights."""
 
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Blend.")
     quantize_change_ratio: Number = key(
-        0.001, "Growth of the quantized fraction per update.", gt=0, le=1
+        0.001, "Growth of the quantised share per update.", gt=0, le=1
     )
 
 
 class WeightQuantizationShared(Section):
-    """Settings shared by all groups of weights."""
+    """What all groups of weights share."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Quantize weights. Requires different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Quantise weights. Needs different_groups.", mark=UNBUILT)
     schedule_offset: Integer = key(0, _OFFSET, ge=0)
-    quantizer_kernel: Boolean = key(False, "Use a dedicated kernel.")
+    quantizer_kernel: Boolean = key(False, "Use a kernel of its own.")
     quantize_groups: Integer = key(1, "Scales per weight.", ge=1)
     quantize_verbose: Boolean = key(False, "Log changes.")
-    quantization_type: _Symmetry = key(
-        "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
-    )
-    rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding mode.")
+    quantization_type: _Symmetry = key("symmetric", "Scales without or with an offset.")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "How values are rounded.")
     quantize_weight_in_forward: Boolean = key(
-        False, "Quantize in the forward pass rather than in the update; required without fp16."
+        False, "Quantise in the forward pass rather than in the update; needed without fp16."
     )
-    fp16_mixed_quantize: MixedQuantize = section(
-        MixedQuantize, "Blend of fp16 and quantized weights."
-    )
+    fp16_mixed_quantize: MixedQuantize = section(MixedQuantize, "A blend.")
 
 
 class WeightQuantizationParams(Section):
-    """Bit widths of one group of weights."""
+    """Bits of one group of weights."""
 
-    start_bits: Integer | None = key(None, "Bits at the start. Required.", ge=1)
-    target_bits: Integer | None = key(None, "Bits at the end. Required.", ge=1)
-    quantization_period: Integer = key(1, "Updates until the bit width is reduced again.", ge=1)
+    start_bits: Integer | None = key(None, "Bits at the start. Must be said.", ge=1)
+    target_bits: Integer | None = key(None, "Bits in the end. Must be said.", ge=1)
+    quantization_period: Integer = key(
+        1, "Updates before the next bit falls; 0 where both numbers of bits are the same.", ge=0
+    )
 
 
 class _Scope(Section):
-    """The modules of a group."""
+    """Which modules a group holds."""
 
     modules: TextOrTexts = key(("*",), _MODULES)
 
@@ -79,144 +77,148 @@ class _Scope(Section):
 class WeightQuantizationGroup(_Scope):
     """One group of weights."""
 
-    params: WeightQuantizationParams | None = key(None, "Bit widths.")
+    params: WeightQuantizationParams | None = key(None, "Bits.")
     related_modules: _Related | None = key(None, _UNREAD)
 
 
 class WeightQuantizationSection(Section):
     """Weights in fewer bits."""
 
-    shared_parameters: WeightQuantizationShared = section(
-        WeightQuantizationShared, "Settings of all groups."
-    )
+    switch: ClassVar[str | None] = "shared_parameters.enabled"
+
+    shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared, "For all.")
     different_groups: dict[str, WeightQuantizationGroup] | None = key(None, _GROUPS)
 
 
 class ActivationQuantizationShared(Section):
-    """Settings shared by all groups of activations."""
+    """What all groups of activations share."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Quantize activations. Requires different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Quantise activations. Needs different_groups.", mark=UNBUILT)
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
-    quantization_type: _Symmetry = key(
-        "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
-    )
+    quantization_type: _Symmetry = key("symmetric", "Scales without or with an offset.")
     range_calibration: Literal["dynamic", "static"] = key(
-        "dynamic", "Range measured per token (dynamic) or tracked by a running average (static)."
+        "dynamic", "Range found for each token, or followed by a running average."
     )
 
 
 class ActivationQuantizationParams(Section):
-    """Bit width of one group of activations."""
+    """Bits of one group of activations."""
 
-    bits: Annotated[Literal[4, 8], BeforeValidator(whole)] | None = key(
-        None, "Bit width. Required."
-    )
+    bits: Annotated[Literal[4, 8], BeforeValidator(whole)] | None = key(None, "Bits. Must be said.")
 
 
 class ActivationQuantizationGroup(_Scope):
     """One group of activations."""
 
-    params: ActivationQuantizationParams | None = key(None, "Bit width.")
+    params: ActivationQuantizationParams | None = key(None, "Bits.")
     related_modules: _Related | None = key(None, _UNREAD)
 
 
 class ActivationQuantizationSection(Section):
     """Activations in fewer bits."""
 
+    switch: ClassVar[str | None] = "shared_parameters.enabled"
+
     shared_parameters: ActivationQuantizationShared = section(
-        ActivationQuantizationShared, "Settings of all groups."
+        ActivationQuantizationShared, "For all."
     )
     different_groups: dict[str, ActivationQuantizationGroup] | None = key(None, _GROUPS)
 
 
 class _PruningShared(Section):
-    """Settings shared by all kinds of pruning."""
+    """What all kinds of pruning share."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Prune. Requires different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Prune. Needs different_groups.", mark=UNBUILT)
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
 
 
 class SparsePruningShared(_PruningShared):
-    """Settings shared by all groups of sparse pruning."""
+    """What all groups of single weights share."""
 
-    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "Criterion.")
+    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "What decides.")
     schedule_offset_end: Integer | None = key(
         None, "snip_momentum: last update that prunes; null is schedule_offset.", ge=0
     )
     schedule_offset_stride: Integer = key(1, "snip_momentum: updates between prunings.", ge=1)
     block_pattern: Text = key("4x1", "snip_momentum: NxM blocks, or N of M.")
-    dense_ratio: Number = key(0.1, "snip_momentum: fraction to keep.", gt=0, lt=1)
-    excluded_modules: Texts = key((), "snip_momentum: modules to leave unpruned.")
+    dense_ratio: Number = key(0.1, "snip_momentum: share that is kept.", gt=0, lt=1)
+    excluded_modules: Texts = key((), "snip_momentum: modules left alone.")
 
 
 class RowPruningShared(_PruningShared):
-    """Settings shared by all groups of row pruning."""
+    """What all groups of rows share."""
 
-    method: Literal["l1", "topk"] = key("l1", "Criterion.")
+    method: Literal["l1", "topk"] = key("l1", "What decides.")
 
 
 class HeadPruningShared(_PruningShared):
-    """Settings shared by all groups of head pruning."""
+    """What all groups of heads share."""
 
-    method: Literal["topk"] = key("topk", "Criterion.")
-    num_heads: Integer | None = key(None, "Number of attention heads. Required.", ge=1)
+    method: Literal["topk"] = key("topk", "What decides.")
+    num_heads: Integer | None = key(None, "Heads of the model. Must be said.", ge=1)
 
 
 class ChannelPruningShared(_PruningShared):
-    """Settings shared by all groups of channel pruning."""
+    """What all groups of channels share."""
 
-    method: Literal["l1", "topk"] = key("l1", "Criterion.")
+    method: Literal["l1", "topk"] = key("l1", "What decides.")
 
 
 class PruningParams(Section):
-    """Fraction of one group to keep."""
+    """How much of one group is kept."""
 
-    dense_ratio: Number | None = key(None, _KEPT + " Required.", gt=0, le=1)
+    dense_ratio: Number | None = key(None, _KEPT + " Must be said.", gt=0, le=1)
 
 
 class PruningGroup(_Scope):
     """One group of modules."""
 
-    params: PruningParams | None = key(None, "Fraction to keep.")
+    params: PruningParams | None = key(None, "How much is kept.")
     related_modules: _Related | None = key(None, _RELATED)
 
 
 class SparsePruningSection(Section):
-    """Pruning of single weights, which become zero."""
+    """Single weights set to zero."""
 
-    shared_parameters: SparsePruningShared = section(SparsePruningShared, "Settings of all groups.")
+    switch: ClassVar[str | None] = "shared_parameters.enabled"
+
+    shared_parameters: SparsePruningShared = section(SparsePruningShared, "For all.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class RowPruningSection(Section):
-    """Pruning of output rows."""
+    """Output rows taken out."""
 
-    shared_parameters: RowPruningShared = section(RowPruningShared, "Settings of all groups.")
+    switch: ClassVar[str | None] = "shared_parameters.enabled"
+
+    shared_parameters: RowPruningShared = section(RowPruningShared, "For all.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class HeadPruningSection(Section):
-    """Pruning of attention heads."""
+    """Attention heads taken out."""
 
-    shared_parameters: HeadPruningShared = section(HeadPruningShared, "Settings of all groups.")
+    switch: ClassVar[str | None] = "shared_parameters.enabled"
+
+    shared_parameters: HeadPruningShared = section(HeadPruningShared, "For all.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class ChannelPruningSection(Section):
-    """Pruning of convolution channels."""
+    """Channels of convolutions taken out."""
 
-    shared_parameters: ChannelPruningShared = section(
-        ChannelPruningShared, "Settings of all groups."
-    )
+    switch: ClassVar[str | None] = "shared_parameters.enabled"
+
+    shared_parameters: ChannelPruningShared = section(ChannelPruningShared, "For all.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class CompressionTraining(Section):
-    """Compression of the model during training."""
+    """A smaller model, made while training."""
 
     layer_reduction: LayerReduction = section(LayerReduction, "Fewer layers.")
     weight_quantization: WeightQuantizationSection = section(
@@ -225,7 +227,7 @@ class CompressionTraining(Section):
     activation_quantization: ActivationQuantizationSection = section(
         ActivationQuantizationSection, "Activations in fewer bits."
     )
-    sparse_pruning: SparsePruningSection = section(SparsePruningSection, "Sparse weights.")
+    sparse_pruning: SparsePruningSection = section(SparsePruningSection, "Zeros in weights.")
     row_pruning: RowPruningSection = section(RowPruningSection, "Fewer rows.")
     head_pruning: HeadPruningSection = section(HeadPruningSection, "Fewer heads.")
     channel_pruning: ChannelPruningSection = section(ChannelPruningSection, "Fewer channels.")

@@ -1,4 +1,4 @@
-"""Migration of keys that moved to another section, and of sections that changed their form."""
+"""Old places: keys that moved to another section, and sections that changed their form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLD_OFFLOAD = {
 
 
 def modernise(raw: Raw, report: Report) -> Raw:
-    """Return the configuration with every key in its current place."""
+    """Return the configuration with everything in the place where it stands today."""
     raw = dict(raw)
     _boolean_zero(raw, report)
     _bfloat16(raw, report)
@@ -60,7 +60,7 @@ def _fp32_allreduce(raw: Raw, report: Report) -> None:
     if "fp32_allreduce" not in raw:
         return
     here, value = "fp32_allreduce", raw.pop("fp32_allreduce")
-    if value not in (None, True, False):
+    if not isinstance(value, bool | None):
         report.fault(here, 'expected true or false; better use "communication_data_type"')
     elif value and raw.get("communication_data_type") is not None:
         report.fault(here, '"communication_data_type" is there too; keep that')
@@ -82,7 +82,7 @@ def _cpu_offload(raw: Raw, report: Report) -> None:
         here, value = f"zero_optimization.{old}", zero.pop(old)
         if zero.get(new) is not None:
             report.fault(here, f'replaced by "{new}", which is there too; leave "{old}" out')
-        elif value not in (None, True, False):
+        elif not isinstance(value, bool | None):
             report.fault(here, f'expected true or false; better use "{new}"')
         else:
             report.note(here, f'an old name, read as "{new}"')
@@ -141,7 +141,7 @@ def _datastates(raw: Raw) -> None:
 
 
 def _params(raw: Raw, report: Report) -> None:
-    """Give every optimizer and scheduler its params, and refuse clipping inside them."""
+    """Give every optimizer and scheduler its params, and clipping its place of today."""
     for name in ("optimizer", "scheduler"):
         section = raw.get(name)
         if isinstance(section, Mapping) and section.get("params") is None:

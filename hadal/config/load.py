@@ -1,4 +1,4 @@
-"""`load_config`: turns a ds_config.json into a `Config`."""
+"""`load_config`: the one way from a ds_config.json to a `Config`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hadal.config.prepare import prepare
 from hadal.config.reading import Source, read
 from hadal.config.report import Report
 from hadal.config.rules import tell_contradictions
+from hadal.config.rules.optimizers import bad_types
 from hadal.config.rules.wings import elastic_faults
 from hadal.config.rules.zero import blocks_that_do_not_fit
 from hadal.config.section import default_of
@@ -30,7 +31,7 @@ _log = logging.getLogger("hadal.config")
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Facts that the program passes along with the configuration."""
+    """What the program that loads a configuration brings along."""
 
     world_size: int = 1
     sequence_parallel_size: int | None = None
@@ -53,9 +54,9 @@ def load_config(
 ) -> Config:
     """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
 
-    `sequence_parallel_size` and `data_parallel_size` are what the program knows about its ranks,
-    for example from an mpu; None leaves them to the keys of the same names. `rounds_early` is the
-    meaning of null for `data_types.early_rounding`.
+    `sequence_parallel_size` and `data_parallel_size` are what the program knows of its ranks, for
+    example by an mpu; None leaves them to the keys of the same names. `rounds_early` is what
+    `data_types.early_rounding` means where it is null. Nothing is logged: `log_notes` does that.
     """
     brought = Circumstances(
         world_size,
@@ -69,10 +70,14 @@ def load_config(
     report = Report()
     config, origins = _checked(raw, brought, report)
     report.settle(name, allow_unbuilt=allow_unbuilt)
-    _attach(config, origins, report.notes)
-    for note in report.notes:
-        _log.warning("%s", note)
+    config._origins, config._notes, config._lines = origins, report.notes, report.lines
     return config
+
+
+def log_notes(config: Config) -> None:
+    """Log what was worth telling while a configuration was loaded."""
+    for line in config.lines:
+        _log.warning("%s", line)
 
 
 def _checked(
@@ -85,6 +90,10 @@ def _checked(
     tell_contradictions(config, report)
     _tell_blocks(config, brought, report)
     ignored = _ignored(config, brought, report)
+    typed = ("optimizer", "scheduler")
+    faulty = tuple(name for name in typed if report.is_faulty((f"{name}.type",)))
+    for fault in bad_types(config, ignored + faulty):
+        report.fault(fault.path, fault.message)
     tell_unbuilt(config, report, stage=config.zero_optimization.stage, skip=ignored)
     _tell_autos(report)
     _tell_vocabulary(config.vocabulary_size, report)
@@ -93,7 +102,7 @@ def _checked(
 
 
 def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
-    """Fill in values that follow from the others; return their paths."""
+    """Fill in what follows from the rest; return its paths."""
     inferred = list(_infer_batch(values, brought, report))
     shared = brought.sequence_parallel_size
     if shared is not None and shared != 1 and "sequence_parallel_size" not in values:
@@ -169,13 +178,13 @@ def _elastic_batch(
 
 
 def _is_tuned(values: Mapping[str, Any]) -> bool:
-    """Return whether the autotuner chooses the batch."""
+    """Tell whether the autotuner chooses the batch."""
     tuning = values.get("autotuning")
     return tuning is not None and bool(tuning.enabled)
 
 
 def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:
-    """Return the number of ranks that see different samples."""
+    """How many ranks see different samples: all, divided by those that share a sequence."""
     shared_key, data_key = "sequence_parallel_size", "data_parallel_size"
     world, asked = brought.world_size, values.get(shared_key)
     shared = brought.sequence_parallel_size or asked or 1
@@ -190,7 +199,7 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
     ranks = brought.data_parallel_size or max(1, world // shared)
     wanted = values.get(data_key)
     if wanted is not None and asked is None and brought.sequence_parallel_size is None:
-        report.note(data_key, f"{wanted} has no effect without {shared_key}")
+        report.note_idle(data_key, f"{wanted} has no effect without {shared_key}")
     elif wanted not in (None, ranks):
         report.fault(
             data_key, f"{wanted} is not the {ranks} ranks that see different samples; leave it out"
@@ -210,7 +219,7 @@ def _tell_blocks(config: Config, brought: Circumstances, report: Report) -> None
 
 
 def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[str, ...]:
-    """Return the sections that are ignored because the program passes its own object."""
+    """Name the sections that step back because the program brings the object itself."""
     brings = {"optimizer": brought.client_optimizer, "scheduler": brought.client_scheduler}
     ignored = tuple(name for name, is_brought in brings.items() if is_brought)
     for name in ignored:
@@ -238,8 +247,3 @@ def _origins(
     origins |= dict.fromkeys(inferred, "inferred")
     origins |= dict.fromkeys(report.autos, "auto")
     return origins
-
-
-def _attach(config: Config, origins: dict[str, Origin], notes: tuple[str, ...]) -> None:
-    config._origins = origins
-    config._notes = notes

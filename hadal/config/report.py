@@ -1,8 +1,8 @@
-"""The faults, notes and `auto` values collected while loading."""
+"""What loading collects on its way: faults, things not built yet, notes, and who said what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hadal.errors import ConfigError, Fault, UnbuiltConfigError
@@ -10,38 +10,53 @@ from hadal.errors import ConfigError, Fault, UnbuiltConfigError
 
 @dataclass(slots=True)
 class Report:
-    """Faults and notes of one configuration; at most one fault per path."""
+    """Faults and notes of one configuration; at most one fault for each path."""
 
     faults: dict[str, Fault] = field(default_factory=dict)
     unbuilt: dict[str, Fault] = field(default_factory=dict)
     told: dict[str, list[str]] = field(default_factory=dict)
+    idle: dict[str, list[str]] = field(default_factory=dict)
     autos: list[str] = field(default_factory=list)
 
     def fault(self, path: str, message: str) -> None:
-        """Record a reason to refuse the configuration."""
+        """Note a reason to refuse the configuration."""
         self.faults.setdefault(path, Fault(path, message))
 
     def not_built(self, path: str, message: str) -> None:
-        """Record that the configuration requests something that is not built yet."""
+        """Note that the configuration asks for what is not built yet."""
         self.unbuilt.setdefault(path, Fault(path, message))
 
     def note(self, path: str, message: str) -> None:
-        """Record a note; keys with the same message share one line."""
+        """Note a thing worth telling; keys of which the same is to be told are told together."""
         self.told.setdefault(message, []).append(path)
+
+    def note_idle(self, path: str, message: str) -> None:
+        """Note a key that does nothing here, and why; these are logged in one line."""
+        self.idle.setdefault(message, []).append(path)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """All notes, one sentence each."""
-        return tuple(f"{', '.join(paths)}: {message}" for message, paths in self.told.items())
+        """Everything worth telling, one sentence each."""
+        return _sentences(self.told) + self.idle_notes
+
+    @property
+    def idle_notes(self) -> tuple[str, ...]:
+        """The keys that do nothing here, one sentence for each reason."""
+        return _sentences(self.idle)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The notes as they are logged."""
+        idle = "; ".join(self.idle_notes)
+        together = (f"keys that do nothing here: {idle}",) if idle else ()
+        return _sentences(self.told) + together
 
     def is_faulty(self, paths: Iterable[str]) -> bool:
-        """Return whether a key, one above or one below it is faulty, so that nothing follows from
-        it.
-        """
+        """Tell whether a key is faulty, above or below it too, so that nothing follows from it."""
         return any(_touch(fault, path) for path in paths for fault in self.faults)
 
     def settle(self, name: str, *, allow_unbuilt: bool) -> None:
-        """Raise if there is a fault; `allow_unbuilt` turns what is not built yet into notes."""
+        """Raise if there is a fault; turn what is not built yet into notes where allowed."""
         if allow_unbuilt:
             for fault in self.unbuilt.values():
                 self.note(fault.path, fault.message)
@@ -53,14 +68,18 @@ class Report:
         raise kind(written(name, told), told)
 
 
+def _sentences(paths_by_message: Mapping[str, list[str]]) -> tuple[str, ...]:
+    return tuple(f"{', '.join(paths)}: {message}" for message, paths in paths_by_message.items())
+
+
 def _touch(one: str, other: str) -> bool:
-    """Return whether two paths are equal or one is below the other."""
+    """Tell whether two paths are the same, or one lies below the other."""
     shorter, longer = sorted((one, other), key=len)
     return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
 def written(name: str, faults: tuple[Fault, ...]) -> str:
-    """Format faults one per line, with paths and messages in columns."""
+    """Write faults one below the other, paths and messages in columns."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     width = max(len(fault.path) for fault in faults)
     lines = [f"  {fault.path:<{width}}  {fault.message}" for fault in faults]

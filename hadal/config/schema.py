@@ -12,7 +12,8 @@ from hadal.config.optimizer import Optimizer
 from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
 from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.scheduler import Scheduler
-from hadal.config.section import Section, mark_of
+from hadal.config.section import Section, Status, mark_of
+from hadal.config.status import status_of, statuses
 from hadal.config.top_level import Config
 
 Schema = dict[str, Any]
@@ -27,8 +28,11 @@ def config_schema() -> Schema:
     ordered = sorted(models, key=lambda model: model.__name__)
     _, found = models_json_schema([(model, "validation") for model in ordered])
     defs: dict[str, Schema] = found["$defs"]
-    for model in _sections(Config) | models:
+    open_types: dict[type[Section], set[Status]] = {model: {"acts"} for model in models}
+    for model, places in (open_types | statuses(Config)).items():
         _complete(defs[model.__name__], model)
+        if len(places) == 1:
+            _write_status(defs[model.__name__], model, *places)
     _typed_params(defs, Optimizer, OPTIMIZERS)
     _typed_params(defs, Scheduler, SCHEDULES)
     root = defs.pop("Config")
@@ -37,17 +41,8 @@ def config_schema() -> Schema:
     return title | {name: root[name] for name in root if name != "title"} | {"$defs": defs}
 
 
-def _sections(model: type[Section]) -> set[type[Section]]:
-    below: set[type[Section]] = set()
-    for name in model.model_fields:
-        child = model.child(name, {})
-        if child is not None and name != "params":
-            below |= {child.model} | _sections(child.model)
-    return below
-
-
 def _complete(schema: Schema, model: type[Section]) -> None:
-    """Add what pydantic does not know: "auto", names of older releases, required keys."""
+    """Add what pydantic does not know: "auto", names of older releases, what must be said."""
     properties: dict[str, Schema] = schema.setdefault("properties", {})
     for name, field in model.model_fields.items():
         properties[name] = _tidy(properties[name], _also_taken(model, name))
@@ -65,8 +60,16 @@ def _complete(schema: Schema, model: type[Section]) -> None:
         schema["required"] = list(model.required)
 
 
+def _write_status(schema: Schema, model: type[Section], above: Status) -> None:
+    """Say of each key what is not built because of the switch of its section."""
+    for name, field in model.model_fields.items():
+        status = status_of(field, above)
+        if status != "acts":
+            schema["properties"][name]["x-hadal-status"] = status
+
+
 def _also_taken(model: type[Section], name: str) -> list[Schema]:
-    """Return what the loader accepts besides the declared type."""
+    """List what the loader takes beside the declared type."""
     field, more = model.model_fields[name], list[Schema]()
     mark = mark_of(field)
     words = spellings(field)

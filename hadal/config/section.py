@@ -1,19 +1,20 @@
-"""The parts of every section of the configuration: keys and what their declarations say.
+"""What every section of the configuration is made of: keys, with their meaning where they stand.
 
 Words of this folder.
 
 section   a JSON object with known keys: a frozen model, one file each
 key       one name in a section, declared by `key(default, meaning, ...)`
 mark      what a key's declaration says beyond type and range (see `Mark`)
-leftover  a key of older releases that is accepted with a note and does nothing
-renamed   an old name for a key of today, accepted with a note
-moved     a key of older releases whose meaning has another place today; read there, with a note
-alias     a second name, as good as the first
-fault     a reason to refuse the configuration        note  a line worth logging
+leftover  a key of older releases that is accepted, told once, and does nothing
+renamed   an old name that still means a key of today; told once
+moved     a key of older releases whose meaning stands at another place today; told once
+alias     a second name that is as good as the first
+fault     a reason to refuse the configuration        note  a thing worth telling
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -25,16 +26,18 @@ Status = Literal["acts", "not built yet", "no effect"]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The part of a key's declaration beyond its type and range.
+    """What a key's declaration says beyond its type and range.
 
-    `off` are values besides the default that request nothing. `only` restricts the status to these
-    values. `stages` are the ZeRO stages at which the key does anything. `why` says what prevents a
-    key from being built.
+    `off` are the values beside the default that ask for nothing. `only` are the sole values that
+    the status speaks of. `serves` names the key without which this one asks for nothing. `stages`
+    are the ZeRO stages at which the key does anything. `why` says what stands in the way of a key
+    that is not built.
     """
 
     status: Status = "acts"
     off: tuple[Any, ...] = ()
     only: tuple[Any, ...] = ()
+    serves: str = ""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     why: str = ""
     tunable: bool = False
@@ -47,7 +50,7 @@ class Mark:
             schema["x-hadal-status"] = self.status
 
     def asks(self, value: Any, default: Any) -> bool:
-        """Return whether the value requests what the status is about."""
+        """Tell whether the value asks for what the status speaks of."""
         if self.only:
             return value in self.only
         return bool(value != default and value not in self.off)
@@ -55,13 +58,18 @@ class Mark:
 
 ACTS = Mark()
 UNBUILT = Mark(status="not built yet")
-UNBUILT_WHERE_USED = Mark(status="not built yet", only=("refused by another key",))
-"""The key serves another one, which is refused; it requests nothing by itself."""
 NO_EFFECT = Mark(status="no effect")
 AUTO_IS_A_WORD = Mark(auto_is_a_word=True)
 NULL_IS_DEFAULT = Mark(null_is_default=True)
 TUNABLE = Mark(tunable=True)
 UNBUILT_AT_STAGE_3 = Mark(status="not built yet", stages=(3,))
+STAGE_3 = Mark(stages=(3,))
+TUNABLE_AT_STAGE_3 = Mark(stages=(3,), tunable=True)
+
+
+def unbuilt_beside(name: str) -> Mark:
+    """Mark a key that asks for nothing without another one, which is not built yet."""
+    return Mark(status="not built yet", serves=name)
 
 
 def key(
@@ -74,7 +82,7 @@ def key(
     lt: float | None = None,
     mark: Mark = ACTS,
 ) -> Any:
-    """Declare a key: its default, its meaning (with its unit), its range and its mark."""
+    """Declare a key: its default, what it means (with its unit), its range and its mark."""
     return Field(default, description=meaning, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=mark)
 
 
@@ -90,31 +98,40 @@ class Section(BaseModel):
     )
 
     switch: ClassVar[str | None] = None
-    """The key that turns the section on; while it is off, the other keys request nothing."""
+    """The path of the key that turns the section on; while it is off the others ask for nothing."""
     off: ClassVar[tuple[Any, ...]] = (False, None, "none")
-    """Values of the switch that turn the section off."""
+    """The switch's values that turn the section off."""
     renamed: ClassVar[Mapping[str, str]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
-    """Maps a key that has another place today to that place; `legacy.py` moves it."""
+    """Name of a key that stands elsewhere today, and where; `legacy.py` moves it."""
     leftovers: ClassVar[Mapping[str, str]] = {}
-    """Maps a leftover to what happens instead, as the end of a sentence."""
+    """Name of a leftover, and what happens instead, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()
-    """Keys that are required if the section is present."""
+    """Keys that must be said where the section stands."""
+    unbuilt: ClassVar[Mapping[str, str]] = {}
+    """Name of a key that no release had and people look for, and the feature that is not built."""
 
     @classmethod
     def is_open(cls) -> bool:
-        """Return whether undeclared keys are passed on unchanged."""
+        """Tell whether keys that are not declared are handed on as they are."""
         return cls.model_config.get("extra") == "allow"
 
     @property
     def is_on(self) -> bool:
-        """True if the section's keys request anything."""
-        return self.switch is None or getattr(self, self.switch) not in self.off
+        """Whether the section's keys ask for anything."""
+        return self.switch is None or attrgetter(self.switch)(self) not in self.off
+
+    @property
+    def is_switched(self) -> bool:
+        """Whether the JSON gives the switch, on or off."""
+        owner, _, name = (self.switch or "").rpartition(".")
+        section = attrgetter(owner)(self) if owner else self
+        return name in section.model_fields_set
 
     @classmethod
     def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
-        """Return the sections under a key; they may depend on the values beside it."""
+        """Return what sections stand under a key, which may hang on the values beside it."""
         del raw
         return child_of(cls.model_fields[name])
 
@@ -123,20 +140,20 @@ SectionType = TypeVar("SectionType", bound=Section)
 
 
 def section(kind: type[SectionType], meaning: str, *, mark: Mark = ACTS) -> Any:
-    """Declare a section that has its defaults if the JSON leaves it out."""
+    """Declare a section that exists with its defaults where the JSON does not have it."""
     return Field(default_factory=kind.model_construct, description=meaning, json_schema_extra=mark)
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Sections under a key: a single one, a map from free names, or a list."""
+    """Sections under a key: one of them, a map of them by free names, or a list."""
 
     model: type[Section]
     shape: Literal["one", "map", "list"]
 
 
 def child_of(field: FieldInfo) -> Child | None:
-    """Return the sections under a key, read from its type."""
+    """Read from a key's type which sections stand under it."""
     return _child(field.annotation)
 
 
@@ -159,5 +176,5 @@ def mark_of(field: FieldInfo) -> Mark:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return the value of a key that the JSON leaves out."""
+    """Return the value that a key has where the JSON does not give one."""
     return field.get_default(call_default_factory=True, validated_data={})

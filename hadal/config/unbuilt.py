@@ -1,9 +1,10 @@
-"""Detection of keys that request something not built yet, or that have no effect."""
+"""Which keys ask for something that is not built yet, and which do nothing as they stand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from hadal.config.plain import shown
@@ -15,10 +16,21 @@ from hadal.config.section import Child, Mark, Section, default_of, mark_of
 class _Walk:
     report: Report
     stage: int
+    tells_idle: bool = True
+    """Whether keys that do nothing are noted: not below a switch that was turned off on purpose."""
+
+    def note_idle(self, path: str, message: str) -> None:
+        if self.tells_idle:
+            self.report.note_idle(path, message)
 
 
 def tell_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[str, ...]) -> None:
-    """Report every key whose value would change something that this version does not do."""
+    """Report every key whose value would change something that this version does not do.
+
+    A key that asks for something and gets nothing is noted: one that has no effect, one that acts
+    at other stages only, and one below a switch that nobody has given. Whoever gives the switch,
+    and turns it off, wants silence.
+    """
     walk = _Walk(report, stage)
     for name in type(config).model_fields:
         if name not in skip:
@@ -29,24 +41,36 @@ def _look(walk: _Walk, section: Section, name: str, path: str) -> None:
     field = type(section).model_fields[name]
     mark, value = mark_of(field), getattr(section, name)
     here = f"{path}.{name}" if path else name
-    if value is None or here in walk.report.faults or walk.stage not in mark.stages:
-        return
-    if mark.status == "acts":
-        for where, child in _children(section, name, value, here):
-            _descend(walk, child, where)
+    if value is None or here in walk.report.faults:
         return
     default = default_of(field)
-    if not mark.asks(value, default):
+    if walk.stage not in mark.stages:
+        is_off = isinstance(value, Section) and not value.is_on
+        if mark.asks(value, default) and not is_off:
+            walk.note_idle(here, f"has no effect at stage {walk.stage}, only at {_stages(mark)}")
+    elif mark.status == "acts":
+        for where, child in _children(section, name, value, here):
+            _descend(walk, child, where)
+    elif not mark.asks(value, default):
         return
-    if mark.status == "no effect":
-        walk.report.note(here, f"{shown(value)} has no effect")
+    elif mark.status == "no effect":
+        walk.note_idle(here, f"{shown(value)} has no effect")
+    elif mark.serves:
+        walk.note_idle(here, f"has no effect without {mark.serves}, which is not built yet")
     else:
         walk.report.not_built(here, _refusal(value, default, mark))
+
+
+def _stages(mark: Mark) -> str:
+    *most, last = (str(stage) for stage in mark.stages)
+    return f"stages {', '.join(most)} and {last}" if most else f"stage {last}"
 
 
 def _refusal(value: Any, default: Any, mark: Mark) -> str:
     if isinstance(value, Section):
         return "the section is not built yet; leave it out"
+    if mark.only and default in mark.only:
+        return f"{shown(value)} is not built yet; leave the section out"
     if mark.only:
         return f"{shown(value)} is not built yet; choose another"
     why = f": {mark.why}" if mark.why else ""
@@ -54,16 +78,35 @@ def _refusal(value: Any, default: Any, mark: Mark) -> str:
 
 
 def _descend(walk: _Walk, section: Section, path: str) -> None:
-    """Visit the switch first: a section that is off or refused as a whole requests nothing else."""
-    switch = section.switch
-    if switch is not None:
+    """Look at the switch first: a section that is off, or refused as a whole, asks no more."""
+    if section.switch is not None:
+        owner, _, switch = section.switch.rpartition(".")
         before = len(walk.report.unbuilt)
-        _look(walk, section, switch, path)
-        if not section.is_on or len(walk.report.unbuilt) > before:
+        where = f"{path}.{owner}" if owner else path
+        _look(walk, attrgetter(owner)(section) if owner else section, switch, where)
+        if len(walk.report.unbuilt) > before:
             return
+        here = f"{path}.{section.switch}"
+        if not section.is_on:
+            if not section.is_switched and here not in walk.report.autos:
+                _note_without(walk, section, path, here)
+            return
+    elif "enabled" in section.model_fields_set and not section.enabled:  # type: ignore[attr-defined]
+        walk = replace(walk, tells_idle=False)
     for name in type(section).model_fields:
-        if name != switch:
+        if name != section.switch:
             _look(walk, section, name, path)
+
+
+def _note_without(walk: _Walk, section: Section, path: str, switch: str) -> None:
+    """Note each key below that asks for something, where nobody has given the section's switch."""
+    for name in [n for n in type(section).model_fields if n in section.model_fields_set]:
+        field, value = type(section).model_fields[name], getattr(section, name)
+        here = f"{path}.{name}"
+        if isinstance(value, Section):
+            _note_without(walk, value, here, switch)
+        elif mark_of(field).asks(value, default_of(field)):
+            walk.note_idle(here, f"has no effect without {switch}")
 
 
 def _children(section: Section, name: str, value: Any, here: str) -> Iterator[tuple[str, Section]]:
@@ -82,5 +125,5 @@ def _children(section: Section, name: str, value: Any, here: str) -> Iterator[tu
 
 
 def _typed(child: Child, value: Mapping[str, Any]) -> Section:
-    """Return checked params, which are stored as a plain dict, as their declared section."""
+    """See checked params, which are kept as a plain dict, through their declaration again."""
     return child.model.model_construct(**value)

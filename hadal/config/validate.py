@@ -1,4 +1,4 @@
-"""Validation of prepared JSON into frozen sections: types and ranges, each fault with its path."""
+"""From prepared JSON to frozen sections: types and ranges, every fault with its path."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from hadal.config.report import Report
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import Section
 from hadal.config.top_level import Config, General
+from hadal.config.values import spelled_numbers
 
 SectionType = TypeVar("SectionType", bound=Section)
 Location = Sequence[int | str]
 
 
 def validate(prepared: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """Return the top-level values and sections given in the JSON, without faulty keys."""
+    """Return the top-level values and sections that the JSON gives; faulty keys are left out."""
     general = {name: prepared[name] for name in General.model_fields if name in prepared}
     checked = validate_section(General, general, report)
     values: dict[str, Any] = {name: getattr(checked, name) for name in checked.model_fields_set}
@@ -34,7 +35,7 @@ def validate(prepared: Mapping[str, Any], report: Report) -> dict[str, Any]:
 def validate_section(
     model: type[SectionType], raw: Mapping[str, Any], report: Report, path: str = ""
 ) -> SectionType:
-    """Return a section; a faulty value is reported and replaced by its default."""
+    """Return a section; a key whose value is faulty is told and takes its default."""
     values = dict(raw)
     if issubclass(model, Optimizer | Scheduler) and isinstance(values.get("params"), Mapping):
         values["params"] = _typed_params(model, values, report, path)
@@ -52,19 +53,19 @@ def validate_section(
 def _typed_params(
     model: type[Optimizer] | type[Scheduler], raw: Mapping[str, Any], report: Report, path: str
 ) -> dict[str, Any]:
-    """Validate params for the type beside them; keep only what was given."""
+    """Check params by the type beside them; keep only what was given."""
     child = model.child("params", raw)
     if child is None:
         return dict(raw["params"])
     params = validate_section(child.model, raw["params"], report, f"{path}.params")
     given = params.model_fields_set - set(params.model_extra or {})
-    return {name: getattr(params, name) for name in raw["params"] if name in given} | dict(
-        params.model_extra or {}
+    return {name: getattr(params, name) for name in raw["params"] if name in given} | (
+        {name: spelled_numbers(value) for name, value in (params.model_extra or {}).items()}
     )
 
 
 def _leaf(model: type[Section], location: Location) -> Location:
-    """Cut a location at the key that it belongs to; anything deeper is reported as its value."""
+    """Cut a location where a key's value begins: whatever lies deeper is told as that value."""
     depth = 0
     while depth < len(location):
         name = location[depth]
@@ -94,7 +95,7 @@ def _tell(model: type[Section], values: Any, leaf: Location, report: Report, pat
 
 
 def _drop(values: Any, leaf: Location) -> None:
-    """Remove a faulty value, so that the rest can be validated."""
+    """Take a faulty value out, so that the rest can be looked at."""
     for name in leaf[:-1]:
         values = values[name]
     if isinstance(values, dict):

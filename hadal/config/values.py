@@ -1,9 +1,10 @@
-"""The kinds of value in a configuration, and their conversion from JSON values."""
+"""The kinds of value that a configuration holds, and how a JSON value becomes one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeAlias
@@ -15,7 +16,7 @@ _TOO_LARGE = 1 << 63
 
 
 def whole(value: Any) -> Any:
-    """Convert 500000000, 5e8 and "500000000" to the same integer; refuse anything else."""
+    """Take 500000000, 5e8 and "500000000" as the same integer; leave anything else alone."""
     number = _number(value)
     if isinstance(number, float) and math.isfinite(number) and number.is_integer():
         return int(number)
@@ -27,14 +28,14 @@ def whole(value: Any) -> Any:
 
 
 def counted(value: Any) -> Any:
-    """Convert 10 and "10" to an integer, but refuse 10.0: counts of steps are integer literals."""
+    """Take 10 and "10" as an integer, and 10.0 as none: what counts steps is written as a count."""
     if isinstance(_number(value), float):
         raise ValueError("not an integer")
     return whole(value)
 
 
 def real(value: Any) -> Any:
-    """Convert 0.001 and "1e-3" to the same number; refuse booleans, NaN and infinity."""
+    """Take 0.001 and "1e-3" as the same number; refuse booleans, NaN and infinity."""
     number = _number(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError("not a number")
@@ -48,7 +49,7 @@ def real(value: Any) -> Any:
 
 
 def whole_or_never(value: Any) -> Any:
-    """Convert infinity, which other programs write for "do not print", to null."""
+    """Take infinity as "never", which is null; other programs write it for "do not print"."""
     return None if value is None or value == math.inf else whole(value)
 
 
@@ -61,34 +62,45 @@ def _number(value: Any) -> Any:
         return float(value)
 
 
+def spelled_numbers(value: Any) -> Any:
+    """Read texts that spell finite numbers, also in lists; leave anything else alone."""
+    if isinstance(value, list | tuple):
+        return [spelled_numbers(item) for item in value]
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = _number(value)
+            return number if math.isfinite(number) else value
+    return value
+
+
 def lowered(value: Any) -> Any:
-    """Return words in lower case."""
+    """Compare words without regard to case."""
     return value.lower() if isinstance(value, str) else value
 
 
 def titled(value: Any) -> Any:
-    """Return words with a capital first letter."""
+    """Compare words without regard to case, and write them with a capital."""
     return value.capitalize() if isinstance(value, str) else value
 
 
 def boolean_word(value: Any) -> Any:
-    """Convert Python's words "True" and "False" to booleans."""
+    """Take Python's words "True" and "False" for the booleans."""
     return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
 
 
 def one_or_many(value: Any) -> Any:
-    """Convert a single string to a tuple of one."""
+    """Take a single string as a list of one."""
     return (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, eq=False)
 class Spelled:
-    """Converts other spellings of a word. Hashed by identity, as types require."""
+    """Takes other spellings of a word for the word itself. Hashed by identity, as types must be."""
 
     names: Mapping[str, str]
 
     def __call__(self, value: Any) -> Any:
-        """Return the canonical word."""
+        """Return the word."""
         return self.names.get(value, value) if isinstance(value, str) else value
 
 
@@ -118,4 +130,4 @@ _DTYPE_NAMES = {
 DtypeName: TypeAlias = Annotated[
     Literal["fp32", "fp16", "bf16"], BeforeValidator(Spelled(_DTYPE_NAMES))
 ]
-"""A dtype as in `Dtype`, or in torch's spelling."""
+"""A dtype as `Dtype` has it, or as torch writes it."""

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from hadal.comm import Ranks, init_distributed, start_log
 from hadal.comm.faults import told_to_all
 from hadal.comm.start import memory_is_tuned, told_elasticity
-from hadal.config import Config, load_config
+from hadal.config import Config, load_config, log_notes
 from hadal.device import current_device, give_back_freed_memory, keep_freed_memory
 from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import choose_config, with_schedule
@@ -188,6 +188,7 @@ def _admit(
     )
     check_scheduler(config, told_elasticity())
     open_log(config, ranks.rank)
+    log_notes(config)
     check_parameters(model.named_parameters(), current_device(), ranks)
     optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None

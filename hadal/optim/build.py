@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hadal.comm import Ranks
+from hadal.config.torch_names import REFUSED
 from hadal.device import current_device, spared_import
 from hadal.errors import NotBuiltYetError, OptimizerError
 from hadal.optim.exchanging import ExchangingStepper
@@ -53,10 +54,6 @@ _ELEMENTWISE = frozenset(
     }
 )
 _MUP = ("MuAdam", "MuAdamW", "MuSGD")
-_REFUSED = {
-    "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
-    "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
-}
 # Types that are no class of torch.optim.
 _OWN: Mapping[str, type[Optimizer]] = {
     "Lamb": Lamb,
@@ -182,9 +179,9 @@ def _class_named(kind: str) -> type[Optimizer]:
 def refuse_unusable(kind: type[Optimizer]) -> None:
     """Raise `OptimizerError` for an optimizer whose step cannot work with reduced gradients."""
     for cls in kind.__mro__:
-        if cls.__name__ in _REFUSED:
+        if cls.__name__ in REFUSED:
             raise OptimizerError(
-                f"optimizer {kind.__name__} cannot be used: {_REFUSED[cls.__name__]}"
+                f"optimizer {kind.__name__} cannot be used: {REFUSED[cls.__name__]}"
             )
 
 

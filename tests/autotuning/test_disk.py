@@ -53,7 +53,10 @@ def test_what_is_hardly_faster_is_chance() -> None:
     )
 )
 def test_settings_survive_their_section(settings: IoSettings) -> None:
-    config = load_config({"train_batch_size": 1, "aio": section_of(settings)})
+    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
+    config = load_config(
+        {"train_batch_size": 1, "zero_optimization": zero, "aio": section_of(settings)}
+    )
     assert config.notes == ()
     assert settings_of(config.aio) == settings
 

@@ -35,7 +35,7 @@ UNBUILT = {
         "tensor_parallel.autotp_size",
         "progressive_layer_drop.enabled",
         "compile.deepcompile",
-        "weight_quantization.post_init_quant.fc.num_bits",
+        "weight_quantization.enabled",
         "quantize_training.eigenvalue.enabled",
         "pipeline.activation_checkpoint_interval",
     },

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hadal.config import load_config
+from hadal.config import load_config, log_notes
 from hadal.config.plain import plain
 from hadal.config.section import default_of, mark_of
 from hadal.config.top_level import Config
@@ -124,6 +124,131 @@ def test_keys_without_effect_are_told():
     )
     assert "disable_allgather: true has no effect" in config.notes
     assert "zero_optimization.memory_efficient_linear: false has no effect" in config.notes
+
+
+IDLE = [
+    # A key of the section, the stage, and how what is told of it goes on.
+    ({"zero_quantized_weights": True}, 1, "at stage 1, only at stage 3"),
+    ({"zero_quantized_nontrainable_weights": True}, 2, "at stage 2, only at stage 3"),
+    ({"zero_quantized_gradients": True}, 1, "at stage 1, only at stages 2 and 3"),
+    ({"zero_hpz_partition_size": 2}, 0, "at stage 0, only at stage 3"),
+    ({"mics_shard_size": 2}, 2, "at stage 2, only at stage 3"),
+    ({"mics_hierarchical_params_gather": True}, 2, "at stage 2, only at stage 3"),
+    ({"stage3_max_live_parameters": 7}, 2, "at stage 2, only at stage 3"),
+    ({"stage3_gather_16bit_weights_on_model_save": True}, 2, "at stage 2, only at stage 3"),
+    ({"grad_hooks": False}, 3, "at stage 3, only at stages 0 and 1"),
+    ({"pipeline_loading_checkpoint": True}, 2, "at stage 2, only at stage 3"),
+    ({"save_muon_momentum_buffer_in_memory": True}, 2, "at stage 2, only at stage 3"),
+    ({"offload_param": {"device": "cpu"}}, 1, "at stage 1, only at stage 3"),
+    ({"sub_group_size": 7}, 3, 'without an offload device "nvme"'),
+    ({"offload_optimizer": {"super_offload": True}}, 2, "without zero_optimization.offload_opt"),
+]
+
+
+@pytest.mark.parametrize(("keys", "stage", "why"), IDLE)
+def test_a_key_that_does_nothing_at_its_place_is_told(keys, stage, why):
+    (note,) = load_config(with_zero(stage=stage, **keys)).notes
+    assert note.startswith(f"zero_optimization.{next(iter(keys))}")
+    assert f": has no effect {why}" in note
+
+
+def test_a_section_that_no_stage_reads_is_silent_where_it_is_off():
+    zero = with_zero(stage=1, offload_param={"device": "none", "pin_memory": False})
+    assert load_config(zero).notes == ()
+
+
+WITHOUT_A_SWITCH = [
+    ({"tensorboard": {"job_name": "x"}}, "tensorboard.job_name", "tensorboard.enabled"),
+    (
+        {"tensor_parallel": {"preset_model": "llama"}},
+        "tensor_parallel.preset_model",
+        "tensor_parallel.autotp_size",
+    ),
+    ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale", "fp16.enabled"),
+    (
+        {"compression_training": {"row_pruning": {"different_groups": {"a": {"modules": ["x"]}}}}},
+        "compression_training.row_pruning.different_groups",
+        "compression_training.row_pruning.shared_parameters.enabled",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "path", "switch"), WITHOUT_A_SWITCH)
+def test_keys_without_their_switch_are_told(keys, path, switch):
+    assert load_config({**BASE, **keys}).notes == (f"{path}: has no effect without {switch}",)
+
+
+OFF_ON_PURPOSE = [
+    {"tensorboard": {"enabled": False, "job_name": "x"}},
+    {"fp16": {"enabled": False, "loss_scale": 128}},
+    {"data_efficiency": {"enabled": False, "seed": 7}},
+    {"fp16": {"loss_scale": 0, "hysteresis": 2}},  # the defaults
+    {"aio": {"queue_depth": 8}},
+    {"weight_quantization": {"enabled": False, "num_bits": 4}},
+    {
+        "compression_training": {
+            "row_pruning": {
+                "shared_parameters": {"enabled": False, "method": "topk"},
+                "different_groups": {"a": {"params": {"dense_ratio": 0.5}, "modules": ["x"]}},
+            }
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("keys", OFF_ON_PURPOSE)
+def test_what_is_off_on_purpose_is_silent(keys):
+    assert load_config({**BASE, **keys}).notes == ()
+
+
+def test_a_switch_that_nobody_filled_in_is_no_missing_one():
+    (note,) = load_config({**BASE, "fp16": {"enabled": "auto", "loss_scale": 128}}).notes
+    assert note.startswith("fp16.enabled: ")
+
+
+def test_keys_of_techniques_that_are_not_built_are_told():
+    keys = {
+        "activation_checkpointing": {"number_checkpoints": 4},
+        "data_efficiency": {"seed": 7, "data_sampling": {"num_workers": 2, "pin_memory": True}},
+    }
+    (blocks, sampler) = load_config({**BASE, **keys}).notes
+    assert blocks.startswith("activation_checkpointing.number_checkpoints: has no effect without")
+    assert sampler.startswith("data_efficiency.seed, data_efficiency.data_sampling.num_workers, ")
+
+
+def test_all_keys_that_do_nothing_are_logged_in_one_line(caplog):
+    zero = {"stage": 1, "zero_quantized_weights": True, "contiguous_gradients": False}
+    config = load_config({**BASE, "zero_optimization": zero, "tensorboard": {"job_name": "x"}})
+    log_notes(config)
+    (line,) = caplog.messages
+    assert line.startswith("keys that do nothing here: ")
+    assert len(config.notes) == 3
+    assert all(note in line for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+        ({"pipeline": {"partition": "uniform"}}, "pipeline.partition"),
+        ({"moe": {}}, "moe"),
+        ({"weight_quantization": {"enabled": True}}, "weight_quantization.enabled"),
+        ({"weight_quantization": {"q_groups": 2}}, "weight_quantization.enabled"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(keys, path):
+    found, message = only_fault({**BASE, **keys})
+    assert found == path
+    assert "not built yet" in message
+
+
+def test_a_quantization_period_of_zero_loads():
+    bits = {"start_bits": 8, "target_bits": 8, "quantization_period": 0}
+    group = {"params": bits, "modules": ["attention"]}
+    section = {"shared_parameters": {"enabled": False}, "different_groups": {"a": group}}
+    config = load_config({**BASE, "compression_training": {"weight_quantization": section}})
+    groups = config.compression_training.weight_quantization.different_groups
+    assert groups["a"].params.quantization_period == 0
 
 
 def test_origins_cover_the_effective_configuration():

@@ -173,7 +173,7 @@ def test_what_has_no_effect_without_zero_is_told() -> None:
     for quiet in (
         {**keys, "zero_optimization": {"stage": 1}},
         fp16(hysteresis=2, loss_scale=8),
-        {"fp16": {"hysteresis": 3}},
+        {"fp16": {"enabled": False, "hysteresis": 3}},
         fp16(),
     ):
         assert load_config({"train_batch_size": 8, **quiet}).notes == ()

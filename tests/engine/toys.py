@@ -21,6 +21,11 @@ TINY = {
 }
 
 
+def tiny_at(stage: int) -> dict[str, int]:
+    """Those keys of `TINY` that act at a stage."""
+    return {key: value for key, value in TINY.items() if stage == 3 or "stage3" not in key}
+
+
 def model_of(seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 4))
@@ -30,7 +35,7 @@ def config_of(stage: int, **changes: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, **TINY},
+        "zero_optimization": {"stage": stage, **tiny_at(stage)},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         **changes,
     }

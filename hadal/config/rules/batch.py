@@ -1,4 +1,4 @@
-"""Contradictions of the batch and the accumulation boundary."""
+"""Contradictions around the batch and the border of an accumulation."""
 
 from __future__ import annotations
 

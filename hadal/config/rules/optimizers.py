@@ -1,11 +1,17 @@
-"""Contradictions between the optimizer or schedule and other settings."""
+"""Contradictions of the optimizer and the schedule with what stands around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from hadal.config import torch_names
+from hadal.config.near import nearest
+from hadal.config.optimizer import Optimizer
+from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
 from hadal.config.rules.rule import reading
 from hadal.config.scheduler import PARAMS as SCHEDULES
+from hadal.config.scheduler import Scheduler
+from hadal.config.section import Section
 from hadal.config.top_level import Config
 from hadal.errors import Fault
 
@@ -76,16 +82,48 @@ def _no_type(config: Config) -> Iterator[Fault]:
             yield Fault(f"{name}.type", f'"auto" is filled in by nobody; name the {name}')
 
 
-@reading("scheduler.type")
-def _schedule_case(config: Config) -> Iterator[Fault]:
-    if config.scheduler is None or config.scheduler.type in SCHEDULES:
-        return
-    written = {name.lower(): name for name in SCHEDULES}
-    meant = written.get(config.scheduler.type.lower())
-    if meant is not None:
-        yield Fault(
-            "scheduler.type", f'"{config.scheduler.type}" is unknown; did you mean "{meant}"?'
-        )
+_Section = Optimizer | Scheduler
+_Params = Mapping[str, type[Section]]
 
 
-RULES = (_lamb_scale, _one_bit_stage, _local_steps, _torch_keywords, _no_type, _schedule_case)
+def bad_types(config: Config, skip: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield a fault for each type that cannot be made, and for params of the one that was meant.
+
+    `skip` are the sections that have another fault, or in whose place the program brings an object.
+    """
+    kinds: tuple[tuple[str, _Section | None, _Params, tuple[str, ...], str], ...] = (
+        ("optimizer", config.optimizer, OPTIMIZERS, torch_names.OPTIMIZERS, "torch.optim"),
+        (
+            "scheduler",
+            config.scheduler,
+            SCHEDULES,
+            torch_names.SCHEDULES,
+            "torch.optim.lr_scheduler",
+        ),
+    )
+    for name, section, own, of_torch, home in kinds:
+        if section is None or name in skip:
+            continue
+        kind = section.type
+        if kind in torch_names.REFUSED:
+            yield Fault(f"{name}.type", f"{kind} cannot be used: {torch_names.REFUSED[kind]}")
+        elif kind not in (*own, *of_torch, "auto") and not torch_names.is_class_of(home, kind):
+            yield from _unknown(name, section, own, of_torch, home)
+
+
+def _unknown(
+    name: str, section: _Section, own: _Params, of_torch: tuple[str, ...], home: str
+) -> Iterator[Fault]:
+    meant = nearest(section.type, (*own, *of_torch))
+    hint = f'did you mean "{meant}"?' if meant else f"name one of {', '.join(own)}"
+    yield Fault(
+        f"{name}.type", f'"{section.type}" is neither known here nor a class of {home}; {hint}'
+    )
+    fields = own[meant].model_fields if meant is not None and meant in own else {}
+    for key in section.params if fields else ():
+        near = nearest(key, fields)
+        if key not in fields and near is not None:
+            yield Fault(f"{name}.params.{key}", f'unknown key of {meant}; did you mean "{near}"?')
+
+
+RULES = (_lamb_scale, _one_bit_stage, _local_steps, _torch_keywords, _no_type)

@@ -1,0 +1,26 @@
+"""The classes of torch that a `type` may name, known without importing torch."""
+
+import sys
+from collections.abc import Mapping
+
+OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+SCHEDULES = (
+    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"),
+    *("CyclicLR", "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR"),
+    *("OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR"),
+)
+REFUSED: Mapping[str, str] = {
+    "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
+    "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
+    "ReduceLROnPlateau": "it needs a metric at every step, which the engine does not have; keep it"
+    " out of the configuration and step it yourself after engine.step()",
+}
+"""Classes of torch that an engine cannot step, and why."""
+
+
+def is_class_of(module: str, name: str) -> bool:
+    """Whether a module of torch that is imported has a class: newer ones have more."""
+    return isinstance(getattr(sys.modules.get(module), name, None), type)

@@ -1,0 +1,65 @@
+"""The status of a key is that of its own mark, or of the switch above it, everywhere alike."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from hadal.config.document import page
+from hadal.config.schema import config_schema
+from hadal.config.status import statuses
+from hadal.config.top_level import Config
+
+TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitlines()
+ROWS = [row["path"] for row in csv.DictReader(TABLE)]
+UNBUILT = re.compile(
+    r"^(compression_training|weight_quantization|flops_profiler|sparse_attention|nebula|comet"
+    r"|tensorboard|csv_monitor|wandb|hybrid_engine|expert_parallel|progressive_layer_drop"
+    r"|curriculum_learning)\."
+)
+
+
+def page_rows() -> dict[str, str]:
+    """The status of each key on the page, by its path."""
+    found, section = {}, ""
+    for line in page().splitlines():
+        heading = re.match(r"#+ `([^`]+)`$", line)
+        if heading:
+            section = heading[1] + "."
+        elif line.startswith("## "):
+            section = ""
+        row = re.match(r"\| `([^`]+)` \|.*\| ([a-z ]+) \|$", line)
+        if row:
+            found[section + row[1]] = row[2]
+    return found
+
+
+def test_nothing_of_a_section_that_is_not_built_is_said_to_act() -> None:
+    rows = page_rows()
+    wrong = [path for path, status in rows.items() if UNBUILT.match(path) and status == "acts"]
+    assert wrong == []
+    assert rows["weight_quantization.enabled"] == "not built yet"
+    groups = "compression_training.weight_quantization.different_groups.<name>"
+    assert rows[f"{groups}.modules"] == "not built yet"
+    assert rows["fp16.loss_scale"] == "acts"
+
+
+def test_every_key_of_a_group_of_modules_is_on_the_page() -> None:
+    rows = page_rows()
+    leaves = [path for path in ROWS if ".params." in path and path.startswith("compression")]
+    assert len(leaves) == 8
+    for path in leaves:
+        assert re.sub(r"<\w+>", "<name>", path) in rows
+
+
+def test_an_editor_is_told_the_same() -> None:
+    schema = config_schema()["$defs"]
+    for model, places in statuses(Config).items():
+        if places != {"not built yet"}:
+            continue
+        for name in model.model_fields:
+            status = schema[model.__name__]["properties"][name].get("x-hadal-status")
+            assert status in ("not built yet", "no effect"), f"{model.__name__}.{name}"
+    assert "x-hadal-status" not in schema["Fp16"]["properties"]["loss_scale"]
+    assert schema["FlopsProfiler"]["properties"]["profile_step"]["x-hadal-status"]
