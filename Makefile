@@ -93,7 +93,7 @@ format: $(VENV)/.test  ## lay the code out and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test  ## write docs/configuration.md anew from the fields of the configuration
+docs: $(VENV)/.test  ## generate docs/configuration*.md from the fields of the configuration
 	$(BIN)/python -m hadal.config.document
 
 # ---- measurements -----------------------------------------------------------------------------

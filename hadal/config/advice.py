@@ -1,4 +1,4 @@
-"""What is sound, but does less than its writer may expect: told as notes."""
+"""Notes on valid settings that do less than their author may expect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_THE_DISK = (
 
 
 def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> None:
-    """Tell what keys that were written do not do, given the keys beside them."""
+    """Report keys that have no effect because of the keys beside them."""
     _tell_hysteresis(config, _written(prepared, "fp16"), report)
     if config.amp is not None and config.amp.enabled:
         _tell_amp(config.amp, _written(prepared, "amp"), report)
@@ -43,7 +43,7 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
 
 
 def _tell_disk_keys(config: Config, report: Report) -> None:
-    """Note the keys for a disk that were set although no state is on one."""
+    """Report keys for a disk that are set although no state is on one."""
     zero = config.zero_optimization
     sections = (
         ("offload_param", zero.offload_param),
@@ -72,7 +72,7 @@ def _is_set(section: Section, name: str) -> bool:
 
 
 def _written(prepared: Mapping[str, Any], name: str) -> set[str]:
-    """The keys of a section that stand in the JSON, and not as null."""
+    """Return the keys of a section that the JSON gives, and not as null."""
     section = prepared.get(name)
     keys = section.items() if isinstance(section, Mapping) else ()
     return {key for key, value in keys if value is not None}

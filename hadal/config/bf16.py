@@ -25,23 +25,23 @@ class Bf16(Section):
     enabled: Boolean = key(False, "Train in bfloat16. Excludes `fp16.enabled`.")
     immediate_grad_update: Boolean = key(
         False,
-        "Add each micro-batch's gradients to fp32 sums as soon as they exist. Gradients are always "
-        "taken into the sums the moment backward has them; true makes fp32 their dtype, as "
+        "Accumulate gradients in fp32. Each gradient is added to its sum as soon as backward "
+        "produces it in any case; true makes the dtype of the sums fp32, as "
         '`data_types.grad_accum_dtype` "fp32" does.',
     )
     check_grad_overflow: Boolean = key(
         True,
-        "Skip an update whose gradients hold an infinity or a NaN; false applies it as it is.",
+        "Skip an update whose gradients contain an infinity or a NaN; false applies it.",
     )
     bf16_master_weights_and_grads: Boolean = key(
         False,
-        "Keep no fp32 master: the optimizer updates the bfloat16 weights themselves (computing in "
-        "fp32), its moments stay fp32. Needs stage 1-3. DeepSpeed also needs Adam offloaded to "
-        "the CPU, for want of another kernel; here Adam, AdamW, Lion, Adagrad and SGD do it "
-        "wherever they run.",
+        "Keep no fp32 masters: the optimizer updates the bfloat16 weights directly (computing "
+        "in fp32), and its moments stay fp32. Requires stage 1-3. DeepSpeed also requires Adam "
+        "offloaded to the CPU, for lack of another kernel; here Adam, AdamW, Lion, Adagrad and "
+        "SGD support it in every tier.",
     )
     bf16_optimizer_states: Boolean = key(
         False,
-        "Keep what the optimizer remembers (Adam's moments) in bfloat16 too. Needs stage 1-3 and "
+        "Keep optimizer state (Adam's moments) in bfloat16 too. Requires stage 1-3 and "
         "`bf16_master_weights_and_grads`.",
     )

@@ -9,34 +9,34 @@ from hadal.config.values import Boolean, Integer, Number, lowered, titled
 
 
 class ParallelWrite(Section):
-    """Ranks that write together."""
+    """Options for ranks that write together."""
 
     pipeline_stage: Boolean = key(
         False,
-        "All ranks that hold the same state share the writing of it. They always do: it asks for"
-        " what is there.",
+        "Split the writing of a state among all ranks that hold it. This is always done, so the "
+        "key changes nothing.",
     )
 
 
 class Writer(Section):
-    """How checkpoint files are written."""
+    """Options for writing checkpoint files."""
 
     type: Annotated[Literal["mock", "python", "fast"], BeforeValidator(lowered)] = key(
         "fast",
-        'Which writer: "fast" and "python" are one and the same here; "mock" would write nothing.',
+        'Writer to use: "fast" and "python" are the same here; "mock" would write nothing.',
         mark=Mark(status="not built yet", only=("mock",)),
     )
     io_buffer_size: Integer = key(
         67_108_864,
-        "Bytes that are copied from a device, summed and written at a time.",
+        "Bytes copied from a device, checksummed and written at a time.",
         gt=0,
     )
     io_buffer_double: Boolean = key(
         True,
-        "Write one such buffer while the next one is filled; false, and in an asynchronous save:"
-        " one after the other.",
+        "Write one such buffer while the next one is filled. If false, and in an asynchronous "
+        "save, they alternate.",
     )
-    show_statistics: Boolean = key(False, "Log how fast a checkpoint was written.")
+    show_statistics: Boolean = key(False, "Log the speed of each save.")
     data_parallel: (
         Annotated[Literal["replica", "socket", "machine"], BeforeValidator(lowered)] | None
     ) = key(
@@ -45,52 +45,58 @@ class Writer(Section):
         mark=NO_EFFECT,
     )
     decoupled: Boolean = key(
-        False, "Write while training goes on, as checkpoint.async_save does (in a thread)."
+        False,
+        "Write in a background thread while training continues, as checkpoint.async_save does.",
     )
-    io_multiplier: Integer = key(1, "Files per rank. A rank writes one file.", ge=1, mark=NO_EFFECT)
+    io_multiplier: Integer = key(
+        1, "Files per rank. Each rank writes one file.", ge=1, mark=NO_EFFECT
+    )
 
 
 class Checkpoint(Section):
     """Saving and loading."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(titled)] = key(
-        "Warn", "What to do where ranks save under different tags."
+        "Warn", "Action to take when ranks save under different tags."
     )
     load_universal: Boolean = key(
-        False, "Load at another number of ranks or stage. Every checkpoint can, whatever is given."
+        False,
+        "Load with another number of ranks or another stage. Every checkpoint can be loaded so, "
+        "whatever the value.",
     )
     use_node_local_storage: Boolean = key(
         False,
-        "The folder is another one on each node, which the others do not see: each node's folder"
-        " holds all that its own ranks need to go on.",
+        "The checkpoint directory is local to each node and not visible to the others: each "
+        "node's directory holds all that its own ranks need to resume.",
     )
-    parallel_write: ParallelWrite = section(ParallelWrite, "Ranks that write together.")
+    parallel_write: ParallelWrite = section(ParallelWrite, "Options for ranks that write together.")
     checkpoint_serialization: Boolean = key(
         True,
-        "Which format of torch.save is written. Checkpoints are safetensors and JSON.",
+        "Format that torch.save writes. Checkpoints are safetensors and JSON.",
         mark=NO_EFFECT,
     )
-    writer: Writer | None = key(None, "How files are written; null is the writer's defaults.")
+    writer: Writer | None = key(None, "Options for writing files; null is the writer's defaults.")
     async_save: Boolean = key(
         False,
-        "Saves return when the state is copied to host memory, and are written while training goes"
-        " on. The copy's memory is kept for the next one. A key of Hadal's own.",
+        "Return from a save once the state is copied to host memory, and write it while "
+        "training continues. The memory of the copy is kept for the next save. Hadal's own key.",
     )
     verify_checksums: Boolean = key(
         True,
-        "Compare every byte of a checkpoint with its checksum before it is loaded; false compares"
-        " sizes, headers and the index only. A key of Hadal's own.",
+        "Compare every byte of a checkpoint with its checksum before loading; false compares "
+        "only sizes, headers and the index. Hadal's own key.",
     )
     keep_last: Integer | None = key(
         None,
-        "After a save, remove complete checkpoints beyond so many of the newest; null keeps all."
-        " Never the one just saved, the one that `latest` names, or one saved with"
-        " save_latest=False. A key of Hadal's own.",
+        "Keep this many of the newest complete checkpoints and delete older ones after each "
+        "save; null keeps all. Never deletes the one just saved, the one that `latest` names, "
+        "or one saved with save_latest=False. Hadal's own key.",
         ge=1,
     )
     keep_hours: Number | None = key(
         None,
-        "After a save, remove complete checkpoints older than so many hours; null sets no limit."
-        " With keep_last, one stays that either key keeps. A key of Hadal's own.",
+        "After each save, delete complete checkpoints older than this many hours; null sets no "
+        "limit. If keep_last is given too, a checkpoint stays when either key keeps it. Hadal's "
+        "own key.",
         gt=0,
     )

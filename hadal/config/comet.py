@@ -18,11 +18,11 @@ class Comet(Section):
     project: Text | None = key(None, "Project of the experiment.")
     samples_log_interval: Integer = key(100, "Samples between two values of an event.", ge=1)
     experiment_name: Text | None = key(None, "Name given to the experiment.")
-    api_key: Text | None = key(None, "Secret; better kept in the environment.")
+    api_key: Text | None = key(None, "API key; prefer the environment.")
     experiment_key: Annotated[Text, StringConstraints(pattern=r"^[A-Za-z0-9]{32,50}$")] | None = (
-        key(None, "Experiment to go on with: 32 to 50 letters and digits.")
+        key(None, "Existing experiment to continue: 32 to 50 letters and digits.")
     )
-    online: Boolean | None = key(None, "Send at once; null lets Comet decide.")
+    online: Boolean | None = key(None, "Send immediately; null lets Comet decide.")
     mode: Literal["get", "create", "get_or_create"] | None = key(
-        None, "Whether the experiment must exist, must not, or may."
+        None, "Whether the experiment must exist (get), must not (create), or may (get_or_create)."
     )

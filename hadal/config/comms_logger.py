@@ -1,4 +1,4 @@
-"""`comms_logger`: timing every collective."""
+"""`comms_logger`: timing of collectives."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
@@ -39,27 +39,30 @@ _FUNCTIONS = {
 KIND_OF: dict[str, str] = {
     name: kind for kind, names in _FUNCTIONS.items() for name in names.split()
 }
-"""What a function of another name than its kind does."""
+"""Maps a function name to the kind of operation it performs."""
 Operations: TypeAlias = tuple[Annotated[Operation, BeforeValidator(Spelled(KIND_OF))], ...]
 
 
 class CommsLogger(Section):
-    """Records what ranks send to each other: how often, how much, how fast. It waits for nothing,
-    and `hadal.comm.log_summary()` prints it. A process has one log: the newest engine that asks for
-    one says what is in it.
+    """Records the count, size and speed of messages between ranks.
+
+    Recording never waits for a collective. `hadal.comm.log_summary()` prints the log. A process has
+    one log; the newest engine that enables it decides what it records.
     """
 
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Record collectives.")
-    verbose: Boolean = key(False, "Log each one, when its end is known.")
-    prof_all: Boolean = key(True, "Record all kinds; false records prof_ops only.")
+    verbose: Boolean = key(False, "Log each collective once its end is known.")
+    prof_all: Boolean = key(True, "Record all kinds; false records only prof_ops.")
     debug: Boolean = key(
-        False, "Tell calls apart by what they are for (the gather of which bucket), or who called."
+        False,
+        "Distinguish calls by their purpose (such as the gather of a given bucket) or by the "
+        "calling function.",
     )
     prof_ops: Operations = key(
         (),
-        "Kinds to record where prof_all is false: all_reduce, all_gather, reduce_scatter,"
-        " all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier; or torch's name of a"
-        " function, which stands for its kind.",
+        "Kinds to record when prof_all is false: all_reduce, all_gather, reduce_scatter, "
+        "all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier. The name of a "
+        "torch function stands for its kind.",
     )

@@ -1,4 +1,4 @@
-"""`compression_training`: quantising, pruning and shortening a model while it trains."""
+"""`compression_training`: quantizing, pruning and shortening a model during training."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -10,66 +10,72 @@ from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOr
 _Symmetry: TypeAlias = Literal["symmetric", "asymmetric"]
 _Related: TypeAlias = tuple[Texts, ...]
 _OFFSET = "Updates before it starts."
-_MODULES = "Regular expressions searched in modules' names; `*` is every module that fits."
-_RELATED = "Modules that shrink along, one list for each entry of modules."
-_UNREAD = "Read for every technique; means nothing here."
-_KEPT = "Share that is kept."
-_GROUPS = "Own name, and what is done to which modules."
+_MODULES = "Regular expressions searched in module names; `*` matches every suitable module."
+_RELATED = "Modules that shrink along with these, one list for each entry of modules."
+_UNREAD = "Accepted for every technique; has no meaning here."
+_KEPT = "Fraction to keep."
+_GROUPS = "Maps a free name to a group: its modules and settings."
 
 
 class LayerReduction(Section):
-    """A shallower student that starts from some of the teacher's layers."""
+    """A shallower student initialized from some of the teacher's layers."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Make a student.", mark=UNBUILT)
-    keep_number_layer: Integer | None = key(None, "Layers of the student.", ge=1)
+    enabled: Boolean = key(False, "Build a student model.", mark=UNBUILT)
+    keep_number_layer: Integer | None = key(None, "Number of layers in the student.", ge=1)
     module_name_prefix: Text | None = key(None, "Name of the list of layers.")
-    teacher_layer: Integers | None = key(None, "Teacher's layers to copy, in order.")
+    teacher_layer: Integers | None = key(None, "Teacher layers to copy, in order.")
     other_module_name: Texts | None = key(None, "Other modules to copy.")
 
 
 class MixedQuantize(Section):
-    """A blend of fp16 and quantised weights."""
+    """A blend of fp16 and quantized weights."""
 
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Blend.")
     quantize_change_ratio: Number = key(
-        0.001, "Growth of the quantised share per update.", gt=0, le=1
+        0.001, "Growth of the quantized fraction per update.", gt=0, le=1
     )
 
 
 class WeightQuantizationShared(Section):
-    """What all groups of weights share."""
+    """Settings shared by all groups of weights."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Quantise weights. Needs different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Quantize weights. Requires different_groups.", mark=UNBUILT)
     schedule_offset: Integer = key(0, _OFFSET, ge=0)
-    quantizer_kernel: Boolean = key(False, "Use a kernel of its own.")
+    quantizer_kernel: Boolean = key(False, "Use a dedicated kernel.")
     quantize_groups: Integer = key(1, "Scales per weight.", ge=1)
     quantize_verbose: Boolean = key(False, "Log changes.")
-    quantization_type: _Symmetry = key("symmetric", "Scales without or with an offset.")
-    rounding: Literal["nearest", "stochastic"] = key("nearest", "How values are rounded.")
-    quantize_weight_in_forward: Boolean = key(
-        False, "Quantise in the forward pass rather than in the update; needed without fp16."
+    quantization_type: _Symmetry = key(
+        "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
     )
-    fp16_mixed_quantize: MixedQuantize = section(MixedQuantize, "A blend.")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding mode.")
+    quantize_weight_in_forward: Boolean = key(
+        False, "Quantize in the forward pass rather than in the update; required without fp16."
+    )
+    fp16_mixed_quantize: MixedQuantize = section(
+        MixedQuantize, "Blend of fp16 and quantized weights."
+    )
 
 
 class WeightQuantizationParams(Section):
-    """Bits of one group of weights."""
+    """Bit widths of one group of weights."""
 
-    start_bits: Integer | None = key(None, "Bits at the start. Must be said.", ge=1)
-    target_bits: Integer | None = key(None, "Bits in the end. Must be said.", ge=1)
+    start_bits: Integer | None = key(None, "Bits at the start. Required.", ge=1)
+    target_bits: Integer | None = key(None, "Bits at the end. Required.", ge=1)
     quantization_period: Integer = key(
-        1, "Updates before the next bit falls; 0 where both numbers of bits are the same.", ge=0
+        1,
+        "Updates until the bit width is reduced again; 0 if start_bits equals target_bits.",
+        ge=0,
     )
 
 
 class _Scope(Section):
-    """Which modules a group holds."""
+    """The modules of a group."""
 
     modules: TextOrTexts = key(("*",), _MODULES)
 
@@ -77,7 +83,7 @@ class _Scope(Section):
 class WeightQuantizationGroup(_Scope):
     """One group of weights."""
 
-    params: WeightQuantizationParams | None = key(None, "Bits.")
+    params: WeightQuantizationParams | None = key(None, "Bit widths.")
     related_modules: _Related | None = key(None, _UNREAD)
 
 
@@ -86,33 +92,39 @@ class WeightQuantizationSection(Section):
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared, "For all.")
+    shared_parameters: WeightQuantizationShared = section(
+        WeightQuantizationShared, "Settings of all groups."
+    )
     different_groups: dict[str, WeightQuantizationGroup] | None = key(None, _GROUPS)
 
 
 class ActivationQuantizationShared(Section):
-    """What all groups of activations share."""
+    """Settings shared by all groups of activations."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Quantise activations. Needs different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Quantize activations. Requires different_groups.", mark=UNBUILT)
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
-    quantization_type: _Symmetry = key("symmetric", "Scales without or with an offset.")
+    quantization_type: _Symmetry = key(
+        "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
+    )
     range_calibration: Literal["dynamic", "static"] = key(
-        "dynamic", "Range found for each token, or followed by a running average."
+        "dynamic", "Range measured per token (dynamic) or tracked by a running average (static)."
     )
 
 
 class ActivationQuantizationParams(Section):
-    """Bits of one group of activations."""
+    """Bit width of one group of activations."""
 
-    bits: Annotated[Literal[4, 8], BeforeValidator(whole)] | None = key(None, "Bits. Must be said.")
+    bits: Annotated[Literal[4, 8], BeforeValidator(whole)] | None = key(
+        None, "Bit width. Required."
+    )
 
 
 class ActivationQuantizationGroup(_Scope):
     """One group of activations."""
 
-    params: ActivationQuantizationParams | None = key(None, "Bits.")
+    params: ActivationQuantizationParams | None = key(None, "Bit width.")
     related_modules: _Related | None = key(None, _UNREAD)
 
 
@@ -122,103 +134,105 @@ class ActivationQuantizationSection(Section):
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: ActivationQuantizationShared = section(
-        ActivationQuantizationShared, "For all."
+        ActivationQuantizationShared, "Settings of all groups."
     )
     different_groups: dict[str, ActivationQuantizationGroup] | None = key(None, _GROUPS)
 
 
 class _PruningShared(Section):
-    """What all kinds of pruning share."""
+    """Settings shared by all kinds of pruning."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Prune. Needs different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Prune. Requires different_groups.", mark=UNBUILT)
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
 
 
 class SparsePruningShared(_PruningShared):
-    """What all groups of single weights share."""
+    """Settings shared by all groups of sparse pruning."""
 
-    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "What decides.")
+    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "Criterion.")
     schedule_offset_end: Integer | None = key(
         None, "snip_momentum: last update that prunes; null is schedule_offset.", ge=0
     )
     schedule_offset_stride: Integer = key(1, "snip_momentum: updates between prunings.", ge=1)
     block_pattern: Text = key("4x1", "snip_momentum: NxM blocks, or N of M.")
-    dense_ratio: Number = key(0.1, "snip_momentum: share that is kept.", gt=0, lt=1)
-    excluded_modules: Texts = key((), "snip_momentum: modules left alone.")
+    dense_ratio: Number = key(0.1, "snip_momentum: fraction to keep.", gt=0, lt=1)
+    excluded_modules: Texts = key((), "snip_momentum: modules to leave unpruned.")
 
 
 class RowPruningShared(_PruningShared):
-    """What all groups of rows share."""
+    """Settings shared by all groups of row pruning."""
 
-    method: Literal["l1", "topk"] = key("l1", "What decides.")
+    method: Literal["l1", "topk"] = key("l1", "Criterion.")
 
 
 class HeadPruningShared(_PruningShared):
-    """What all groups of heads share."""
+    """Settings shared by all groups of head pruning."""
 
-    method: Literal["topk"] = key("topk", "What decides.")
-    num_heads: Integer | None = key(None, "Heads of the model. Must be said.", ge=1)
+    method: Literal["topk"] = key("topk", "Criterion.")
+    num_heads: Integer | None = key(None, "Number of attention heads. Required.", ge=1)
 
 
 class ChannelPruningShared(_PruningShared):
-    """What all groups of channels share."""
+    """Settings shared by all groups of channel pruning."""
 
-    method: Literal["l1", "topk"] = key("l1", "What decides.")
+    method: Literal["l1", "topk"] = key("l1", "Criterion.")
 
 
 class PruningParams(Section):
-    """How much of one group is kept."""
+    """Fraction of one group to keep."""
 
-    dense_ratio: Number | None = key(None, _KEPT + " Must be said.", gt=0, le=1)
+    dense_ratio: Number | None = key(None, _KEPT + " Required.", gt=0, le=1)
 
 
 class PruningGroup(_Scope):
     """One group of modules."""
 
-    params: PruningParams | None = key(None, "How much is kept.")
+    params: PruningParams | None = key(None, "Fraction to keep.")
     related_modules: _Related | None = key(None, _RELATED)
 
 
 class SparsePruningSection(Section):
-    """Single weights set to zero."""
+    """Pruning of single weights, which become zero."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: SparsePruningShared = section(SparsePruningShared, "For all.")
+    shared_parameters: SparsePruningShared = section(SparsePruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class RowPruningSection(Section):
-    """Output rows taken out."""
+    """Pruning of output rows."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: RowPruningShared = section(RowPruningShared, "For all.")
+    shared_parameters: RowPruningShared = section(RowPruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class HeadPruningSection(Section):
-    """Attention heads taken out."""
+    """Pruning of attention heads."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: HeadPruningShared = section(HeadPruningShared, "For all.")
+    shared_parameters: HeadPruningShared = section(HeadPruningShared, "Settings of all groups.")
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class ChannelPruningSection(Section):
-    """Channels of convolutions taken out."""
+    """Pruning of convolution channels."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
-    shared_parameters: ChannelPruningShared = section(ChannelPruningShared, "For all.")
+    shared_parameters: ChannelPruningShared = section(
+        ChannelPruningShared, "Settings of all groups."
+    )
     different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
 
 
 class CompressionTraining(Section):
-    """A smaller model, made while training."""
+    """Compression of the model during training."""
 
     layer_reduction: LayerReduction = section(LayerReduction, "Fewer layers.")
     weight_quantization: WeightQuantizationSection = section(
@@ -227,7 +241,7 @@ class CompressionTraining(Section):
     activation_quantization: ActivationQuantizationSection = section(
         ActivationQuantizationSection, "Activations in fewer bits."
     )
-    sparse_pruning: SparsePruningSection = section(SparsePruningSection, "Zeros in weights.")
+    sparse_pruning: SparsePruningSection = section(SparsePruningSection, "Sparse weights.")
     row_pruning: RowPruningSection = section(RowPruningSection, "Fewer rows.")
     head_pruning: HeadPruningSection = section(HeadPruningSection, "Fewer heads.")
     channel_pruning: ChannelPruningSection = section(ChannelPruningSection, "Fewer channels.")

@@ -1,4 +1,4 @@
-"""`csv_monitor`: training events as one CSV file for each event."""
+"""`csv_monitor`: training events as CSV files."""
 
 from typing import ClassVar
 
@@ -7,12 +7,12 @@ from hadal.config.values import Boolean, Text
 
 
 class CsvMonitor(Section):
-    """Training events as one CSV file for each event, written by rank 0."""
+    """Training events as CSV files, one per event, written by rank 0."""
 
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Write events.", mark=UNBUILT)
     output_path: Text = key(
-        "", "Parent folder; empty or null is the working folder.", mark=NULL_IS_DEFAULT
+        "", "Parent directory; empty or null is the working directory.", mark=NULL_IS_DEFAULT
     )
-    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
+    job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")

@@ -1,4 +1,4 @@
-"""`curriculum_learning`: difficulty (sequence length) that grows while training."""
+"""`curriculum_learning`: difficulty (sequence length) that grows during training."""
 
 from typing import ClassVar, Literal, TypeAlias
 
@@ -9,7 +9,7 @@ Pace: TypeAlias = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custo
 
 
 class PaceConfig(Section):
-    """How fast the difficulty grows; which keys are needed hangs on the schedule's type."""
+    """Pace at which the difficulty grows; the required keys depend on the schedule type."""
 
     total_curriculum_step: Integer | None = key(
         None, "fixed_linear, fixed_root: updates until the full difficulty.", gt=0
@@ -19,7 +19,9 @@ class PaceConfig(Section):
     )
     root_degree: Number | None = key(None, "fixed_root: degree of the root.", gt=0)
     difficulty: Integers | None = key(None, "fixed_discrete: levels, in order.")
-    max_step: Integers | None = key(None, "fixed_discrete: last update of each level but one.")
+    max_step: Integers | None = key(
+        None, "fixed_discrete: last update of each level except the last."
+    )
 
 
 class CurriculumLearning(Section):
@@ -28,9 +30,13 @@ class CurriculumLearning(Section):
     switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
-    enabled: Boolean = key(False, "Grow the difficulty. Must be said.", mark=UNBUILT)
-    curriculum_type: Literal["seqlen"] | None = key(None, "What grows: the sequence length.")
+    enabled: Boolean = key(
+        False, "Increase the difficulty during training. Required.", mark=UNBUILT
+    )
+    curriculum_type: Literal["seqlen"] | None = key(
+        None, "Measure of difficulty: the sequence length."
+    )
     min_difficulty: Integer | None = key(None, "Difficulty at the start.")
     max_difficulty: Integer | None = key(None, "Difficulty at the end.")
-    schedule_type: Pace | None = key(None, "How it grows.")
-    schedule_config: PaceConfig | None = key(None, "How fast it grows.")
+    schedule_type: Pace | None = key(None, "Kind of schedule.")
+    schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")

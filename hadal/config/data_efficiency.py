@@ -7,7 +7,7 @@ from hadal.config.curriculum_learning import Pace, PaceConfig
 from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section, unbuilt_beside
 from hadal.config.values import Boolean, Integer, Integers, Text
 
-_MASTER = "Said for the reader: the techniques below are switched on one by one."
+_MASTER = "Has no effect by itself: enable the techniques below one by one."
 _RESERVED = "Reserved."
 _SAMPLER = unbuilt_beside("data_sampling.curriculum_learning")
 
@@ -15,16 +15,16 @@ _SAMPLER = unbuilt_beside("data_sampling.curriculum_learning")
 class CurriculumMetric(Section):
     """One measure of difficulty."""
 
-    index_to_sample_path: Text | None = key(None, "File: samples by difficulty.")
-    index_to_metric_path: Text | None = key(None, "File: values of the measure.")
+    index_to_sample_path: Text | None = key(None, "File with samples ordered by difficulty.")
+    index_to_metric_path: Text | None = key(None, "File with the values of the measure.")
     difficulty_type: Literal["value", "percentile"] | None = key(None, "Unit of the difficulty.")
     clustering_type: Literal["schedule_based", "single_cluster"] | None = key(
-        None, "Whether samples are gathered by difficulty; single_cluster keeps them together."
+        None, "Whether to cluster samples by difficulty; single_cluster keeps them together."
     )
     min_difficulty: Integer | None = key(None, "Difficulty at the start.")
     max_difficulty: Integer | None = key(None, "Difficulty at the end.")
-    schedule_type: Pace | None = key(None, "How it grows.")
-    schedule_config: PaceConfig | None = key(None, "How fast it grows.")
+    schedule_type: Pace | None = key(None, "Kind of schedule.")
+    schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
 
 
 class MetricCurriculum(Section):
@@ -33,60 +33,60 @@ class MetricCurriculum(Section):
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Sample by difficulty.", mark=UNBUILT)
-    data_cluster_path: Text | None = key(None, "Folder that rank 0 writes sample lists to.")
+    data_cluster_path: Text | None = key(None, "Directory to which rank 0 writes sample lists.")
     curriculum_metrics: dict[str, CurriculumMetric] | None = key(
-        None, "Measures by name; several admit what all of them admit."
+        None, "Measures by name; with several, a sample must be admitted by all of them."
     )
 
 
 class DynamicBatching(Section):
-    """Batches of about equally many tokens, with the rate scaled to match."""
+    """Batches with about the same number of tokens, with the learning rate scaled to match."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Batch by tokens. Needs max_tokens.", mark=UNBUILT)
-    metrics_path: Text | None = key(None, "Folder of measured lengths; written if missing.")
+    enabled: Boolean = key(False, "Batch by tokens. Requires max_tokens.", mark=UNBUILT)
+    metrics_path: Text | None = key(None, "Directory of measured lengths; written if missing.")
     lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
-        "linear", "How the rate follows the batch."
+        "linear", "Scaling of the learning rate with the batch size."
     )
     min_batch_size: Integer = key(1, "Smallest micro-batch, in samples.", ge=1)
     max_batch_size: Integer | None = key(None, "Largest micro-batch, in samples.", ge=1)
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = key(
         "dataloader", "Order in which samples are packed."
     )
-    max_tokens: Integer | None = key(None, "Tokens of a micro-batch at most.", gt=0)
+    max_tokens: Integer | None = key(None, "Maximum number of tokens in a micro-batch.", gt=0)
     verbose: Boolean = key(False, "Log each batch.")
 
 
 class DataSampling(Section):
-    """The sampler."""
+    """Options of the sampler."""
 
     enabled: Boolean = key(False, _MASTER, mark=NO_EFFECT)
-    num_epochs: Integer = key(1000, "Passes over the data at most.", ge=1, mark=_SAMPLER)
-    num_workers: Integer = key(0, "Processes that load data.", ge=0, mark=_SAMPLER)
-    pin_memory: Boolean = key(False, "Load into page-locked memory.", mark=_SAMPLER)
+    num_epochs: Integer = key(1000, "Maximum number of passes over the data.", ge=1, mark=_SAMPLER)
+    num_workers: Integer = key(0, "Number of data-loading processes.", ge=0, mark=_SAMPLER)
+    pin_memory: Boolean = key(False, "Load into pinned memory.", mark=_SAMPLER)
     curriculum_learning: MetricCurriculum = section(MetricCurriculum, "Sampling by difficulty.")
     dynamic_batching: DynamicBatching = section(DynamicBatching, "Batching by tokens.")
 
 
 class LtdScheduleConfig(Section):
-    """How fast the number of kept tokens grows."""
+    """Pace at which the number of kept tokens grows."""
 
-    require_steps: Integer | None = key(None, "Updates until all are kept.", gt=0)
-    seq_per_step: Integer | None = key(None, "The number is a multiple of this.", gt=0)
+    require_steps: Integer | None = key(None, "Updates until all tokens are kept.", gt=0)
+    seq_per_step: Integer | None = key(None, "The number of tokens is a multiple of this.", gt=0)
 
 
 class LtdSchedule(Section):
-    """How many tokens are kept."""
+    """Schedule for the number of kept tokens."""
 
     min_value: Integer | None = key(None, "Tokens kept at the start.")
     max_value: Integer | None = key(None, "Tokens kept at the end: the whole sequence.")
-    schedule_type: Literal["fixed_linear"] | None = key(None, "How the number grows.")
-    schedule_config: LtdScheduleConfig | None = key(None, "How fast it grows.")
+    schedule_type: Literal["fixed_linear"] | None = key(None, "Kind of schedule.")
+    schedule_config: LtdScheduleConfig | None = key(None, "Settings of the schedule.")
 
 
 class LayerTokenLrSchedule(Section):
-    """A rate by tokens, which was never written."""
+    """A learning rate by tokens, which DeepSpeed never implemented."""
 
     enabled: Literal[False] = key(False, "Must be false.")
     total_layer_tokens: Integer | None = key(None, _RESERVED, mark=NO_EFFECT)
@@ -95,38 +95,38 @@ class LayerTokenLrSchedule(Section):
 
 
 class RandomLtd(Section):
-    """Layers that see a random part of the tokens, more of them over time."""
+    """Layers that process a random subset of the tokens, which grows over time."""
 
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(False, "Drop tokens.", mark=UNBUILT)
-    total_layer_num: Integer | None = key(None, "Layers of the model.", ge=1)
-    random_ltd_layer_num: Integer | None = key(None, "Layers that drop tokens.", ge=0)
-    random_ltd_layer_id: Integers | None = key(None, "Their indices, ascending.")
-    model_mask_name: Text | None = key(None, "Argument that holds the attention mask.")
-    model_type: Literal["encoder", "decoder"] | None = key(None, "How masks are cut.")
+    total_layer_num: Integer | None = key(None, "Number of layers in the model.", ge=1)
+    random_ltd_layer_num: Integer | None = key(None, "Number of layers that drop tokens.", ge=0)
+    random_ltd_layer_id: Integers | None = key(None, "Indices of these layers, ascending.")
+    model_mask_name: Text | None = key(None, "Name of the argument that holds the attention mask.")
+    model_type: Literal["encoder", "decoder"] | None = key(
+        None, "Kind of model, which decides how masks are sliced."
+    )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = key(
         None, "Order of the hidden states' dimensions."
     )
-    random_ltd_schedule: LtdSchedule | None = key(None, "How many tokens are kept.")
+    random_ltd_schedule: LtdSchedule | None = key(None, "Schedule for the number of kept tokens.")
     layer_token_lr_schedule: LayerTokenLrSchedule = section(LayerTokenLrSchedule, _RESERVED)
-    global_batch_size: Integer | None = key(
-        None, "Filled in from train_batch_size.", mark=NO_EFFECT
-    )
+    global_batch_size: Integer | None = key(None, "Set from train_batch_size.", mark=NO_EFFECT)
     micro_batch_size: Integer | None = key(
-        None, "Filled in from train_micro_batch_size_per_gpu.", mark=NO_EFFECT
+        None, "Set from train_micro_batch_size_per_gpu.", mark=NO_EFFECT
     )
 
 
 class DataRouting(Section):
-    """What happens to tokens inside the model."""
+    """Routing of tokens inside the model."""
 
     enabled: Boolean = key(False, _MASTER, mark=NO_EFFECT)
     random_ltd: RandomLtd = section(RandomLtd, "Dropping tokens.")
 
 
 class DataEfficiency(Section):
-    """Reaching the same quality with less data."""
+    """Techniques that reach the same quality with less data."""
 
     moved: ClassVar[Mapping[str, str]] = {
         "curriculum_learning": "curriculum_learning",

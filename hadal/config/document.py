@@ -1,13 +1,19 @@
-"""docs/configuration.md, written from the declarations: `python -m hadal.config.document`."""
+"""Generates docs/configuration.md and docs/configuration_unbuilt.md from the declarations.
+
+Run `python -m hadal.config.document`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
+from hadal.config.examples import EXAMPLES, MOST_USED
 from hadal.config.kinds import expected
 from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
 from hadal.config.plain import plain, shown
@@ -16,102 +22,174 @@ from hadal.config.section import Section, Status, default_of
 from hadal.config.status import has_typed_params, status_inside, status_of
 from hadal.config.top_level import Config
 
-PAGE = Path("docs/configuration.md")
-_INTRODUCTION = """\
+FOLDER = Path("docs")
+_MAIN, _UNBUILT = "configuration.md", "configuration_unbuilt.md"
+_GENERATED = (
+    "Generated from the declarations in `hadal/config/` by `python -m hadal.config.document`;"
+    " edit those."
+)
+_INTRODUCTION = f"""\
 # Configuration
 
-Written from the declarations in `hadal/config/` by `python -m hadal.config.document`; edit those.
+{_GENERATED}
 
-A configuration is a dict, a path to a JSON file, or the URL-safe base64 of its text. Files may
-hold comments (`#`, `//`, `/* */`) and trailing commas, but no key twice. A value may be the string
-`"auto"`: a program such as Hugging Face's Trainer fills it in, otherwise the default holds.
-`hadal explain CONFIG --world-size N` shows what a file comes to, `hadal schema` prints a JSON
-schema for editors.
+A configuration is a dict, a path to a JSON file, or the URL-safe base64 of JSON text. Files may
+contain comments (`#`, `//`, `/* */`) and trailing commas, but no duplicate keys. A value may be
+the string `"auto"`: a program such as Hugging Face's Trainer replaces it; otherwise the default
+applies.
 
-**Values.** A number may be written as a string that spells it (`"8"`, `"1e-4"`, `"5e8"`), wherever
-a number is expected; an integer may have a fraction of zero (`8.0`), but for counts of updates. A
-switch takes `true` or `false` alone, not `1` and not `"true"`. The same holds in every section and
-in the arguments of torch's own classes. (`amp` also takes Apex's words `"True"` and `"False"`.)
+`hadal explain CONFIG --world-size N` shows the effective value of every key and its origin.
+`hadal schema > ds_config.schema.json` writes a JSON schema; with
+`"$schema": "./ds_config.schema.json"` as the first key of a configuration, editors such as VS Code
+complete and check it.
 
-**Status.** *acts*: does what is said here. *not built yet*: refused where it would change
-something. *no effect*: accepted, and logged where it differs from the default.
+**Values.** Wherever a number is expected, a string that spells it is accepted too (`"8"`, `"1e-4"`,
+`"5e8"`). An integer may have a zero fraction (`8.0`), except counts of scheduler updates. A switch
+is `true` or `false`, never `1` or `"true"`. The same rule applies in every section and to the
+arguments of torch's own classes. (`amp` also accepts Apex's words `"True"` and `"False"`.)
 
-**Keys that do nothing.** `initialize` logs one line with all keys that were given and do nothing
-here: those without effect, those that act at other stages only, and those of a section whose switch
-nobody has given (`"tensorboard": {"job_name": "x"}`). A section with its switch turned off
-(`"enabled": false`, `"device": "none"`) is off on purpose, and so is a key at its default: nothing
-is logged. `"log_level": "error"` silences the line.
+**Status.** **acts**: does what its description says. **not built yet**: refused if its value would
+change anything. **no effect**: accepted; logs a note if it differs from the default. Sections that
+are not built yet are on [a page of their own]({_UNBUILT}).
+
+**Keys that do nothing.** `initialize` logs one line that lists all given keys which do nothing:
+keys without effect, keys that act at other stages only, and keys of a section whose switch is not
+given (`"tensorboard": {{"job_name": "x"}}`). Keys at their default are not listed, nor are the keys
+of a section that is switched off explicitly (`"enabled": false`, `"device": "none"`).
+`"log_level": "error"` suppresses the line.
+"""
+_UNBUILT_INTRODUCTION = f"""\
+# Configuration sections that are not built yet
+
+{_GENERATED}
+
+Hadal checks the keys of these sections, but has not built the features behind them. `initialize`
+refuses a configuration that switches one of them on, and names the key. Keys marked **no effect**
+are accepted. [The main page]({_MAIN}) describes the sections that act.
 """
 
 
-def page() -> str:
-    """Return the whole page."""
-    lines = [_INTRODUCTION, "## Top level", ""]
-    lines += _table(Config, "acts")
-    for name, field in Config.model_fields.items():
+@dataclass(slots=True)
+class _Pages:
+    """The lines of both pages; a section's status decides which one it goes to."""
+
+    main: list[str] = field(default_factory=list)
+    unbuilt: list[str] = field(default_factory=list)
+
+    def of(self, status: Status) -> list[str]:
+        return self.unbuilt if status == "not built yet" else self.main
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    body = _Pages()
+    body.main += ["## Top level", "", *_example(""), *_table(Config, "acts")]
+    for name, key in Config.model_fields.items():
         child = Config.child(name, {})
-        if child is not None:
-            lines += _section(child.model, name, status_of(field, "acts"), 2)
-        if name == "optimizer":
-            lines += _types("optimizer.params", OPTIMIZERS)
-        if name == "scheduler":
-            lines += _types("scheduler.params", SCHEDULES)
-    return "\n".join(lines).rstrip() + "\n"
+        if child is None:
+            continue
+        to = body if name in EXAMPLES else _Pages(body.unbuilt, body.unbuilt)
+        _section(to, child.model, name, status_of(key, "acts"), 2)
+        body.main += _types("optimizer.params", OPTIMIZERS) if name == "optimizer" else ()
+        body.main += _types("scheduler.params", SCHEDULES) if name == "scheduler" else ()
+    main = [_INTRODUCTION, *_most_used(), "## Contents", "", *_contents(body.main), "", *body.main]
+    rest = [_UNBUILT_INTRODUCTION, "## Contents", "", *_contents(body.unbuilt), "", *body.unbuilt]
+    texts = {_MAIN: main, _UNBUILT: rest}
+    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in texts.items()}
 
 
-def _types(path: str, params: Mapping[str, type[Section]]) -> list[str]:
-    """Describe params by type; types that take the same are told together."""
-    lines: list[str] = []
+def anchor(heading: str) -> str:
+    """Return the link target of a heading, as GitHub and most Markdown renderers make it."""
+    kept = (letter for letter in heading.lower() if letter.isalnum() or letter in " _-")
+    return "".join(kept).strip().replace(" ", "-")
+
+
+def _contents(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        marks, _, heading = line.partition(" ")
+        if marks in ("##", "###"):
+            yield f"{'  ' * (len(marks) - 2)}- [{heading}](#{anchor(heading)})"
+
+
+def _most_used() -> Iterator[str]:
+    yield from ("## The keys used most", "", "| key | default | meaning |", "|---|---|---|")
+    for path in MOST_USED:
+        key, section = _key(Config, path), path.rpartition(".")[0]
+        target = anchor(section or "Top level")
+        meaning = (key.description or "").split(". ")[0].rstrip(".") + "."
+        default = _default(key)
+        yield f"| [`{path}`](#{target}) | {f'`{default}`' if default else ''} | {meaning} |"
+    yield ""
+
+
+def _key(model: type[Section], path: str) -> FieldInfo:
+    name, _, rest = path.partition(".")
+    child = model.child(name, {})
+    return _key(child.model, rest) if rest and child is not None else model.model_fields[name]
+
+
+def _example(path: str) -> Iterator[str]:
+    if path in EXAMPLES:
+        yield from ("```json", json.dumps(EXAMPLES[path], indent=2), "```", "")
+
+
+def _types(path: str, params: Mapping[str, type[Section]]) -> Iterator[str]:
+    """Describe params by type; types that accept the same ones share a table."""
     for model in dict.fromkeys(params.values()):
-        names = " and ".join(name for name, kind in params.items() if kind is model)
-        lines += [f"### `{path}` of {names}", "", _summary(model), ""]
-        lines += _table(model, "acts") if model.model_fields else []
-    return lines
+        names = ", ".join(name for name, kind in params.items() if kind is model)
+        yield from (f"### `{path}` of {names}", "", _summary(model), "")
+        yield from _table(model, "acts") if model.model_fields else ()
 
 
-def _section(model: type[Section], path: str, above: Status, level: int) -> list[str]:
+def _section(body: _Pages, model: type[Section], path: str, above: Status, level: int) -> None:
     above = status_inside(model, above)
-    lines = [f"{'#' * level} `{path}`", "", _summary(model), ""]
+    lines = body.of(above)
+    if lines is body.unbuilt:
+        level = min(level, path.count(".") + 2)
+    lines += [f"{'#' * level} `{path}`", "", _summary(model), "", *_example(path)]
     lines += _table(model, above)
-    for name, field in model.model_fields.items():
+    for name, key in model.model_fields.items():
         child = model.child(name, {})
         if child is not None and not has_typed_params(model, name):
             below = {"one": name, "map": f"{name}.<name>", "list": f"{name}[]"}[child.shape]
-            status = status_of(field, above)
-            lines += _section(child.model, f"{path}.{below}", status, min(level + 1, 4))
-    return lines
+            status = status_of(key, above)
+            _section(body, child.model, f"{path}.{below}", status, min(level + 1, 4))
 
 
 def _summary(model: type[Section]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
-def _table(model: type[Section], above: Status) -> list[str]:
+def _table(model: type[Section], above: Status) -> Iterator[str]:
     rows = [
-        _row(name, field, above)
-        for name, field in model.model_fields.items()
+        _row(name, key, above)
+        for name, key in model.model_fields.items()
         if model.child(name, {}) is None or has_typed_params(model, name)
     ]
-    if not rows:
-        return list(_old_names(model))
-    head = ["| key | value | default | meaning | status |", "|---|---|---|---|---|"]
-    return [*head, *rows, "", *_old_names(model)]
+    if rows:
+        yield from ("| key | value | default | meaning | status |", "|---|---|---|---|---|")
+        yield from (*rows, "")
+    yield from _old_names(model)
 
 
-def _row(name: str, field: FieldInfo, above: Status) -> str:
-    value, default = expected(field), shown(plain(default_of(field)))
-    if default == "null" and not value.endswith(("null", "anything")):
-        default = ""
+def _default(key: FieldInfo) -> str:
+    default = shown(plain(default_of(key)))
+    return "" if default == "null" and not expected(key).endswith(("null", "anything")) else default
+
+
+def _row(name: str, key: FieldInfo, above: Status) -> str:
+    default = _default(key)
     quoted = f"`{default}`" if default else ""
-    cells = [f"`{name}`", value, quoted, field.description or "", status_of(field, above)]
+    status = f"**{status_of(key, above)}**"
+    cells = [f"`{name}`", expected(key), quoted, key.description or "", status]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _old_names(model: type[Section]) -> Iterator[str]:
-    told = [f"`{name}` is another name of `{new}`" for name, new in model.aliases.items()]
-    told += [f"`{name}` is an old name of `{new}`" for name, new in model.renamed.items()]
-    told += [f"`{name}` is an old form of `{new}`" for name, new in model.moved.items()]
-    told += [f"`{name}`: {what}" for name, what in model.leftovers.items()]
+    told = [f"`{name}`, another name of `{new}`" for name, new in model.aliases.items()]
+    told += [f"`{name}`, an old name of `{new}`" for name, new in model.renamed.items()]
+    told += [f"`{name}`, an old form of `{new}`" for name, new in model.moved.items()]
+    told += [f"`{name}`, {what}" for name, what in model.leftovers.items()]
     if told:
         yield from ("Also accepted:", "")
         yield from (f"- {line}." for line in told)
@@ -119,10 +197,12 @@ def _old_names(model: type[Section]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE")
-    parser.parse_args().output.write_text(page(), encoding="utf-8")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    folder = parser.parse_args().folder
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

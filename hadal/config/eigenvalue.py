@@ -5,6 +5,6 @@ from hadal.config.values import Boolean
 
 
 class Eigenvalue(Section):
-    """Never read at this place, in any release."""
+    """Never read at this place, in any release of DeepSpeed."""
 
     enabled: Boolean = key(False, "Compute eigenvalues.", mark=NO_EFFECT)

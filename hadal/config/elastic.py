@@ -1,6 +1,6 @@
-"""Which batch the most numbers of ranks can train, and with which micro-batch (arithmetic).
+"""The batch that the most numbers of ranks can train, and its micro-batch (arithmetic).
 
-Words: a micro-batch *fits* a number of ranks where both together divide the batch.
+Words: a micro-batch *fits* a number of ranks if the two together divide the batch.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ _COMPOSITE = (
 )
 
 _SHOWN = 12
-"""So many numbers of ranks are named where one does not fit."""
+"""Maximum number of rank counts listed in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the configuration says of the batch, and of the ranks that may train it."""
+    """The configured batch limits, and the ranks that may train it."""
 
     cap: int
     """The largest batch, in samples."""
     micros: tuple[int, ...]
     least: int = 1
     most: int = 0
-    """0 where it is left open."""
+    """0 means no limit."""
     larger: bool = True
-    """Among batches that fit as many numbers of ranks, take the larger."""
+    """Among batches that fit equally many numbers of ranks, choose the larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How ranks lie (version 0.2): so many on each node, of which so many share a model."""
+    """The layout of ranks (version 0.2): ranks per node, and how many of them share a model."""
 
     ranks: int = 1
     shared: int = 1
 
     @property
     def replicas(self) -> int:
-        """The ranks of a node that see different samples."""
+        """The number of ranks on a node that see different samples."""
         return self.ranks // self.shared
 
 
 class Choice(NamedTuple):
-    """A batch, and the numbers of data-parallel ranks that can train it, rising."""
+    """A batch, and the numbers of data-parallel ranks that can train it, ascending."""
 
     train: int
     ranks: tuple[int, ...]
 
 
 def candidates(wish: Wish) -> set[int]:
-    """The batches to choose from: multiples of the micro-batches that have many divisors."""
+    """Return candidate batches: multiples of the micro-batches with many divisors."""
     bases = {*wish.micros, math.lcm(*wish.micros)}
     return {_filled(base, wish.cap) for base in bases if base <= wish.cap}
 
 
 def _filled(base: int, cap: int) -> int:
-    """The base times the largest highly composite number that stays below the cap."""
+    """Return the base times the largest highly composite number within the cap."""
     return base * _COMPOSITE[bisect_right(_COMPOSITE, cap // base) - 1]
 
 
 def ranks_for(train: int, wish: Wish) -> tuple[int, ...]:
-    """The numbers of ranks, within the wish's bounds, that some micro-batch fits."""
+    """Return the numbers of ranks, within bounds, that some micro-batch fits."""
     most = wish.most or wish.cap // min(wish.micros)
     found = {
         divisor
@@ -92,9 +92,9 @@ def _divisors(number: int) -> Iterable[int]:
 
 
 def chosen(wish: Wish) -> Choice:
-    """Version 0.1: the candidate that the most numbers of ranks can train.
+    """Version 0.1: return the candidate that the most numbers of ranks can train.
 
-    Where none can be trained, the batch is the smallest micro-batch, or the largest candidate.
+    If none can be trained, the batch is the smallest micro-batch, or the largest candidate.
     """
     best = Choice(min(wish.micros), ())
     for train in sorted(candidates(wish), reverse=wish.larger):
@@ -106,13 +106,13 @@ def chosen(wish: Wish) -> Choice:
 
 
 def chosen_on_nodes(wish: Wish, nodes: Nodes, ranks: int) -> Choice:
-    """Version 0.2: whole nodes; where `ranks` are no such number, a batch for these alone."""
+    """Version 0.2: use whole nodes, or a batch for `ranks` alone if these do not form any."""
     found = by_nodes(wish, nodes)
     return found if ranks // nodes.shared in found.ranks else for_these(wish, nodes, ranks)
 
 
 def by_nodes(wish: Wish, nodes: Nodes) -> Choice:
-    """The batch that the most numbers of whole nodes can train."""
+    """Return the batch that the most numbers of whole nodes can train."""
     each = nodes.replicas
     per_node = replace(
         wish,
@@ -125,14 +125,14 @@ def by_nodes(wish: Wish, nodes: Nodes) -> Choice:
 
 
 def for_these(wish: Wish, nodes: Nodes, ranks: int) -> Choice:
-    """The largest batch (or the smallest of each micro-batch's largest) for so many ranks alone."""
+    """Return the batch for `ranks` alone: the largest (or smallest) of each micro-batch's best."""
     now = ranks / nodes.ranks * nodes.replicas
     multiples = [math.floor(wish.cap / (micro * now)) * micro * now for micro in wish.micros]
     return Choice(int(max(multiples) if wish.larger else min(multiples)), (int(now),))
 
 
 def micro_for(train: int, ranks: int, micros: Sequence[int], *, larger: bool = True) -> int | None:
-    """The micro-batch for so many ranks: the largest that fits, or the first of the list."""
+    """Return the micro-batch for `ranks`: the largest that fits, or the first of the list."""
     fitting = [micro for micro in micros if train // ranks % micro == 0]
     if not fitting:
         return None
@@ -143,14 +143,14 @@ def micro_for(train: int, ranks: int, micros: Sequence[int], *, larger: bool = T
 
 
 def choice_of(section: Elasticity, world_size: int) -> Choice:
-    """What a section without faults comes to; its version 0.2 asks how many ranks there are."""
+    """Return the choice for a valid section; version 0.2 depends on the number of ranks."""
     if section.version < 0.2:
         return list_of(section)
     return chosen_on_nodes(_wish(section), _nodes(section), world_size)
 
 
 def list_of(section: Elasticity) -> Choice:
-    """The batch that many numbers of ranks can train, and these numbers."""
+    """Return the batch that many numbers of ranks can train, and these numbers."""
     if section.version < 0.2:
         return chosen(_wish(section))
     return by_nodes(_wish(section), _nodes(section))
@@ -171,7 +171,7 @@ def _nodes(section: Elasticity) -> Nodes:
 
 
 def sizes_of(section: Elasticity, world_size: int, replicas: int) -> Sizes | Fault:
-    """The sizes for so many ranks, of which so many see different samples."""
+    """Return the sizes for `world_size` ranks, of which `replicas` see different samples."""
     shared = section.model_parallel_size
     if shared * replicas != world_size:
         return Fault(

@@ -1,4 +1,4 @@
-"""`elasticity`: one batch size that many numbers of ranks can train."""
+"""`elasticity`: one batch size that suits many numbers of ranks."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
@@ -10,28 +10,28 @@ from hadal.config.values import Boolean, Integer, Number
 
 
 class Elasticity(Section):
-    """Chooses the batch size, and says how many ranks may train it."""
+    """Chooses the batch size and the numbers of ranks that can train it."""
 
     switch: ClassVar[str | None] = "enabled"
     renamed: ClassVar[Mapping[str, str]] = {"prefer_large_batch": "prefer_larger_batch"}
 
     enabled: Boolean = key(False, "Choose the batch sizes.")
-    max_train_batch_size: Integer = key(2000, "Largest batch, in samples. Must be said.", gt=0)
+    max_train_batch_size: Integer = key(2000, "Largest batch, in samples. Required.", gt=0)
     micro_batch_sizes: tuple[Annotated[Integer, Ge(1)], ...] = key(
-        (2, 4, 6), "Micro-batches to choose from, in samples. Must be said."
+        (2, 4, 6), "Micro-batches to choose from, in samples. Required."
     )
-    min_gpus: Integer = key(1, "Fewest ranks.", ge=1)
-    max_gpus: Integer = key(10000, "Most ranks.", ge=1)
+    min_gpus: Integer = key(1, "Minimum number of ranks.", ge=1)
+    max_gpus: Integer = key(10000, "Maximum number of ranks.", ge=1)
     min_time: Integer = key(
         0,
-        "Minutes that ranks train before `hadal run --elastic_training` starts them anew to take in"
-        " hosts that have come.",
+        "Minutes of training before `hadal run --elastic_training` restarts the ranks to admit "
+        "new hosts.",
         ge=0,
     )
-    prefer_larger_batch: Boolean = key(True, "Among equals take the larger batch.")
+    prefer_larger_batch: Boolean = key(True, "Choose the larger batch among equals.")
     ignore_non_elastic_batch_info: Boolean = key(
-        False, "Overrule batch sizes given elsewhere, rather than refuse them."
+        False, "Override batch sizes given elsewhere rather than refuse them."
     )
-    version: Number = key(0.2, "Version of the arithmetic: 0.1 or 0.2.")
+    version: Number = key(0.2, "Version of the algorithm: 0.1 or 0.2.")
     num_gpus_per_node: Integer = key(1, "Ranks per node (0.2).", ge=1)
     model_parallel_size: Integer = key(1, "Ranks that share one copy of the model (0.2).", ge=1)

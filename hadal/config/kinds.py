@@ -1,4 +1,4 @@
-"""What a key expects, in words, read from its declaration."""
+"""The values that a key accepts, in words, from its declaration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def expected(field: FieldInfo) -> str:
-    """Say what a key expects: "0, 1, 2 or 3", "an integer >= 1"."""
+    """Return what a key accepts: "0, 1, 2 or 3", "an integer >= 1"."""
     return _kind(field.annotation, tuple(field.metadata))
 
 
@@ -59,7 +59,7 @@ def _single(annotation: Any, origin: Any, limits: tuple[Any, ...]) -> str:
 
 
 def _null_last(annotation: Any) -> list[Any]:
-    """Name null last, it is the least of the choices."""
+    """Return a union's members, null last."""
     members = [member for member in get_args(annotation) if member is not type(None)]
     return members + [type(None)] * (len(members) < len(get_args(annotation)))
 
@@ -87,7 +87,7 @@ def _limits(annotation: Any, limits: tuple[Any, ...]) -> str:
 
 
 def either(choices: list[str]) -> str:
-    """Write choices as a person would: "a, b or c"."""
+    """Join choices as in a sentence: "a, b or c"."""
     choices = list(dict.fromkeys(choices))
     if len(choices) == 1:
         return choices[0]
@@ -95,7 +95,7 @@ def either(choices: list[str]) -> str:
 
 
 def spellings(field: FieldInfo) -> list[str]:
-    """List other ways to write a key's words: cases, and names that mean the same."""
+    """Return other accepted spellings of a key's words: other cases, and synonyms."""
     words = [json.loads(word) for word in _choices(field.annotation, ()) if word[0] == '"']
     others: list[str] = []
     for convert in _conversions(field.annotation, tuple(field.metadata)):

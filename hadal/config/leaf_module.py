@@ -1,4 +1,4 @@
-"""`zero_optimization.leaf_module`: modules that are gathered whole."""
+"""`zero_optimization.leaf_module`: modules that are gathered as a whole."""
 
 from hadal.config.section import Section, key
 from hadal.config.values import TextOrTexts
@@ -11,8 +11,8 @@ _SPARSE_BLOCKS = (
 
 
 class LeafModule(Section):
-    """Modules that stage 3 gathers at once, without looking at what stands inside them."""
+    """Modules that stage 3 gathers as a whole, ignoring the modules inside them."""
 
-    classes: TextOrTexts = key(_SPARSE_BLOCKS, "Names of classes, bare or dotted.")
+    classes: TextOrTexts = key(_SPARSE_BLOCKS, "Class names, with or without their module.")
     names: TextOrTexts = key((), "Full names of modules in the model.")
-    name_suffixes: TextOrTexts = key((), "Ends of such names.")
+    name_suffixes: TextOrTexts = key((), "Suffixes of such names.")

@@ -1,4 +1,4 @@
-"""Old places: keys that moved to another section, and sections that changed their form."""
+"""Migration of keys that moved to another section, and of sections that changed their form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLD_OFFLOAD = {
 
 
 def modernise(raw: Raw, report: Report) -> Raw:
-    """Return the configuration with everything in the place where it stands today."""
+    """Return the configuration with every key in its current place."""
     raw = dict(raw)
     _boolean_zero(raw, report)
     _bfloat16(raw, report)
@@ -141,7 +141,7 @@ def _datastates(raw: Raw) -> None:
 
 
 def _params(raw: Raw, report: Report) -> None:
-    """Give every optimizer and scheduler its params, and clipping its place of today."""
+    """Give every optimizer and scheduler its params, and refuse clipping inside them."""
     for name in ("optimizer", "scheduler"):
         section = raw.get(name)
         if isinstance(section, Mapping) and section.get("params") is None:

@@ -1,4 +1,4 @@
-"""`load_config`: the one way from a ds_config.json to a `Config`."""
+"""`load_config`: turns a ds_config.json into a `Config`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("hadal.config")
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What the program that loads a configuration brings along."""
+    """Facts that the program passes along with the configuration."""
 
     world_size: int = 1
     sequence_parallel_size: int | None = None
@@ -54,9 +54,9 @@ def load_config(
 ) -> Config:
     """Load a dict, a file or a base64 text; raise one `ConfigError` that lists every fault.
 
-    `sequence_parallel_size` and `data_parallel_size` are what the program knows of its ranks, for
-    example by an mpu; None leaves them to the keys of the same names. `rounds_early` is what
-    `data_types.early_rounding` means where it is null. Nothing is logged: `log_notes` does that.
+    `sequence_parallel_size` and `data_parallel_size` are what the program knows about its ranks,
+    for example from an mpu; None leaves them to the keys of the same names. `rounds_early` is the
+    meaning of null for `data_types.early_rounding`. Logs nothing; see `log_notes`.
     """
     brought = Circumstances(
         world_size,
@@ -102,7 +102,7 @@ def _checked(
 
 
 def _infer(values: dict[str, Any], brought: Circumstances, report: Report) -> tuple[str, ...]:
-    """Fill in what follows from the rest; return its paths."""
+    """Fill in values that follow from the others; return their paths."""
     inferred = list(_infer_batch(values, brought, report))
     shared = brought.sequence_parallel_size
     if shared is not None and shared != 1 and "sequence_parallel_size" not in values:
@@ -178,13 +178,13 @@ def _elastic_batch(
 
 
 def _is_tuned(values: Mapping[str, Any]) -> bool:
-    """Tell whether the autotuner chooses the batch."""
+    """Return whether the autotuner chooses the batch."""
     tuning = values.get("autotuning")
     return tuning is not None and bool(tuning.enabled)
 
 
 def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, report: Report) -> int:
-    """How many ranks see different samples: all, divided by those that share a sequence."""
+    """Return the number of ranks that see different samples."""
     shared_key, data_key = "sequence_parallel_size", "data_parallel_size"
     world, asked = brought.world_size, values.get(shared_key)
     shared = brought.sequence_parallel_size or asked or 1
@@ -219,7 +219,7 @@ def _tell_blocks(config: Config, brought: Circumstances, report: Report) -> None
 
 
 def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[str, ...]:
-    """Name the sections that step back because the program brings the object itself."""
+    """Return the sections that are ignored because the program passes its own object."""
     brings = {"optimizer": brought.client_optimizer, "scheduler": brought.client_scheduler}
     ignored = tuple(name for name, is_brought in brings.items() if is_brought)
     for name in ignored:

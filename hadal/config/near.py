@@ -1,4 +1,4 @@
-"""Which known name a misspelt one stands for."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ELSEWHERE = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay"}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that a misspelt one most likely stands for."""
+    """Return the known name most similar to a misspelled one, or None."""
     plain = {word.lower(): word for word in known}
     cut = _ALIKE_SHORT if len(name) <= _SHORT else _ALIKE
     written = name.strip().lower().replace("-", "_").replace(" ", "_")

@@ -13,9 +13,9 @@ class Nebula(Section):
 
     enabled: Boolean = key(False, "Use the service.", mark=UNBUILT)
     nebula_load_path: Text | None = key(
-        None, "Folder to resume from; null is persistent_storage_path."
+        None, "Directory to resume from; null is persistent_storage_path."
     )
     enable_nebula_load: Boolean = key(True, "Load through the service.")
-    persistent_storage_path: Text | None = key(None, "Folder to persist to.")
+    persistent_storage_path: Text | None = key(None, "Directory to persist to.")
     persistent_time_interval: Integer = key(100, "Seconds between two persisted copies.", gt=0)
     num_of_version_in_retention: Integer = key(2, "Copies kept in memory.", ge=1)

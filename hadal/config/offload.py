@@ -1,4 +1,4 @@
-"""`zero_optimization.offload_param` and `.offload_optimizer`: where state is stored."""
+"""`zero_optimization.offload_param` and `.offload_optimizer`: the tier that stores state."""
 
 from typing import ClassVar, Literal, TypeAlias
 
@@ -7,114 +7,117 @@ from hadal.config.values import Boolean, Integer, Number, Text
 
 Tier: TypeAlias = Literal["none", "cpu", "nvme"]
 _PATH = (
-    "Folder on the disk; needed where the device is nvme. Each process has a folder of its own in "
-    "it, which goes when the engine does. Ranks may name different ones."
+    "Directory on the disk; required when the device is nvme. Each process creates its own "
+    "directory in it, which is removed with the engine. Ranks may name different "
+    "directories."
 )
 _PIN = (
-    "Use page-locked host memory where there is an accelerator: copies go on beside its work; else "
-    "each one stops the thread that launches that."
+    "Use pinned host memory when there is an accelerator, so that copies overlap with "
+    "computation; otherwise each copy blocks the thread that launches kernels."
 )
 
 
 class OffloadParam(Section):
-    """Where stage 3's weights are stored between uses.
+    """Storage of stage 3's weights between uses.
 
-    At lower stages every rank uses whole weights, and the section has no effect. If a CPU
-    computes, "cpu" is where they are anyway.
+    Below stage 3 every rank uses whole weights, and the section has no effect. If the model trains
+    on a CPU, "cpu" is where they are anyway.
     """
 
     switch: ClassVar[str | None] = "device"
 
     device: Tier = key(
         "none",
-        "Where the weights are stored: none is the memory that computes, cpu the host's, nvme the "
-        "disk. Parameters that stay whole on every rank (stage3_param_persistence_threshold) stay "
-        "there.",
+        "Tier that stores the weights: none keeps them in the compute device's memory, cpu in "
+        "host memory, nvme on the disk. Parameters that every rank keeps whole "
+        "(stage3_param_persistence_threshold) are not offloaded.",
     )
     nvme_path: Text | None = key(None, _PATH)
     pin_memory: Boolean = key(True, _PIN)
     buffer_count: Integer = key(
         5,
-        "Buffers that weights are read into ahead of their use, from the second step on; 0 reads "
-        "each when it is used.",
+        "Buffers for reading weights ahead of their use, from the second step on; 0 reads each "
+        "weight when it is used.",
         ge=0,
     )
     buffer_size: Integer = key(
         100_000_000,
-        "Elements of one such buffer. Weights share a bucket up to it; a rank's part of a single "
-        "larger parameter is refused.",
+        "Elements in one such buffer. Weights share a bucket up to this size; a single "
+        "parameter whose slice on a rank is larger is refused.",
         ge=0,
     )
     max_in_cpu: Integer = key(
         1_000_000_000,
-        "Where the device is nvme: elements of each rank that stay in host memory all the same, "
+        "If the device is nvme: elements of each rank that stay in host memory all the same, "
         "those of the first buckets.",
         ge=0,
     )
 
 
 class OffloadOptimizer(Section):
-    """Where masters and the optimizer's state are stored, and so where the update runs.
+    """Storage of the masters and the optimizer's state, and therefore the place of the update.
 
-    Off the device the host makes the update, and gradients leave for its memory. On the disk
-    state takes twice its size: an update that fails, because the disk does, changes nothing.
+    If they are offloaded, the host updates them, and gradients are copied to its memory. On the
+    disk state takes twice its size, so that an update that fails because the disk does changes
+    nothing.
     """
 
     switch: ClassVar[str | None] = "device"
 
     device: Tier = key(
         "none",
-        "Where the state is stored: none is the memory that computes, cpu the host's, nvme the "
-        "disk (stages 1 to 3; DeepSpeed: 3, and Adam alone). Optimizers that look at more than "
-        "single elements have more of it in host memory during an update: docs/offload.md.",
+        "Tier that stores the state: none keeps it in the compute device's memory, cpu in host "
+        "memory, nvme on the disk (stages 1 to 3; DeepSpeed: stage 3 with Adam only). "
+        "Optimizers that are not elementwise keep more of it in host memory during an update; "
+        "see docs/offload.md.",
     )
     nvme_path: Text | None = key(None, _PATH)
     buffer_count: Integer = key(
         4,
-        "The host memory of an update on the disk: so many times `sub_group_size` elements in "
-        "fp32 (of which 2^24 count at most), for all that is read, worked on and written. A part "
-        "is 2^19 elements long at least, with several threads up to 2^22. Muon, Adafactor and "
-        "optimizers of your own take whole buckets, however many that are.",
+        "Host memory of an update on the disk: this many times `sub_group_size` elements in "
+        "fp32 (of which at most 2^24 count), for everything that is read, processed and "
+        "written. A chunk has at least 2^19 elements, and up to 2^22 with several threads. "
+        "Muon, Adafactor and custom optimizers take whole buckets, however many there are.",
         ge=0,
     )
     pin_memory: Boolean = key(True, _PIN)
     accumulate_on: Literal["device", "host"] | None = key(
         None,
-        "Where an accelerator's gradients are summed up over micro-steps at stages 2 and 3 "
-        "(Hadal's own). device keeps a rank's sums there until the update; host brings each sum "
-        "back at every micro-step and sends it out again, which saves the memory and costs the "
-        "copies. null keeps them on the device, bucket by bucket, while they take less than an "
-        "eighth of its free memory. The numbers are the same.",
+        "Memory that accumulates an accelerator's gradients over micro-steps at stages 2 and 3 "
+        "(Hadal's own key). device keeps a rank's sums there until the update; host copies each "
+        "sum back at every micro-step and out again, which saves memory and costs the copies. "
+        "null keeps them on the device, bucket by bucket, while they take less than an eighth "
+        "of its free memory. The results are identical.",
     )
     pipeline_read: Boolean = key(
         True,
-        "Read the next part of the state during the update of this one. DeepSpeed's default is "
-        "false; the numbers are the same.",
+        "Read the next chunk of state while this one is updated. DeepSpeed's default is false; "
+        "the results are identical.",
     )
     pipeline_write: Boolean = key(
         True,
-        "Write the last part during the update of this one. DeepSpeed's default is false; the "
-        "numbers are the same.",
+        "Write the previous chunk of state while this one is updated. DeepSpeed's default is "
+        "false; the results are identical.",
     )
     fast_init: Boolean = key(
         False,
-        "Begin the optimizer's state as zeros that are in no file yet. false writes them in the "
-        "first update, before it, so that a disk which fails does so there.",
+        "Start the optimizer's state as zeros that are not written to a file. false writes them "
+        "before the first update, so that a failing disk is noticed there.",
     )
     ratio: Number = key(
         1.0,
-        "Share of the elements that the host updates, by whole buckets; the device updates the "
-        "rest at the same time, and keeps its state. Below 1 needs stage 3, and where the device "
-        "is nvme an optimizer that looks at single elements (Adam, AdamW, Lion, Adagrad, SGD).",
+        "Fraction of the elements that the host updates, in whole buckets; the device updates "
+        "the rest at the same time and keeps its state. Below 1 requires stage 3 and, if the "
+        "device is nvme, an elementwise optimizer (Adam, AdamW, Lion, Adagrad, SGD).",
         ge=0,
         le=1,
     )
     super_offload: Boolean = key(
-        False, "Update in a process of its own, for superchips.", mark=UNBUILT
+        False, "Update in a separate process, for superchips.", mark=UNBUILT
     )
     cpuadam_cores_perc: Number = key(
         0.8,
-        "Share of the cores for that process. Without it updates on the host use the process's "
+        "Fraction of the cores for that process. Without it, updates on the host use the process's "
         "threads (OMP_NUM_THREADS).",
         ge=0,
         le=1,

@@ -13,29 +13,29 @@ _CANONICAL = {name.lower(): name for name in BUILT_IN}
 
 
 def canonical_type(name: Any) -> Any:
-    """Write a built-in optimizer's name as it is spelled; leave torch's class names alone."""
+    """Return a built-in optimizer's canonical spelling; other names are unchanged."""
     return _CANONICAL.get(name.lower(), name) if isinstance(name, str) else name
 
 
 class Optimizer(Section):
-    """The optimizer, by name. Not used where the program hands over its own."""
+    """The optimizer, by name. Not used when the program passes its own."""
 
     required: ClassVar[tuple[str, ...]] = ("type",)
 
     type: Annotated[Text, BeforeValidator(canonical_type)] = key(
         None,
         "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, MuAdam, "
-        "MuAdamW or MuSGD in any case, or the exact name of a class of torch.optim.",
+        "MuAdamW or MuSGD in any case, or the exact name of a class in torch.optim.",
         mark=Mark(auto_is_a_word=True),
     )
-    params: dict[str, Any] = key({}, "Arguments of the optimizer; see the tables of each type.")
+    params: dict[str, Any] = key({}, "Arguments of the optimizer; see the table for its type.")
     legacy_fusion: Boolean = key(
-        False, "Choose an older fused kernel. There is one kernel here.", mark=NO_EFFECT
+        False, "Use an older fused kernel. There is only one kernel.", mark=NO_EFFECT
     )
 
     @classmethod
     def child(cls, name: str, raw: Mapping[str, Any]) -> Child | None:
-        """Let the type say which params there are; a torch class takes any."""
+        """Return the params section for the type; a torch class accepts any."""
         if name != "params":
             return super().child(name, raw)
         kind = canonical_type(raw.get("type"))
@@ -43,6 +43,6 @@ class Optimizer(Section):
 
 
 class OpenParams(Section):
-    """Arguments that are handed to a class of torch as they are."""
+    """Arguments passed to a torch class unchanged."""
 
     model_config = ConfigDict(extra="allow")

@@ -9,7 +9,7 @@ _MODULE_SAYS = "Also an argument of the pipeline module."
 
 
 class Pipeline(Section):
-    """Options of a model that is cut into stages."""
+    """Options of a model that is split into pipeline stages."""
 
     stages: Literal["auto"] | Integer = key(
         "auto",
@@ -19,10 +19,12 @@ class Pipeline(Section):
     partition: Text = key("best", _MODULE_SAYS, mark=UNBUILT)
     seed_layers: Boolean = key(False, _MODULE_SAYS, mark=UNBUILT)
     activation_checkpoint_interval: Integer = key(
-        0, "Layers between kept activations; 0 leaves it to the module.", ge=0, mark=UNBUILT
+        0, "Layers between stored activations; 0 leaves it to the module.", ge=0, mark=UNBUILT
     )
     pipe_partitioned: Boolean = key(
         True, "Shard activations between stages over tensor-parallel ranks.", mark=UNBUILT
     )
-    grad_partitioned: Boolean = key(True, "Shard gradients between stages likewise.", mark=UNBUILT)
-    use_reentrant: Boolean = key(True, "Recompute by the reentrant function.", mark=UNBUILT)
+    grad_partitioned: Boolean = key(
+        True, "Shard gradients between stages in the same way.", mark=UNBUILT
+    )
+    use_reentrant: Boolean = key(True, "Use reentrant recomputation.", mark=UNBUILT)

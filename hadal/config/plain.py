@@ -10,7 +10,7 @@ from hadal.config.section import Section
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON would hold it; objects that JSON cannot hold become their name."""
+    """Return a value as JSON would store it; objects that JSON cannot store become strings."""
     if isinstance(value, Section):
         return {name: plain(getattr(value, name)) for name in type(value).model_fields} | {
             name: plain(extra) for name, extra in (value.model_extra or {}).items()
@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
 
 
 def leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk the values that are no objects (or empty ones), each with its JSON path."""
+    """Yield the values that are not objects (or are empty ones) with their JSON paths."""
     for name, inner in value.items():
         here = f"{path}.{name}" if path else name
         if isinstance(inner, Mapping) and inner:
@@ -35,13 +35,13 @@ def leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def shown(value: Any) -> str:
-    """Write a value as JSON does, for messages; long ones are cut."""
+    """Format a value as JSON does, for messages; long values are cut short."""
     text = json.dumps(plain(value), ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def found(value: Any) -> str:
-    """Write what was found, with its kind where that may be the fault."""
+    """Format the value found, with its type where that may be the fault."""
     kinds = {str: "a string", bool: "a boolean", list: "a list", dict: "an object"}
     kind = kinds.get(type(value))
     return f"{shown(value)} ({kind})" if kind else shown(value)

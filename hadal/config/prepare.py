@@ -1,4 +1,4 @@
-"""From raw JSON to raw JSON of today's names: old names, leftovers, "auto" and typos go first."""
+"""Conversion of raw JSON to current names: resolves old names, leftovers, "auto" and typos."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMENTS = ("_", "//", "$")
 
 
 def prepare(model: type[Section], raw: Any, report: Report, path: str = "") -> dict[str, Any]:
-    """Return a section's declared keys under today's names, without "auto" and leftovers."""
+    """Return a section's declared keys under current names, without "auto" and leftovers."""
     if not isinstance(raw, Mapping):
         report.fault(path, f"expected an object, got {found(raw)}")
         return {}
@@ -42,7 +42,7 @@ def join(path: str, name: str) -> str:
 def _todays_name(
     model: type[Section], name: str, raw: Mapping[str, Any], report: Report, path: str
 ) -> str | None:
-    """Say which declared key a name stands for, if any; tell what there is to tell."""
+    """Return the declared key that a name stands for, if any; report what is worth reporting."""
     here = join(path, name)
     if name in model.model_fields:
         return name
@@ -86,7 +86,7 @@ def _unknown(model: type[Section], name: str, report: Report, path: str) -> None
 
 
 def _homes(model: type[Section]) -> dict[str, str]:
-    """Say to which section a key belongs that was written beside, not in, its section."""
+    """Map keys that belong in other sections to these sections."""
     homes: dict[str, str] = {}
     for name in ("fp16", "activation_checkpointing", "zero_optimization"):
         child = Config.child(name, {})
@@ -103,7 +103,7 @@ def _take(
     report: Report,
     path: str,
 ) -> None:
-    """Keep a declared key's value, with whatever stands below it prepared too."""
+    """Add a declared key's value to `kept`, with everything below it prepared too."""
     name, value, raw = item
     here, field = join(path, name), model.model_fields[name]
     mark = mark_of(field)

@@ -1,4 +1,4 @@
-"""`progressive_layer_drop`: skipping layers more often while training goes on."""
+"""`progressive_layer_drop`: skipping layers more and more often during training."""
 
 from typing import ClassVar
 
@@ -7,11 +7,11 @@ from hadal.config.values import Boolean, Number
 
 
 class ProgressiveLayerDrop(Section):
-    """Hands the model a keep probability that falls from 1 to theta."""
+    """Passes the model a keep probability that falls from 1 to theta."""
 
     switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
-    enabled: Boolean = key(False, "Skip layers. Must be said.", mark=UNBUILT)
-    theta: Number | None = key(None, "Keep probability in the end. Must be said.", gt=0, le=1)
-    gamma: Number | None = key(None, "Speed of the fall, per update. Must be said.", gt=0)
+    enabled: Boolean = key(False, "Skip layers. Required.", mark=UNBUILT)
+    theta: Number | None = key(None, "Final keep probability. Required.", gt=0, le=1)
+    gamma: Number | None = key(None, "Rate of the decrease, per update. Required.", gt=0)

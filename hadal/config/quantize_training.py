@@ -1,4 +1,4 @@
-"""`quantize_training`: the first form of quantised training; `compression_training` follows it."""
+"""`quantize_training`: the first form of quantized training, before `compression_training`."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -16,7 +16,7 @@ class QuantizeEigenvalue(Section):
 
     enabled: Boolean = key(False, "Compute eigenvalues.", mark=UNBUILT)
     verbose: Boolean = key(False, "Log them.")
-    max_iter: Integer = key(100, "Iterations at most.", ge=1)
+    max_iter: Integer = key(100, "Maximum number of iterations.", ge=1)
     tol: Number = key(1e-2, "Relative change at which to stop.", ge=0)
     stability: Number = key(1e-6, "Added to norms.", ge=0)
     gas_boundary_resolution: Integer = key(1, "Updates between two computations.", ge=1)
@@ -25,28 +25,28 @@ class QuantizeEigenvalue(Section):
 
 
 class QuantizeBits(Section):
-    """Bits at the start and in the end."""
+    """Bits at the start and at the end."""
 
     start_bits: Integer = key(16, _OLD, mark=NO_EFFECT)
     target_bits: Integer = key(16, _OLD, mark=NO_EFFECT)
 
 
 class QuantizeSchedule(Section):
-    """When bits fall."""
+    """Schedule of the bit width."""
 
     quantize_period: Integer = key(100, _OLD, mark=NO_EFFECT)
     schedule_offset: Integer = key(100, _OLD, mark=NO_EFFECT)
 
 
 class QuantizeAlgo(Section):
-    """How values are rounded."""
+    """Rounding of values."""
 
     q_type: Literal["symmetric", "asymmetric"] = key("symmetric", _OLD, mark=NO_EFFECT)
     rounding: Literal["nearest", "stochastic"] = key("nearest", _OLD, mark=NO_EFFECT)
 
 
 class QuantizeTraining(Section):
-    """Mixture of quantisation."""
+    """Options of quantized training (Mixture of Quantization)."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "quantize-algo": "quantize_algo",

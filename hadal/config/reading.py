@@ -1,4 +1,4 @@
-"""From what the user hands over (a dict, a path, a base64 text) to a dict of JSON values."""
+"""Reading of the user's configuration (a dict, a path, a base64 text) into a dict."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _THE_DICT = "the configuration"
 
 
 class Text(NamedTuple):
-    """A configuration as JSON text, and the name it goes by in messages."""
+    """A configuration as JSON text, and its name in messages."""
 
     name: str
     content: str
 
 
 def read(source: Source) -> tuple[str, dict[str, Any]]:
-    """Return a name for messages, and a dict that is the caller's no more."""
+    """Return a name for messages, and a dict that the caller no longer shares."""
     if isinstance(source, Mapping):
         return _THE_DICT, _copied(source)
     if not isinstance(source, str | os.PathLike):
@@ -43,7 +43,7 @@ def read(source: Source) -> tuple[str, dict[str, Any]]:
 
 
 def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy containers, so that the caller's stay as they are; share what they hold."""
+    """Copy containers, so that the caller's stay unchanged; share their contents."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ _TOKENS = re.compile(
 
 
 class DuplicateKeys(ValueError):
-    """An object names a key twice; which one was meant, nobody knows."""
+    """An object contains a key twice, so its value is ambiguous."""
 
     def __init__(self, paths: tuple[str, ...]) -> None:
         super().__init__(f"given twice: {', '.join(paths)}")
@@ -38,7 +38,7 @@ def parse(text: str) -> Any:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which names it was given twice."""
+    """A JSON object that records which of its keys were given twice."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -47,7 +47,7 @@ class _Object(dict[str, Any]):
 
 
 def _duplicates(value: Any, path: str) -> Iterator[str]:
-    """Find names given twice; an object's path is known only once it is inside the whole."""
+    """Find keys given twice; an object's path is known only from the whole document."""
     if isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _duplicates(inner, f"{path}[{index}]")
@@ -59,7 +59,7 @@ def _duplicates(value: Any, path: str) -> Iterator[str]:
 
 
 def strict(text: str) -> str:
-    """Blank out comments and trailing commas; lines and columns of the rest stay where they are."""
+    """Blank out comments and trailing commas; lines and columns of the rest do not change."""
     parts: list[str] = []
     comma: int | None = None  # where a comma stands that may turn out to be trailing
     for match in _TOKENS.finditer(text):

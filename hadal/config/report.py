@@ -1,4 +1,4 @@
-"""What loading collects on its way: faults, things not built yet, notes, and who said what."""
+"""The faults, notes and `auto` values collected while loading."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hadal.errors import ConfigError, Fault, UnbuiltConfigError
 
 @dataclass(slots=True)
 class Report:
-    """Faults and notes of one configuration; at most one fault for each path."""
+    """Faults and notes of one configuration; at most one fault per path."""
 
     faults: dict[str, Fault] = field(default_factory=dict)
     unbuilt: dict[str, Fault] = field(default_factory=dict)
@@ -19,24 +19,24 @@ class Report:
     autos: list[str] = field(default_factory=list)
 
     def fault(self, path: str, message: str) -> None:
-        """Note a reason to refuse the configuration."""
+        """Record a reason to refuse the configuration."""
         self.faults.setdefault(path, Fault(path, message))
 
     def not_built(self, path: str, message: str) -> None:
-        """Note that the configuration asks for what is not built yet."""
+        """Record that the configuration requests something that is not built yet."""
         self.unbuilt.setdefault(path, Fault(path, message))
 
     def note(self, path: str, message: str) -> None:
-        """Note a thing worth telling; keys of which the same is to be told are told together."""
+        """Record a note; keys with the same message share one line."""
         self.told.setdefault(message, []).append(path)
 
     def note_idle(self, path: str, message: str) -> None:
-        """Note a key that does nothing here, and why; these are logged in one line."""
+        """Record a key that does nothing here, and why; all of them are logged in one line."""
         self.idle.setdefault(message, []).append(path)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Everything worth telling, one sentence each."""
+        """All notes, one sentence each."""
         return _sentences(self.told) + self.idle_notes
 
     @property
@@ -52,11 +52,13 @@ class Report:
         return _sentences(self.told) + together
 
     def is_faulty(self, paths: Iterable[str]) -> bool:
-        """Tell whether a key is faulty, above or below it too, so that nothing follows from it."""
+        """Return whether a key, one above or one below it is faulty, so that nothing follows from
+        it.
+        """
         return any(_touch(fault, path) for path in paths for fault in self.faults)
 
     def settle(self, name: str, *, allow_unbuilt: bool) -> None:
-        """Raise if there is a fault; turn what is not built yet into notes where allowed."""
+        """Raise if there is a fault; `allow_unbuilt` turns what is not built yet into notes."""
         if allow_unbuilt:
             for fault in self.unbuilt.values():
                 self.note(fault.path, fault.message)
@@ -73,13 +75,13 @@ def _sentences(paths_by_message: Mapping[str, list[str]]) -> tuple[str, ...]:
 
 
 def _touch(one: str, other: str) -> bool:
-    """Tell whether two paths are the same, or one lies below the other."""
+    """Return whether two paths are equal or one is below the other."""
     shorter, longer = sorted((one, other), key=len)
     return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
 def written(name: str, faults: tuple[Fault, ...]) -> str:
-    """Write faults one below the other, paths and messages in columns."""
+    """Format faults one per line, with paths and messages in columns."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     width = max(len(fault.path) for fault in faults)
     lines = [f"  {fault.path:<{width}}  {fault.message}" for fault in faults]

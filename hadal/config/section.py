@@ -1,15 +1,15 @@
-"""What every section of the configuration is made of: keys, with their meaning where they stand.
+"""The parts of every section of the configuration: keys and what their declarations say.
 
 Words of this folder.
 
 section   a JSON object with known keys: a frozen model, one file each
 key       one name in a section, declared by `key(default, meaning, ...)`
 mark      what a key's declaration says beyond type and range (see `Mark`)
-leftover  a key of older releases that is accepted, told once, and does nothing
-renamed   an old name that still means a key of today; told once
-moved     a key of older releases whose meaning stands at another place today; told once
-alias     a second name that is as good as the first
-fault     a reason to refuse the configuration        note  a thing worth telling
+leftover  a key of older releases that is accepted with a note and does nothing
+renamed   an old name for a key of today, accepted with a note
+moved     a key of older releases whose meaning has another place today; read there, with a note
+alias     a second name, as good as the first
+fault     a reason to refuse the configuration        note  a line worth logging
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,11 @@ Status = Literal["acts", "not built yet", "no effect"]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a key's declaration says beyond its type and range.
+    """The part of a key's declaration beyond its type and range.
 
-    `off` are the values beside the default that ask for nothing. `only` are the sole values that
-    the status speaks of. `serves` names the key without which this one asks for nothing. `stages`
-    are the ZeRO stages at which the key does anything. `why` says what stands in the way of a key
-    that is not built.
+    `off` are values besides the default that request nothing. `only` restricts the status to these
+    values. `serves` names the key without which this one requests nothing. `stages` are the ZeRO
+    stages at which the key does anything. `why` says what prevents a key from being built.
     """
 
     status: Status = "acts"
@@ -50,7 +49,7 @@ class Mark:
             schema["x-hadal-status"] = self.status
 
     def asks(self, value: Any, default: Any) -> bool:
-        """Tell whether the value asks for what the status speaks of."""
+        """Return whether the value requests what the status is about."""
         if self.only:
             return value in self.only
         return bool(value != default and value not in self.off)
@@ -68,7 +67,7 @@ TUNABLE_AT_STAGE_3 = Mark(stages=(3,), tunable=True)
 
 
 def unbuilt_beside(name: str) -> Mark:
-    """Mark a key that asks for nothing without another one, which is not built yet."""
+    """Return the mark of a key that requests nothing without another one, not built yet."""
     return Mark(status="not built yet", serves=name)
 
 
@@ -82,7 +81,7 @@ def key(
     lt: float | None = None,
     mark: Mark = ACTS,
 ) -> Any:
-    """Declare a key: its default, what it means (with its unit), its range and its mark."""
+    """Declare a key: its default, its meaning (with its unit), its range and its mark."""
     return Field(default, description=meaning, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=mark)
 
 
@@ -98,40 +97,40 @@ class Section(BaseModel):
     )
 
     switch: ClassVar[str | None] = None
-    """The path of the key that turns the section on; while it is off the others ask for nothing."""
+    """Path of the key that turns the section on; while it is off, the others request nothing."""
     off: ClassVar[tuple[Any, ...]] = (False, None, "none")
-    """The switch's values that turn the section off."""
+    """Values of the switch that turn the section off."""
     renamed: ClassVar[Mapping[str, str]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
-    """Name of a key that stands elsewhere today, and where; `legacy.py` moves it."""
+    """Maps a key that has another place today to that place; `legacy.py` moves it."""
     leftovers: ClassVar[Mapping[str, str]] = {}
-    """Name of a leftover, and what happens instead, as the end of a sentence."""
+    """Maps a leftover to what happens instead, as the end of a sentence."""
     required: ClassVar[tuple[str, ...]] = ()
-    """Keys that must be said where the section stands."""
+    """Keys that are required if the section is present."""
     unbuilt: ClassVar[Mapping[str, str]] = {}
-    """Name of a key that no release had and people look for, and the feature that is not built."""
+    """Maps a key that no release has, but people try, to the feature that is not built."""
 
     @classmethod
     def is_open(cls) -> bool:
-        """Tell whether keys that are not declared are handed on as they are."""
+        """Return whether undeclared keys are passed on unchanged."""
         return cls.model_config.get("extra") == "allow"
 
     @property
     def is_on(self) -> bool:
-        """Whether the section's keys ask for anything."""
+        """True if the section's keys request anything."""
         return self.switch is None or attrgetter(self.switch)(self) not in self.off
 
     @property
     def is_switched(self) -> bool:
-        """Whether the JSON gives the switch, on or off."""
+        """True if the JSON gives the switch, on or off."""
         owner, _, name = (self.switch or "").rpartition(".")
         section = attrgetter(owner)(self) if owner else self
         return name in section.model_fields_set
 
     @classmethod
     def child(cls, name: str, raw: Mapping[str, Any]) -> "Child | None":
-        """Return what sections stand under a key, which may hang on the values beside it."""
+        """Return the sections under a key; they may depend on the values beside it."""
         del raw
         return child_of(cls.model_fields[name])
 
@@ -140,20 +139,20 @@ SectionType = TypeVar("SectionType", bound=Section)
 
 
 def section(kind: type[SectionType], meaning: str, *, mark: Mark = ACTS) -> Any:
-    """Declare a section that exists with its defaults where the JSON does not have it."""
+    """Declare a section that has its defaults if the JSON leaves it out."""
     return Field(default_factory=kind.model_construct, description=meaning, json_schema_extra=mark)
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """Sections under a key: one of them, a map of them by free names, or a list."""
+    """Sections under a key: a single one, a map from free names, or a list."""
 
     model: type[Section]
     shape: Literal["one", "map", "list"]
 
 
 def child_of(field: FieldInfo) -> Child | None:
-    """Read from a key's type which sections stand under it."""
+    """Return the sections under a key, read from its type."""
     return _child(field.annotation)
 
 
@@ -176,5 +175,5 @@ def mark_of(field: FieldInfo) -> Mark:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return the value that a key has where the JSON does not give one."""
+    """Return the value of a key that the JSON leaves out."""
     return field.get_default(call_default_factory=True, validated_data={})

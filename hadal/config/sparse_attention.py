@@ -7,22 +7,22 @@ from hadal.config.values import Boolean, Integer, Integers
 
 
 class SparseAttention(Section):
-    """Which blocks of the attention matrix are computed. Sizes count blocks."""
+    """Layout of the blocks of the attention matrix to compute. Sizes count blocks."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key(
         "fixed", "Kind of layout."
     )
     block: Integer = key(16, "Edge of one square block, in tokens.", gt=0)
-    different_layout_per_head: Boolean = key(False, "Give each head a layout of its own.")
-    num_local_blocks: Integer = key(4, "fixed: blocks of a local window.", ge=1)
+    different_layout_per_head: Boolean = key(False, "Use a separate layout for each head.")
+    num_local_blocks: Integer = key(4, "fixed: blocks in a local window.", ge=1)
     num_global_blocks: Integer = key(
-        1, "fixed: blocks that stand for a window; bigbird: global blocks at the start.", ge=1
+        1, "fixed: blocks that represent a window; bigbird: global blocks at the start.", ge=1
     )
     attention: Literal["unidirectional", "bidirectional"] = key(
-        "bidirectional", "Whether tokens see what follows; fixed and variable."
+        "bidirectional", "Whether tokens attend to later tokens; fixed and variable."
     )
     horizontal_global_attention: Boolean = key(
-        False, "Global blocks see everything too; bidirectional fixed and variable."
+        False, "Global blocks attend to everything too; bidirectional fixed and variable."
     )
     num_different_global_patterns: Integer = key(
         1, "fixed: different choices of global blocks over the heads.", ge=1
@@ -30,10 +30,10 @@ class SparseAttention(Section):
     num_random_blocks: Integer = key(0, "variable, bigbird: random blocks per row.", ge=0)
     local_window_blocks: Integers = key((4,), "variable: sizes of windows; the last repeats.")
     global_block_indices: Integers = key(
-        (0,), "variable, bslongformer: global blocks, or where their ranges start."
+        (0,), "variable, bslongformer: global blocks, or the starts of their ranges."
     )
     global_block_end_indices: Integers | None = key(
-        None, "Where those ranges end (exclusive); as many as the starts."
+        None, "Ends of those ranges (exclusive); as many as there are starts."
     )
     num_sliding_window_blocks: Integer = key(
         3, "bigbird, bslongformer: width of the sliding window, an odd number.", ge=1

@@ -1,4 +1,4 @@
-"""`tensor_parallel`: cutting single layers over ranks."""
+"""`tensor_parallel`: splitting single layers over ranks."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,45 +10,45 @@ from hadal.config.values import Boolean, Integer, Texts, lowered
 
 
 class TensorParallelDegree(Section):
-    """The degree, said a second time."""
+    """The degree, given a second time."""
 
-    tp_size: Integer = key(1, "Ranks that share a layer; 1, or as autotp_size.", ge=1)
+    tp_size: Integer = key(1, "Ranks that share a layer; 1, or the same as autotp_size.", ge=1)
     tp_grain_size: Integer = key(1, "Shards are multiples of this many elements.", ge=1)
-    mpu: Any = key(None, "Object that knows the ranks; given by programs only.")
-    tp_group: Any = key(None, "Process group; given by programs only.")
+    mpu: Any = key(None, "Object that describes the ranks; passed by programs only.")
+    tp_group: Any = key(None, "Process group; passed by programs only.")
 
 
 class LayerSpec(Section):
-    """How parameters of one kind of name are cut."""
+    """Rule for splitting the parameters that match a pattern."""
 
     patterns: Texts = key((), "Regular expressions matched from the start of a name.")
     partition_type: Annotated[Literal["column", "row", "skip"], BeforeValidator(lowered)] = key(
-        "column", "column cuts outputs, row cuts inputs and sums, skip keeps whole."
+        "column", "column splits outputs, row splits inputs and sums, skip does not split."
     )
     shape: tuple[Any, ...] | None = key(
-        None, "How a fused weight is seen before the cut: lengths, or -1; one nested list at most."
+        None, "View of a fused weight before the split: lengths, or -1; at most one nested list."
     )
     partition_dim: Integer | None = key(
-        None, "Dimension of that shape to cut; null is 0 for column and 1 for row.", ge=0
+        None, "Dimension of that shape to split; null is 0 for column and 1 for row.", ge=0
     )
-    model_types: Texts | None = key(None, "Model types that the rule is for; null is all.")
-    gather_output: Boolean = key(False, "column: give every rank the whole output.")
+    model_types: Texts | None = key(None, "Model types to which the rule applies; null is all.")
+    gather_output: Boolean = key(False, "column: gather the whole output on every rank.")
     grad_allreduce: Boolean = key(False, "skip: sum the gradient over the ranks.")
 
 
 class PartitionConfig(Section):
-    """Own rules, before the model's."""
+    """Custom rules, which take precedence over the model's."""
 
     use_default_specs: Boolean = key(True, "Add the preset's rules.")
-    layer_specs: tuple[LayerSpec, ...] = key((), "Rules, in order; the first match holds.")
-    tp_size: Integer = key(1, "Overruled by autotp_size.", ge=1)
+    layer_specs: tuple[LayerSpec, ...] = key((), "Rules, in order; the first match applies.")
+    tp_size: Integer = key(1, "Overridden by autotp_size.", ge=1)
     embedding_partition_dim: Integer = key(1, "Dimension of embeddings.", mark=NO_EFFECT)
     lm_head_patterns: Texts = key(("lm_head", "embed_out"), "Names of the output layer.")
-    strict_mode: Boolean = key(False, "Refuse a linear layer that no rule matches.")
+    strict_mode: Boolean = key(False, "Refuse a linear layer that matches no rule.")
 
 
 class TensorParallel(Section):
-    """Cuts linear layers over ranks by the model's plan, a preset or own rules."""
+    """Splits linear layers over ranks by the model's plan, a preset or custom rules."""
 
     switch: ClassVar[str | None] = "autotp_size"
     off: ClassVar[tuple[Any, ...]] = (0, 1)
@@ -66,16 +66,16 @@ class TensorParallel(Section):
     preset_model: (
         Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None
     ) = key(None, "Rules made for one family of models.")
-    tp_overlap_comm: Boolean = key(False, "Sum row-cut outputs beside computation.")
-    dtype: Any = key("torch.float16", "Dtype of the model that is cut.")
-    tp: TensorParallelDegree = section(TensorParallelDegree, "The degree, said a second time.")
-    injection_policy_tuple: tuple[Any, ...] | None = key(None, "Names of row-cut layers.")
-    keep_module_on_host: Boolean = key(False, "Leave the shards in host memory.")
-    kernel_inject: Boolean = key(False, "Swap in inference kernels.")
+    tp_overlap_comm: Boolean = key(False, "Overlap the sum of row-split outputs with computation.")
+    dtype: Any = key("torch.float16", "Dtype of the split model.")
+    tp: TensorParallelDegree = section(TensorParallelDegree, "The degree, given a second time.")
+    injection_policy_tuple: tuple[Any, ...] | None = key(None, "Names of row-split layers.")
+    keep_module_on_host: Boolean = key(False, "Keep the shards in host memory.")
+    kernel_inject: Boolean = key(False, "Replace modules with inference kernels.")
     vocab_parallel_lm_head: Boolean | None = key(
-        None, "Cut the output layer by vocabulary; null follows the model's plan."
+        None, "Split the output layer by vocabulary; null follows the model's plan."
     )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
-        "torch", "Cross-entropy over such an output."
+        "torch", "Cross-entropy implementation for such an output."
     )
-    partition_config: PartitionConfig | None = key(None, "Own rules.")
+    partition_config: PartitionConfig | None = key(None, "Custom rules.")

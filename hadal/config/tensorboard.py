@@ -13,6 +13,6 @@ class TensorBoard(Section):
 
     enabled: Boolean = key(False, "Write events.", mark=UNBUILT)
     output_path: Text = key(
-        "", "Parent folder; empty or null is the working folder.", mark=NULL_IS_DEFAULT
+        "", "Parent directory; empty or null is the working directory.", mark=NULL_IS_DEFAULT
     )
-    job_name: Text = key("DeepSpeedJobName", "Folder inside output_path.")
+    job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")

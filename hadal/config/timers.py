@@ -5,21 +5,21 @@ from hadal.config.values import Boolean
 
 
 class ThroughputTimer(Section):
-    """Samples per second, told with every line of progress (`steps_per_print`).
+    """Samples per second, logged with every progress line (`steps_per_print`).
 
-    Counted from boundary to boundary, with all that lies between; the first two updates, in which
-    memory is taken and code compiled, are left out.
+    Measured from boundary to boundary, including everything in between. The first two updates,
+    which allocate memory and compile code, are left out.
     """
 
     switch = "enabled"
 
     enabled: Boolean = key(True, "Measure the throughput.")
     synchronized: Boolean = key(
-        True, "Wait for the device before looking at the clock, once for each line of progress."
+        True, "Synchronize with the device before reading the clock, once per progress line."
     )
 
 
 class Timers(Section):
-    """Clocks of the engine."""
+    """Timers of the engine."""
 
     throughput: ThroughputTimer = section(ThroughputTimer, "Samples per second.")

@@ -48,47 +48,48 @@ from hadal.config.weight_quantization import WeightQuantization
 from hadal.config.zero_optimization import ZeroOptimization
 
 Origin = Literal["you", "auto", "default", "inferred"]
-_FOREIGN = "left alone: another program reads it"
-_COMMENT = "left alone: a comment"
+_FOREIGN = "ignored: another program reads it"
+_COMMENT = "ignored: a comment"
 
 
 class General(Batch, Communication):
-    """The top-level keys that are no sections."""
+    """The top-level keys that are not sections."""
 
     gradient_clipping: Number = key(
-        1.0, "Largest norm of the whole gradient; 0 does not clip.", ge=0
+        1.0, "Maximum norm of the whole gradient; 0 does not clip.", ge=0
     )
     zero_allow_untested_optimizer: Boolean = key(
         False,
-        "Let ZeRO shard an optimizer that was not tested with it. Nothing needs to be allowed: "
-        "what steps element by element steps shards, and every other optimizer gets its "
-        "parameters whole, so each is exact at every stage.",
+        "Allow ZeRO with an optimizer that was not tested with it. No permission is needed: "
+        "elementwise optimizers update shards, and every other optimizer receives whole "
+        "parameters, so each is exact at every stage.",
         mark=NO_EFFECT,
     )
     zero_force_ds_cpu_optimizer: Boolean = key(
         True,
-        "Insist on an own optimizer where state is offloaded. It is never insisted on: the "
-        "program's optimizer is as good as one that the configuration names.",
+        "Require DeepSpeed's own optimizer when state is offloaded. Hadal never requires it: "
+        "any optimizer works with offloading.",
         mark=NO_EFFECT,
     )
     steps_per_print: Annotated[
         Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
     ] = key(
         None,
-        "Updates between two lines of progress on rank 0: steps, skipped updates, learning rate and"
-        " momentum of each group, gradient norm, samples per second. Null or infinity prints none.",
+        "Updates between two progress lines on rank 0: steps, skipped updates, learning rate "
+        "and momentum of each group, gradient norm, samples per second. null or infinity prints "
+        "none.",
     )
     wall_clock_breakdown: Boolean = key(
         False,
-        "Time forward, backward, the wait for reductions in it, and the update; milliseconds of one"
-        " update, averaged over those between two lines of progress (each is logged where there are"
-        " none). On an accelerator they are read from events in its own work, of the updates that"
-        " it has finished: nothing waits for it.",
+        "Time forward, backward, the wait for reductions in backward, and the update: "
+        "milliseconds per update, averaged between two progress lines (logged for each update "
+        "if there are none). On an accelerator the times come from events in its own queue, for "
+        "the updates it has finished, so nothing waits for it.",
     )
     memory_breakdown: Boolean = key(
         False,
-        "Log the memory of host and device before and after forward, backward and update, and its"
-        " peak on the device, for the last micro-step before each line of progress.",
+        "Log host and device memory before and after forward, backward and update, and the "
+        "device's peak, for the last micro-step before each progress line.",
     )
     dump_state: Boolean = key(
         False, "Log the configuration, the batch and a table of all buckets at the start."
@@ -98,30 +99,35 @@ class General(Batch, Communication):
             Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)
         ]
         | None
-    ) = key(None, "Level of the logger `hadal`; null leaves it. Ranks but 0 log errors only.")
+    ) = key(
+        None,
+        "Level of the logger `hadal`; null leaves it unchanged. Ranks other than 0 log errors "
+        "only.",
+    )
     dataloader_drop_last: Boolean = key(
         False,
-        "Drop a last batch that is not full, on all ranks. Else it is given, and the data set's "
-        "first samples of that order fill up so that every rank gets as many.",
+        "Drop an incomplete last batch on all ranks. Otherwise it is kept and filled up with "
+        "the first samples of that epoch's order, so that every rank receives the same number.",
     )
     vocabulary_size: Integer | None = key(
-        None, "Vocabulary of the model; a note where it is no multiple of 8.", gt=0
+        None, "Vocabulary size of the model; logs a note if it is not a multiple of 8.", gt=0
     )
     graph_harvesting: Boolean = key(
         False,
-        "A leftover: older releases recorded device graphs of one optimizer. Numbers are the same.",
+        "A leftover: older releases recorded device graphs of one optimizer. The results are "
+        "the same.",
         mark=NO_EFFECT,
     )
     disable_python_gc: Boolean = key(
-        False, "Python's cycle collector stands still until the engine's `destroy`."
+        False, "Disable Python's cycle collector until the engine's `destroy`."
     )
     use_data_before_expert_parallelism: Boolean = key(
-        False, "Order ranks of expert groups by data first.", mark=UNBUILT
+        False, "Order the ranks of expert groups by data first.", mark=UNBUILT
     )
 
 
 class Config(General):
-    """One ds_config.json, checked and complete."""
+    """One ds_config.json, validated and complete."""
 
     moved: ClassVar[Mapping[str, str]] = {
         "bfloat16": "bf16",
@@ -144,43 +150,45 @@ class Config(General):
     scheduler: Scheduler | None = key(None, "The learning-rate schedule.")
     fp16: Fp16 = section(Fp16, "Half precision.")
     bf16: Bf16 = section(Bf16, "bfloat16.")
-    amp: Amp | None = key(None, "Mixed precision by Apex's levels.")
-    torch_autocast: TorchAutocast | None = key(None, "Forward under autocast.")
+    amp: Amp | None = key(None, "Mixed precision with Apex's levels.")
+    torch_autocast: TorchAutocast | None = key(None, "Forward pass under autocast.")
     data_types: DataTypes = section(DataTypes, "Other dtypes.")
-    zero_optimization: ZeroOptimization = section(ZeroOptimization, "Sharding.")
+    zero_optimization: ZeroOptimization = section(
+        ZeroOptimization, "Sharding, offloading and communication."
+    )
     aio: Aio = section(Aio, "Disk requests.")
-    tensor_parallel: TensorParallel = section(TensorParallel, "Cut layers.")
-    hybrid_engine: HybridEngine = section(HybridEngine, "Training and generating.")
-    expert_parallel: ExpertParallel = section(ExpertParallel, "Spread experts.")
-    timers: Timers = section(Timers, "Clocks.")
-    autotuning: Autotuning = section(Autotuning, "Search for speed.")
+    tensor_parallel: TensorParallel = section(TensorParallel, "Layers split over ranks.")
+    hybrid_engine: HybridEngine = section(HybridEngine, "Training and generation.")
+    expert_parallel: ExpertParallel = section(ExpertParallel, "Experts distributed over ranks.")
+    timers: Timers = section(Timers, "Timers.")
+    autotuning: Autotuning = section(Autotuning, "Search for the fastest configuration.")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "Operations of one step.")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation."
     )
     sparse_attention: SparseAttention | None = key(None, "Sparse attention.", mark=UNBUILT)
-    data_efficiency: DataEfficiency = section(DataEfficiency, "Less data.")
+    data_efficiency: DataEfficiency = section(DataEfficiency, "Less data for the same quality.")
     curriculum_learning: CurriculumLearning | None = key(None, "Short sequences first.")
     tensorboard: TensorBoard = section(TensorBoard, "Events to TensorBoard.")
     csv_monitor: CsvMonitor = section(CsvMonitor, "Events to CSV files.")
     wandb: Wandb = section(Wandb, "Events to Weights & Biases.")
     comet: Comet = section(Comet, "Events to Comet.")
-    elasticity: Elasticity | None = key(None, "A batch for many numbers of ranks.")
-    comms_logger: CommsLogger | None = key(
-        None, "How often, how much and how fast ranks send to each other."
+    elasticity: Elasticity | None = key(None, "A batch size for many numbers of ranks.")
+    comms_logger: CommsLogger | None = key(None, "Count, size and speed of messages between ranks.")
+    compression_training: CompressionTraining = section(
+        CompressionTraining, "Compression during training."
     )
-    compression_training: CompressionTraining = section(CompressionTraining, "A smaller model.")
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
     datastates_ckpt: DatastatesCkpt | None = key(
-        None, "Checkpoints written while training goes on, as checkpoint.async_save writes them."
+        None, "Asynchronous checkpoints, as with checkpoint.async_save."
     )
     nebula: Nebula | None = key(None, "Azure Nebula.")
     compile: Compile = section(Compile, "Graph passes.")
-    pipeline: Pipeline = section(Pipeline, "Stages of layers.")
+    pipeline: Pipeline = section(Pipeline, "Pipeline stages.")
     progressive_layer_drop: ProgressiveLayerDrop | None = key(None, "Skipped layers.")
     eigenvalue: Eigenvalue | None = key(None, "Curvature.")
-    quantize_training: QuantizeTraining | None = key(None, "Quantised training, first form.")
-    weight_quantization: WeightQuantization | None = key(None, "Weights held quantised.")
+    quantize_training: QuantizeTraining | None = key(None, "Quantized training, first form.")
+    weight_quantization: WeightQuantization | None = key(None, "Quantized weights.")
 
     _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
@@ -188,12 +196,12 @@ class Config(General):
 
     @property
     def origins(self) -> Mapping[str, Origin]:
-        """Where each value comes from, by JSON path."""
+        """Return the origin of each value, by JSON path."""
         return self._origins
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was worth telling while loading."""
+        """Return the notes collected while loading."""
         return self._notes
 
     @property

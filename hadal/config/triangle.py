@@ -9,7 +9,7 @@ from hadal.errors import Fault
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the JSON says of the three sizes; None is what it leaves open."""
+    """The three sizes as the JSON gives them; None if it does not."""
 
     train: int | None = None
     micro: int | None = None
@@ -18,7 +18,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The three sizes, which agree."""
+    """The three sizes, consistent with each other."""
 
     train: int
     micro: int
@@ -26,7 +26,7 @@ class Sizes:
 
 
 def complete(given: Given, ranks: int) -> Sizes | Fault:
-    """Infer what is left open; a fault where the sizes cannot agree."""
+    """Infer the missing sizes; return a fault if they cannot agree."""
     if given.train is not None:
         return _split(given.train, given, ranks)
     if given.micro is None:

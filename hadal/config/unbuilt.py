@@ -1,4 +1,4 @@
-"""Which keys ask for something that is not built yet, and which do nothing as they stand."""
+"""Detection of keys that request something not built yet, or that do nothing as they stand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _refusal(value: Any, default: Any, mark: Mark) -> str:
 
 
 def _descend(walk: _Walk, section: Section, path: str) -> None:
-    """Look at the switch first: a section that is off, or refused as a whole, asks no more."""
+    """Visit the switch first: a section that is off or refused as a whole requests nothing else."""
     if section.switch is not None:
         owner, _, switch = section.switch.rpartition(".")
         before = len(walk.report.unbuilt)
@@ -125,5 +125,5 @@ def _children(section: Section, name: str, value: Any, here: str) -> Iterator[tu
 
 
 def _typed(child: Child, value: Mapping[str, Any]) -> Section:
-    """See checked params, which are kept as a plain dict, through their declaration again."""
+    """Return checked params, which are stored as a plain dict, as their declared section."""
     return child.model.model_construct(**value)

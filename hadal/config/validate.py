@@ -1,4 +1,4 @@
-"""From prepared JSON to frozen sections: types and ranges, every fault with its path."""
+"""Validation of prepared JSON into frozen sections: types and ranges, each fault with its path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Location = Sequence[int | str]
 
 
 def validate(prepared: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """Return the top-level values and sections that the JSON gives; faulty keys are left out."""
+    """Return the top-level values and sections given in the JSON, without faulty keys."""
     general = {name: prepared[name] for name in General.model_fields if name in prepared}
     checked = validate_section(General, general, report)
     values: dict[str, Any] = {name: getattr(checked, name) for name in checked.model_fields_set}
@@ -35,7 +35,7 @@ def validate(prepared: Mapping[str, Any], report: Report) -> dict[str, Any]:
 def validate_section(
     model: type[SectionType], raw: Mapping[str, Any], report: Report, path: str = ""
 ) -> SectionType:
-    """Return a section; a key whose value is faulty is told and takes its default."""
+    """Return a section; a faulty value is reported and replaced by its default."""
     values = dict(raw)
     if issubclass(model, Optimizer | Scheduler) and isinstance(values.get("params"), Mapping):
         values["params"] = _typed_params(model, values, report, path)
@@ -53,7 +53,7 @@ def validate_section(
 def _typed_params(
     model: type[Optimizer] | type[Scheduler], raw: Mapping[str, Any], report: Report, path: str
 ) -> dict[str, Any]:
-    """Check params by the type beside them; keep only what was given."""
+    """Validate params for the type beside them; keep only what was given."""
     child = model.child("params", raw)
     if child is None:
         return dict(raw["params"])
@@ -65,7 +65,7 @@ def _typed_params(
 
 
 def _leaf(model: type[Section], location: Location) -> Location:
-    """Cut a location where a key's value begins: whatever lies deeper is told as that value."""
+    """Cut a location at the key that it belongs to; anything deeper is reported as its value."""
     depth = 0
     while depth < len(location):
         name = location[depth]
@@ -95,7 +95,7 @@ def _tell(model: type[Section], values: Any, leaf: Location, report: Report, pat
 
 
 def _drop(values: Any, leaf: Location) -> None:
-    """Take a faulty value out, so that the rest can be looked at."""
+    """Remove a faulty value, so that the rest can be validated."""
     for name in leaf[:-1]:
         values = values[name]
     if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""The kinds of value that a configuration holds, and how a JSON value becomes one."""
+"""The kinds of value in a configuration, and their conversion from JSON values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOO_LARGE = 1 << 63
 
 
 def whole(value: Any) -> Any:
-    """Take 500000000, 5e8 and "500000000" as the same integer; leave anything else alone."""
+    """Convert 500000000, 5e8 and "500000000" to the same integer; refuse anything else."""
     number = _number(value)
     if isinstance(number, float) and math.isfinite(number) and number.is_integer():
         return int(number)
@@ -28,14 +28,14 @@ def whole(value: Any) -> Any:
 
 
 def counted(value: Any) -> Any:
-    """Take 10 and "10" as an integer, and 10.0 as none: what counts steps is written as a count."""
+    """Convert 10 and "10" to an integer, but refuse 10.0: counts of steps are integer literals."""
     if isinstance(_number(value), float):
         raise ValueError("not an integer")
     return whole(value)
 
 
 def real(value: Any) -> Any:
-    """Take 0.001 and "1e-3" as the same number; refuse booleans, NaN and infinity."""
+    """Convert 0.001 and "1e-3" to the same number; refuse booleans, NaN and infinity."""
     number = _number(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError("not a number")
@@ -49,7 +49,7 @@ def real(value: Any) -> Any:
 
 
 def whole_or_never(value: Any) -> Any:
-    """Take infinity as "never", which is null; other programs write it for "do not print"."""
+    """Convert infinity, which other programs write for "do not print", to null."""
     return None if value is None or value == math.inf else whole(value)
 
 
@@ -74,33 +74,33 @@ def spelled_numbers(value: Any) -> Any:
 
 
 def lowered(value: Any) -> Any:
-    """Compare words without regard to case."""
+    """Return words in lower case."""
     return value.lower() if isinstance(value, str) else value
 
 
 def titled(value: Any) -> Any:
-    """Compare words without regard to case, and write them with a capital."""
+    """Return words with a capital first letter."""
     return value.capitalize() if isinstance(value, str) else value
 
 
 def boolean_word(value: Any) -> Any:
-    """Take Python's words "True" and "False" for the booleans."""
+    """Convert Python's words "True" and "False" to booleans."""
     return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
 
 
 def one_or_many(value: Any) -> Any:
-    """Take a single string as a list of one."""
+    """Convert a single string to a tuple of one."""
     return (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, eq=False)
 class Spelled:
-    """Takes other spellings of a word for the word itself. Hashed by identity, as types must be."""
+    """Converts other spellings of a word. Hashed by identity, as types require."""
 
     names: Mapping[str, str]
 
     def __call__(self, value: Any) -> Any:
-        """Return the word."""
+        """Return the canonical word."""
         return self.names.get(value, value) if isinstance(value, str) else value
 
 
@@ -130,4 +130,4 @@ _DTYPE_NAMES = {
 DtypeName: TypeAlias = Annotated[
     Literal["fp32", "fp16", "bf16"], BeforeValidator(Spelled(_DTYPE_NAMES))
 ]
-"""A dtype as `Dtype` has it, or as torch writes it."""
+"""A dtype as in `Dtype`, or in torch's spelling."""

@@ -1,4 +1,4 @@
-"""`weight_quantization`: weights held quantised at stage 3, for inference."""
+"""`weight_quantization`: weights stored quantized at stage 3, for inference."""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -11,30 +11,30 @@ _Bits: TypeAlias = Annotated[Literal[4, 8], BeforeValidator(whole)]
 
 
 class GroupQuantization(Section):
-    """Groups of a weight that share one scale."""
+    """Groups of a weight's elements that share one scale."""
 
-    num_bits: _Bits | None = key(None, "Bits of a weight.")
+    num_bits: _Bits | None = key(None, "Bits per weight.")
     group_size: Integer | None = key(None, "Elements that share a scale.", gt=0)
-    group_dim: Integer | None = key(None, "Dimension that is cut into groups.")
-    symmetric: Literal[False] | None = key(None, "Scales without an offset; not offered.")
+    group_dim: Integer | None = key(None, "Dimension that is split into groups.")
+    symmetric: Literal[False] | None = key(None, "Scales without an offset; not available.")
 
 
 class WeightQuantization(Section):
-    """Weights held in fewer bits than they compute in."""
+    """Weights stored in fewer bits than they compute in."""
 
     switch: ClassVar[str | None] = "enabled"
 
     enabled: Boolean = key(
-        True, "Let the keys below act.", mark=Mark(status="not built yet", only=(True,))
+        True, "Enable the keys below.", mark=Mark(status="not built yet", only=(True,))
     )
-    num_bits: Integer = key(8, "Bits of a weight.", ge=1)
+    num_bits: Integer = key(8, "Bits per weight.", ge=1)
     q_type: Literal["symmetric", "asymmetric"] = key(
-        "symmetric", "Scales without or with an offset."
+        "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
     )
     q_groups: Integer = key(1, "Scales per weight.", ge=1)
     quantized_initialization: GroupQuantization = section(
-        GroupQuantization, "Quantise while the model is built."
+        GroupQuantization, "Quantize while the model is built."
     )
     post_init_quant: dict[str, GroupQuantization] = key(
-        {}, "Part of a module's name, and how its weights are quantised after loading."
+        {}, "Maps part of a module's name to the quantization of its weights after loading."
     )

@@ -1,4 +1,4 @@
-"""`zero_optimization`: what is sharded over the ranks, and how it travels."""
+"""`zero_optimization`: what is sharded over the ranks, and how it is sent."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
@@ -38,20 +38,20 @@ _UNPREFIXED = (
 
 
 class LocoParam(Section):
-    """Error feedback for quantised gradients."""
+    """Error feedback for quantized gradients."""
 
     err_beta: Number = key(
         0.8,
-        "How much of the average stays at each gradient; the rest is what is lost of it. 0 keeps "
-        "all of the last loss alone, 1 nothing.",
+        "Weight of the running average at each gradient; the rest is the weight of the new "
+        "quantization error. 0 keeps only the last error, 1 keeps none.",
         ge=0,
         le=1,
     )
-    reset_T: Integer = key(1024, "Updates after which it is forgotten.", ge=1)
+    reset_T: Integer = key(1024, "Updates after which the average is reset.", ge=1)
 
 
 class ZeroOptimization(Section):
-    """The ZeRO stage, its buckets and limits, and what goes with them."""
+    """The ZeRO stage, its bucket sizes and limits, and related options."""
 
     aliases: ClassVar[Mapping[str, str]] = {name: f"stage3_{name}" for name in _UNPREFIXED}
     renamed: ClassVar[Mapping[str, str]] = {
@@ -74,82 +74,87 @@ class ZeroOptimization(Section):
     )
     contiguous_gradients: Boolean = key(
         True,
-        "Lay gradients end to end as they are produced. They always are: false changes nothing.",
+        "Store gradients contiguously as they are produced. They always are: false changes "
+        "nothing.",
         mark=NO_EFFECT,
     )
     reduce_scatter: Boolean = key(
         True,
-        "Send each rank its shard of the average only. Gradients always travel so, false too. As "
-        "with DeepSpeed, true refuses `prescale_gradients` and `gradient_predivide_factor` at "
-        "stages 2 and 3, and false refuses `zero_quantized_gradients`.",
+        "Send each rank only its shard of the average. Gradients are always sent so, even if "
+        "false. As with DeepSpeed, true refuses `prescale_gradients` and "
+        "`gradient_predivide_factor` at stages 2 and 3, and false refuses "
+        "`zero_quantized_gradients`.",
         mark=Mark(status="no effect", tunable=True),
     )
     reduce_bucket_size: Integer = key(
         500_000_000,
         "Elements reduced at a time: parameters share a gradient buffer up to this size, and at "
-        "most two such buffers are under way; a larger parameter stands alone.",
+        "most two such buffers are in flight. A larger parameter has a buffer of its own.",
         gt=0,
         mark=TUNABLE,
     )
     use_multi_rank_bucket_allreduce: Boolean = key(
         True,
-        "Without `reduce_scatter`: one reduction of all shards, or one to each rank. Each bucket "
-        "takes one collective, which sends each rank its shard.",
+        "Without `reduce_scatter`: one reduction of all shards, or one to each rank. Each "
+        "bucket uses one collective, which sends each rank its shard.",
         mark=NO_EFFECT,
     )
     allgather_partitions: Boolean = key(
         True,
-        "Stages 1 and 2: gather updated weights in one collective. They always are: it moves the "
-        "fewest bytes.",
+        "Stages 1 and 2: gather updated weights in one collective. This is always done, since "
+        "it moves the fewest bytes.",
         mark=NO_EFFECT,
     )
     allgather_bucket_size: Integer = key(
         500_000_000,
-        "Stages 1 and 2: elements of updated weights gathered at a time, an even number; 0 sets no "
-        "limit. Stage 3: a bucket, which is gathered whole, is no larger than this or "
-        "`reduce_bucket_size`, unless one parameter is.",
+        "Stages 1 and 2: elements of updated weights gathered at a time, an even number; 0 sets "
+        "no limit. Stage 3: a bucket, which is gathered as a whole, is no larger than this or "
+        "`reduce_bucket_size`, unless a single parameter is.",
         ge=0,
         mark=TUNABLE,
     )
     overlap_comm: Boolean | None = key(
         None,
-        "Let reductions go on while the backward pass does, and on accelerators (stages 1 and 2) "
-        "gathers of new weights while the next forward does; false waits for each where it starts. "
-        "null is true at every stage (DeepSpeed: at stage 3), as the numbers are the same; below "
-        "stage 2 with managed_gradient_accumulation false there is nothing to overlap: false.",
+        "Overlap reductions with the backward pass and, on accelerators (stages 1 and 2), "
+        "gathers of new weights with the next forward; false waits for each where it starts. "
+        "null is true at every stage (DeepSpeed: at stage 3), since the results are the same; "
+        "below stage 2 with managed_gradient_accumulation false there is nothing to overlap, "
+        "and null is false.",
         mark=TUNABLE,
     )
     grad_hooks: Boolean = key(
         True,
-        "Stages 0 and 1: reduce inside the backward pass of the last micro-step; false: behind it. "
-        "Higher stages always reduce inside it, as they hold no whole gradient.",
+        "Stages 0 and 1: reduce during the backward pass of the last micro-step; false reduces "
+        "after it. Higher stages always reduce during backward, because they hold no whole "
+        "gradient.",
         mark=Mark(stages=(0, 1)),
     )
     compute_grad_norm: Boolean = key(
         True,
-        "Compute the gradients' norm. false (stages 1 and 2, with gradient_clipping 0) computes "
-        "none: `get_global_grad_norm()` is None; fp16 still looks for overflow.",
+        "Compute the gradient norm. false (stages 1 and 2, with gradient_clipping 0) does not: "
+        "`get_global_grad_norm()` is None; fp16 still checks for overflow.",
     )
     load_from_fp32_weights: Boolean = key(
         True,
-        "Take masters from a checkpoint's own masters, where it has them; false: from its weights.",
+        "Load masters from a checkpoint's own masters if it has them; false loads them from its "
+        "weights.",
     )
     elastic_checkpoint: Boolean = key(
         False,
-        "Let another number of ranks load the checkpoint. They always can, whatever is given.",
+        "Allow loading with another number of ranks. That is always possible, whatever the value.",
     )
     sub_group_size: Integer = key(
         1_000_000_000,
-        "Elements that the optimizer updates at a time, if state is on the disk: with "
-        "`offload_optimizer.buffer_count` it bounds the host memory of an update. In memory "
-        "updates are always made in small blocks.",
+        "Elements that the optimizer updates at a time if state is on the disk: with "
+        "`offload_optimizer.buffer_count` it bounds the host memory of an update. State in "
+        "memory is always updated in small blocks.",
         ge=0,
         mark=TUNABLE,
     )
     stage3_prefetch_bucket_size: Integer = key(
         50_000_000,
-        "Elements of weights gathered ahead of their use, from the second step on; the next bucket "
-        "always may be, unless this is 0.",
+        "Elements of weights gathered ahead of their use, from the second step on. The next "
+        "bucket may always be gathered ahead, unless this is 0.",
         ge=0,
         mark=TUNABLE_AT_STAGE_3,
     )
@@ -161,172 +166,178 @@ class ZeroOptimization(Section):
     )
     stage3_model_persistence_threshold: Integer = key(
         9_223_372_036_854_775_807,
-        "Elements that may stay whole in the entire model.",
+        "Maximum number of elements that stay whole in the entire model.",
         ge=0,
         mark=STAGE_3,
     )
     stage3_max_live_parameters: Integer = key(
         1_000_000_000,
-        "Gathered elements that one rank may hold at a time.",
+        "Maximum number of gathered elements on one rank.",
         ge=0,
         mark=TUNABLE_AT_STAGE_3,
     )
     stage3_max_reuse_distance: Integer = key(
         1_000_000_000,
-        "Keep what is used again within this many elements.",
+        "Do not free weights that are used again within this many elements.",
         ge=0,
         mark=TUNABLE_AT_STAGE_3,
     )
     stage3_gather_16bit_weights_on_model_save: Boolean = key(
         False,
-        "Let engine.save_16bit_model gather partitioned weights. Where it is false, that writes "
-        "nothing at stage 3 and says so; engine.state_dict() always gathers.",
+        "Let engine.save_16bit_model gather sharded weights. If false, it saves nothing at "
+        "stage 3 and logs that; engine.state_dict() always gathers.",
         mark=STAGE_3,
     )
     stage3_module_granularity_threshold: Integer = key(
         0,
-        "A module with fewer parameters' elements than this for each module in it (itself "
-        "included) is gathered at once, the outermost such; what holds a stack of repeated blocks "
-        "never is. 0: none.",
+        "Gather a module as a whole if it has fewer parameter elements than this per module in "
+        "it (itself included); the outermost such module counts. A module that holds a stack of "
+        "repeated blocks is never gathered as a whole. 0: none.",
         ge=0,
         mark=STAGE_3,
     )
     stage3_use_all_reduce_for_fetch_params: Boolean = key(
         False,
-        "Gather weights by an all-reduce of buffers that are zero but for a rank's own shard: the "
-        "same bits in twice the bytes. They are always gathered.",
+        "Gather weights with an all-reduce of buffers that are zero except for a rank's own "
+        "shard: the same bits in twice the bytes. Hadal always uses all-gather.",
         mark=NO_EFFECT,
     )
     stage3_allgather_sequential: Boolean = key(
         False,
-        "Gather one bucket at a time, when it is used: as `stage3_prefetch_bucket_size` 0.",
+        "Gather one bucket at a time, when it is used, as with `stage3_prefetch_bucket_size` 0.",
         mark=STAGE_3,
     )
     divergent_ranks: DivergentRanks = key(
         "auto",
         "Whether ranks may take different paths through the model at stage 3 (experts, early "
         'exits). "auto": ranks compare their paths; while these are equal, gathers are planned '
-        "ahead and cost no word between ranks; where they differ, each gather is announced to all "
-        "ranks, about 0.1 ms each, and nothing is gathered ahead. true: announce from the "
-        "beginning. false: a rank that takes another path than the rest is an error on every rank.",
+        "ahead and need no agreement between ranks; when they differ, each gather is announced "
+        "to all ranks, about 0.1 ms each, and nothing is gathered ahead. true: announce from "
+        "the beginning. false: a rank that leaves the common path raises an error on every "
+        "rank.",
         mark=Mark(stages=(3,), auto_is_a_word=True),
     )
     ignore_unused_parameters: Boolean = key(
         True,
-        "Let parameters without a gradient pass: it counts as zero. false: an error at the end of "
-        "an update's last backward pass (or in its step, where no pass is known to be the last) "
-        "names those that got none on some rank.",
+        "Accept parameters without a gradient, which counts as zero. false: an error at the end "
+        "of an update's last backward pass (or in its step, if no pass is known to be the last) "
+        "names the parameters that got none on some rank.",
     )
-    legacy_stage1: Literal[False] = key(False, "The first form of stage 1, which is gone.")
+    legacy_stage1: Literal[False] = key(
+        False, "The first implementation of stage 1, which is gone."
+    )
     round_robin_gradients: Boolean = key(
         False,
-        "Spread gradients over ranks in turns, so that all copy to the host in parallel. Every "
-        "bucket is cut evenly over all ranks, so they always do.",
+        "Distribute gradients over ranks in turn, so that all copy to the host in parallel. "
+        "Every bucket is sharded evenly over all ranks, so they always do.",
         mark=NO_EFFECT,
     )
     parameter_alignment: Boolean = key(
         False,
-        "Start each parameter on a 16-byte border. They always do: it asks for what is there.",
+        "Align each parameter to 16 bytes. They always are.",
     )
     zero_hpz_partition_size: Integer = key(
         1,
-        "Stage 3: consecutive ranks (those of a node) that keep a second copy of the weights "
-        "between them (ZeRO++ hpZ). A gather over all ranks leaves it behind; until weights change "
-        "again (in backward, further micro-steps, recomputation, evaluation) they are gathered "
-        "from these ranks alone. Costs the memory of the weights, divided by this number. Divides "
-        "the number of ranks. 0 and 1: none.",
+        "Stage 3: number of consecutive ranks (those of a node) that keep a secondary copy of "
+        "the weights among them (ZeRO++ hpZ). A gather over all ranks leaves the copy behind; "
+        "until the weights change (in backward, further micro-steps, recomputation, evaluation) "
+        "they are gathered from these ranks only. Costs the memory of the weights divided by "
+        "this number. Must divide the number of ranks. 0 and 1: none.",
         ge=0,
         mark=Mark(stages=(3,), off=(0,)),
     )
     zero_quantized_weights: Boolean = key(
         False,
-        "Stage 3: weights travel as int8 to where forward and backward use them (ZeRO++ qwZ), with "
-        "a scale for each 256: 0.508 of bf16's bytes. All ranks compute with the same rounded "
+        "Stage 3: send weights as int8 for forward and backward (ZeRO++ qwZ), with one scale "
+        "per 256 elements: 0.508 of bf16's bytes. All ranks compute with the same rounded "
         "values; masters, shards, checkpoints, `engine.state_dict()` and `GatheredParameters` "
-        "outside of forward stay exact. Parameters that stay whole are not rounded, nor is what "
-        "ranks of a second copy (`zero_hpz_partition_size`) give each other once more.",
+        "outside forward stay exact. Parameters that stay whole are not rounded, and the ranks "
+        "of a secondary copy (`zero_hpz_partition_size`) do not round again.",
         mark=STAGE_3,
     )
     zero_quantized_nontrainable_weights: Boolean = key(
         False,
-        "Stage 3: weights that are not trained (under adapters) are stored as int8 and travel so: "
-        "0.508 of bf16's memory and bytes. They are rounded once, by `initialize` or a load, and "
-        "that is what checkpoints save. Parameters that stay whole are not rounded, nor are "
-        "weights on a disk.",
+        "Stage 3: store frozen weights (under adapters) as int8 and send them so: 0.508 of "
+        "bf16's memory and bytes. They are rounded once, by `initialize` or a load, and "
+        "checkpoints save the rounded values. Parameters that stay whole are not rounded, nor "
+        "are weights on a disk.",
         mark=STAGE_3,
     )
     zero_quantized_gradients: Boolean = key(
         False,
-        "Stages 2 and 3: gradients travel as int4 (ZeRO++ qgZ), with a scale for each 128: 0.266 "
-        "of bf16's bytes. They are added up inside each node first and then between nodes, so that "
-        "with R ranks on a node 1/R of that crosses (LOCAL_WORLD_SIZE, what the launcher says; "
-        "without it there is one hop). Sums are made in fp32; `communication_data_type` does not "
-        "act on them. What is not finite makes its whole block so, and fp16 finds it. Rows of "
-        "`sparse_gradients`, and what blocks of `mics_shard_size` tell each other, travel as they "
-        "are. Needs `reduce_scatter`.",
+        "Stages 2 and 3: send gradients as int4 (ZeRO++ qgZ), with one scale per 128 elements: "
+        "0.266 of bf16's bytes. They are summed inside each node first and then between nodes, "
+        "so that with R ranks on a node 1/R of that crosses nodes (the launcher's "
+        "LOCAL_WORLD_SIZE gives R; without it there is one hop). Sums are computed in fp32; "
+        "`communication_data_type` does not apply. A non-finite value makes its whole block "
+        "non-finite, and fp16 detects it. Rows of `sparse_gradients`, and exchanges between "
+        "blocks of `mics_shard_size`, are sent unquantized. Requires `reduce_scatter`.",
         mark=Mark(stages=(2, 3)),
     )
     zeropp_loco_param: LocoParam | None = key(
         None,
-        "Error feedback for `zero_quantized_gradients` (LoCo): a moving average of what is lost of "
-        "a gradient is added to the next one. Costs the memory of the gradients that a rank sends, "
-        "whole. It is forgotten at each checkpoint, saved or loaded, so that a resumed run gives "
-        "the same numbers.",
+        "Error feedback for `zero_quantized_gradients` (LoCo): a running average of the "
+        "quantization error is added to the next gradient. Costs as much memory as all the "
+        "gradients that a rank sends. It is reset at each checkpoint, saved or loaded, so that "
+        "a resumed run gives the same numbers.",
         mark=Mark(stages=(2, 3)),
     )
     mics_shard_size: Integer = key(
         -1,
-        "Stage 3: consecutive ranks that share one copy of weights, gradients and optimizer state "
-        "(MiCS); other blocks of as many hold copies. Weights are gathered inside the block. "
-        "Gradients are reduced inside it, and between the blocks once an update, shard by shard. "
-        "Divides the number of ranks; 1 shards nothing. -1 and 0: all ranks.",
+        "Stage 3: number of consecutive ranks that share one copy of weights, gradients and "
+        "optimizer state (MiCS); other blocks of as many ranks hold replicas. Weights are "
+        "gathered inside the block. Gradients are reduced inside it, and between the blocks "
+        "once per update, shard by shard. Must divide the number of ranks; 1 shards nothing. -1 "
+        "and 0: all ranks.",
         ge=-1,
         mark=Mark(stages=(3,), off=(0,)),
     )
     mics_hierarchical_params_gather: Boolean = key(
         False,
-        "Stage 3: gather weights in two hops where ranks that share a copy stand on several nodes: "
-        "first between nodes, then inside each, so that every byte comes to a node once. Acts "
-        "without `mics_shard_size` too. How many ranks a node has is what the launcher says "
-        "(LOCAL_WORLD_SIZE).",
+        "Stage 3: gather weights in two hops if the ranks that share a copy are on several "
+        "nodes: first between nodes, then inside each, so that every byte reaches a node once. "
+        "Applies without `mics_shard_size` too. The launcher's LOCAL_WORLD_SIZE gives the "
+        "number of ranks per node.",
         mark=STAGE_3,
     )
     memory_efficient_linear: Boolean = key(
         True,
-        "Let linear layers hold no gathered weight for the backward pass. No layer does: what is "
-        "saved of a weight is a view into its bucket, which is freed and gathered again.",
+        "Let linear layers keep no gathered weight for the backward pass. No layer keeps one: a "
+        "saved weight is a view into its bucket, which is freed and gathered again.",
         mark=NO_EFFECT,
     )
     pipeline_loading_checkpoint: Boolean = key(
-        False, "Load rank after rank, to save host memory.", mark=UNBUILT_AT_STAGE_3
+        False, "Load one rank after another, to save host memory.", mark=UNBUILT_AT_STAGE_3
     )
     override_module_apply: Boolean = key(
         True,
-        "At stage 3 and in `zero.Init`, gather what functions given to `Module.apply` touch, and "
-        "keep rank 0's changes; false leaves them NaN.",
+        "At stage 3 and in `zero.Init`, gather the parameters that functions passed to "
+        "`Module.apply` touch, and keep rank 0's changes; false leaves them NaN.",
     )
     log_trace_cache_warnings: Boolean = key(
         False,
-        "Tell each time that the recorded order of modules no longer holds, not only the first.",
+        "Log each time that the recorded order of modules no longer holds, not only the first.",
         mark=STAGE_3,
     )
     enable_sanity_checks: Boolean = key(
         False,
-        "Check more, at every stage, and change no number. Before each update the ranks compare "
-        "digests of the weights they hold whole and of those they gathered; a weight, or (but for "
-        "fp16) a gradient of any micro-step, that is not finite is an error with its name and "
-        "ranks; unequally many gradients are a warning. It reads each gather, each gradient and "
-        "all weights once more: expect a third more time on a CPU, and on an accelerator a wait "
-        "at each.",
+        "Enable additional checks, at every stage, without changing any result. Before each "
+        "update the ranks compare digests of the weights they hold whole and of those they "
+        "gathered; a non-finite weight or (except with fp16) gradient of any micro-step raises "
+        "an error with its name and ranks; unequal numbers of gradients are a warning. Each "
+        "gather, each gradient and all weights are read once more: expect a third more time on "
+        "a CPU, and a synchronization at each on an accelerator.",
     )
     save_muon_momentum_buffer_in_memory: Boolean = key(
         False, "Keep Muon's momentum off the disk.", mark=UNBUILT_AT_STAGE_3
     )
     offload_param: OffloadParam | None = key(
-        None, "Where weights are stored between uses.", mark=TUNABLE_AT_STAGE_3
+        None, "Tier that stores the weights.", mark=TUNABLE_AT_STAGE_3
     )
     offload_optimizer: OffloadOptimizer | None = key(
-        None, "Where the optimizer's state is stored.", mark=TUNABLE
+        None, "Tier that stores the optimizer's state.", mark=TUNABLE
     )
     zenflow: ZenFlow | None = key(None, "Selective updates.", mark=UNBUILT)
-    leaf_module: LeafModule = section(LeafModule, "Modules gathered whole.", mark=STAGE_3)
+    leaf_module: LeafModule = section(
+        LeafModule, "Modules that are gathered as a whole.", mark=STAGE_3
+    )

@@ -1,29 +1,62 @@
-"""What is written from the declarations: the page, the schema; and how long imports take."""
+"""The pages and the schema generated from the declarations, and the time of imports."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hadal.config.document import page
+from hadal.config import load_config
+from hadal.config.document import anchor, pages
+from hadal.config.examples import EXAMPLES
 from hadal.config.schema import config_schema
 from hadal.config.top_level import Config
+
+from .faults import BASE
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_fresh():
-    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == page(), "stale; run: python -m hadal.config.document"
+@pytest.fixture(scope="module")
+def written():
+    return pages()
 
 
-def test_the_page_names_every_section():
-    text = page()
+def test_the_pages_are_fresh(written):
+    for name, text in written.items():
+        on_disk = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert on_disk == text, f"{name} is stale; run: python -m hadal.config.document"
+
+
+def test_each_section_is_on_one_page(written):
+    main, unbuilt = written.values()
     for name in Config.model_fields:
-        heading = Config.child(name, {}) is not None
-        assert (f"## `{name}`" if heading else f"| `{name}` |") in text
+        if Config.child(name, {}) is None:
+            assert f"| `{name}` |" in main
+        else:
+            assert f"## `{name}`" in (main if name in EXAMPLES else unbuilt)
+
+
+def test_links_inside_a_page_lead_to_its_headings(written):
+    for text in written.values():
+        headings = {anchor(line.lstrip("# ")) for line in text.splitlines() if line[:2] == "##"}
+        targets = set(re.findall(r"\]\(#([^)]+)\)", text))
+        assert targets
+        assert targets <= headings
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_an_example_is_accepted_and_says_something_of_its_section(path):
+    example = EXAMPLES[path]
+    sizes = {"train_micro_batch_size_per_gpu", "elasticity"}
+    config = load_config(dict(example) if sizes & example.keys() else {**BASE, **example})
+    assert not config.notes
+    section: Any = example
+    for name in path.split(".") if path else ():
+        section = section[name]
 
 
 @pytest.fixture(scope="module")

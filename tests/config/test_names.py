@@ -32,7 +32,7 @@ def test_comments_as_keys_pass_in_silence(name):
 
 @pytest.mark.parametrize("name", ["msamp", "inference", "comment"])
 def test_keys_of_other_programs_are_no_typos(name):
-    assert load_config({**BASE, name: {}}).notes[0].startswith(f"{name}: left alone")
+    assert load_config({**BASE, name: {}}).notes[0].startswith(f"{name}: ignored: ")
 
 
 def test_a_key_beside_its_section_is_a_fault():
@@ -221,7 +221,7 @@ def test_fp32_allreduce():
 def test_a_key_of_another_program_inside_fp16():
     config = load_config({**BASE, "fp16": {"fp16": True, "enabled": True}})
     assert config.fp16.enabled
-    assert config.notes[0].startswith("fp16.fp16: left alone")
+    assert config.notes[0].startswith("fp16.fp16: ignored: ")
 
 
 def test_cpu_offload_params():

@@ -6,7 +6,7 @@ import csv
 import re
 from pathlib import Path
 
-from hadal.config.document import page
+from hadal.config.document import pages
 from hadal.config.schema import config_schema
 from hadal.config.status import statuses
 from hadal.config.top_level import Config
@@ -21,15 +21,15 @@ UNBUILT = re.compile(
 
 
 def page_rows() -> dict[str, str]:
-    """The status of each key on the page, by its path."""
+    """The status of each key on the pages, by its path."""
     found, section = {}, ""
-    for line in page().splitlines():
+    for line in "\n".join(pages().values()).splitlines():
         heading = re.match(r"#+ `([^`]+)`$", line)
         if heading:
             section = heading[1] + "."
         elif line.startswith("## "):
             section = ""
-        row = re.match(r"\| `([^`]+)` \|.*\| ([a-z ]+) \|$", line)
+        row = re.match(r"\| `([^`]+)` \|.*\| \*\*([a-z ]+)\*\* \|$", line)
         if row:
             found[section + row[1]] = row[2]
     return found

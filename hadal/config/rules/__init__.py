@@ -1,4 +1,4 @@
-"""What values may not stand beside each other: one function for each contradiction."""
+"""Values that contradict each other: one function per contradiction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RULES = (*batch.RULES, *precision.RULES, *zero.RULES, *optimizers.RULES, *wings.
 
 
 def tell_contradictions(config: Config, report: Report) -> None:
-    """Report every contradiction, save those that a faulty key may have caused."""
+    """Report every contradiction except those that a faulty key may have caused."""
     found = [
         fault for rule in RULES if not report.is_faulty(rule.reads) for fault in rule.check(config)
     ]

@@ -1,4 +1,4 @@
-"""Contradictions around the batch and the border of an accumulation."""
+"""Contradictions of the batch and the accumulation boundary."""
 
 from __future__ import annotations
 

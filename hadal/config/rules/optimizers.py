@@ -1,4 +1,4 @@
-"""Contradictions of the optimizer and the schedule with what stands around them."""
+"""Contradictions between the optimizer or schedule and other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contradictions of fp16, bf16, amp and the dtypes that go with them."""
+"""Contradictions of fp16, bf16, amp and the dtypes that belong to them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _NEEDS_ZERO = f"needs {_STAGE} 1, 2 or 3; raise the stage or leave it out"
 
 
 def model_dtype(config: Config) -> str:
-    """Return the dtype of the weights that fp16 and bf16 imply."""
+    """Return the dtype of the weights implied by fp16 and bf16."""
     if config.fp16.enabled:
         return "fp16"
     return "bf16" if config.bf16.enabled else "fp32"
 
 
 def offloads_optimizer(config: Config) -> bool:
-    """Whether the optimizer's state is offloaded."""
+    """Return whether the optimizer's state is offloaded."""
     offload = config.zero_optimization.offload_optimizer
     return offload is not None and offload.device != "none"
 
 
 def scales_by_fp16(config: Config) -> bool:
-    """Tell whether the numbers of section `fp16` are used, or may be where the device decides."""
+    """Return whether the numbers of section `fp16` are used, or may be, depending on the device."""
     autocast = config.torch_autocast
     if config.fp16.enabled:
         return True

@@ -1,4 +1,4 @@
-"""What a rule is: the keys it reads, and a look at the whole configuration."""
+"""The type of a rule: the keys it reads, and a check of the whole configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Check = Callable[[Config], Iterator[Fault]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A contradiction. `reads` are the keys that it must trust to say anything."""
+    """A contradiction. `reads` are the keys that must be valid for the check to mean anything."""
 
     reads: tuple[str, ...]
     check: Check
 
 
 def reading(*reads: str) -> Callable[[Check], Rule]:
-    """Make a rule of a function, and say which keys it reads."""
+    """Turn a function into a rule that reads the given keys."""
     return lambda check: Rule(reads, check)

@@ -1,4 +1,4 @@
-"""Contradictions inside the sections that stand for themselves."""
+"""Contradictions inside sections that are independent of the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _missing(section: Section, path: str, *names: str) -> Iterator[Fault]:
 
 
 def _pace(section: CurriculumLearning | CurriculumMetric, path: str) -> Iterator[Fault]:
-    """Check a schedule of difficulty, whose needs hang on its type."""
+    """Check a difficulty schedule, whose required keys depend on its type."""
     yield from _missing(section, path, "min_difficulty", "max_difficulty", "schedule_type")
     here, pace = f"{path}.schedule_config", section.schedule_config or PaceConfig()
     yield from _missing(pace, here, *_PACE_NEEDS[section.schedule_type or "custom"])
@@ -127,7 +127,7 @@ def _elastic(config: Config) -> Iterator[Fault]:
 
 
 def elastic_faults(section: Elasticity) -> Iterator[Fault]:
-    """Tell what stands against a choice of the batch."""
+    """Yield the reasons why elasticity cannot choose a batch."""
     yield from _elastic_sizes(section, "elasticity")
     yield from _elastic_version(section, "elasticity")
 

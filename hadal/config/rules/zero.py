@@ -1,4 +1,4 @@
-"""Contradictions of sharding, offloading and the gradients' average."""
+"""Contradictions of sharding, offloading and the averaging of gradients."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _second_copy_in_block(config: Config) -> Iterator[Fault]:
 
 
 def blocks_that_do_not_fit(config: Config, ranks: int) -> Iterator[Fault]:
-    """Blocks that do not divide the ranks that share model states."""
+    """Yield a fault for each block size that does not divide the ranks that share model states."""
     zero = config.zero_optimization
     sizes = ((_HPZ, zero.zero_hpz_partition_size), (_MICS, zero.mics_shard_size))
     for path, size in sizes:

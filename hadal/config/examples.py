@@ -1,0 +1,104 @@
+"""JSON examples for docs/configuration.md, by section; the sections that have one are built."""
+
+from collections.abc import Mapping
+from typing import Any
+
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "": {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 50,
+    },
+    "optimizer": {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+    },
+    "scheduler": {
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": 500, "total_num_steps": 10000},
+        },
+    },
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
+    "bf16": {"bf16": {"enabled": True}},
+    "amp": {"amp": {"enabled": True, "opt_level": "O1"}},
+    "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    "data_types": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero_optimization": {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 10000,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    },
+    "zero_optimization.zeropp_loco_param": {
+        "zero_optimization": {
+            "stage": 2,
+            "zero_quantized_gradients": True,
+            "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
+        },
+    },
+    "zero_optimization.offload_param": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"},
+        },
+    },
+    "zero_optimization.offload_optimizer": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    },
+    "zero_optimization.leaf_module": {
+        "zero_optimization": {
+            "stage": 3,
+            "leaf_module": {"classes": ["MixtralSparseMoeBlock"]},
+        },
+    },
+    "aio": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
+        },
+        "aio": {"block_size": 8388608, "queue_depth": 32, "intra_op_parallelism": 2},
+    },
+    "timers": {
+        "steps_per_print": 50,
+        "timers": {"throughput": {"enabled": True, "synchronized": False}},
+    },
+    "autotuning": {"autotuning": {"enabled": True, "metric": "throughput"}},
+    "elasticity": {
+        "elasticity": {
+            "enabled": True,
+            "max_train_batch_size": 2000,
+            "micro_batch_sizes": [2, 4, 6],
+            "max_gpus": 64,
+        },
+    },
+    "comms_logger": {"comms_logger": {"enabled": True, "debug": True}},
+    "checkpoint": {"checkpoint": {"async_save": True, "keep_last": 3}},
+    "datastates_ckpt": {"datastates_ckpt": {}},
+}
+"""Each example is part of a ds_config.json. The empty path is the top level."""
+
+MOST_USED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.type",
+    "optimizer.params",
+    "scheduler.type",
+    "scheduler.params",
+    "bf16.enabled",
+    "fp16.enabled",
+    "fp16.loss_scale",
+    "zero_optimization.stage",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "checkpoint.async_save",
+)
+"""Keys that the page shows first."""
