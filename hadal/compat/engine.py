@@ -124,8 +124,8 @@ class DeepSpeedEngine(Accessors):
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        if self._training is not None:
-            self._training.schedule = schedule
+        if self._session.training is not None:
+            self._session.training.schedule = schedule
 
     def destroy(self) -> None:
         """Take the hooks off, as `hadal.Engine.destroy`; called again it does nothing."""
@@ -187,7 +187,7 @@ class DeepSpeedEngine(Accessors):
             return self.state_dict(
                 **{"destination": destination, "prefix": prefix, "keep_vars": keep_vars} | given
             )
-        state = self._whole_state(prefix=prefix + _PREFIX, keep_vars=keep_vars)
+        state = self._session.whole_state(prefix=prefix + _PREFIX, keep_vars=keep_vars)
         if destination is None:
             return state
         destination.update(state)

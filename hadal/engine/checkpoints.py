@@ -11,23 +11,27 @@ from typing import Any
 
 import torch
 
+from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import Order
 from hadal.checkpoint.together import compare_tags
-from hadal.engine.base import EngineBase
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
+from hadal.engine.session import Session
 from hadal.optim.loss_scale import ScaleState
 
 _log = logging.getLogger(__name__)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class SavesCheckpoints(EngineBase):
+class Checkpoints:
     """An engine's checkpoints. All ranks must call each method."""
 
-    _has_told_of_residuals = False
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._saver = Saver(session.parts.world)
+        self._has_told_of_residuals = False
 
     def save_checkpoint(
         self,
@@ -61,12 +65,12 @@ class SavesCheckpoints(EngineBase):
                 failed after it had returned; this one is then not begun.
             MismatchError: another rank goes on without saving.
         """
-        self._expect_alive()
-        self._parts.runtime.meet_at_checkpoint()
+        self._session.expect_alive()
+        self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
-        name = str(tag or f"global_step{self._counters.global_steps}")
-        compare_tags(name, self._parts.saving.tag_validation, self._parts.world)
-        if self._parts.runtime.holds_gradients and self._parts.world.rank == 0:
+        name = str(tag or f"global_step{self._session.counters.global_steps}")
+        compare_tags(name, self._session.parts.saving.tag_validation, self._session.parts.world)
+        if self._session.parts.runtime.holds_gradients and self._session.parts.world.rank == 0:
             _log.warning(
                 "checkpoint %s is saved in the middle of an update: what its micro-steps so far"
                 " have brought is not saved, and their samples are not read again; save after an"
@@ -76,16 +80,14 @@ class SavesCheckpoints(EngineBase):
         order = Order(
             Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
         )
-        self._saver.save(order, self._live())
+        self._saver.save(order, self._session.live())
         return True
-
-    store_checkpoint = save_checkpoint
 
     def _forget_residuals(self) -> None:
         """What error feedback holds is not saved: a run that goes on begins as a resumed one."""
-        if self._parts.runtime.forget_residuals() and not self._has_told_of_residuals:
+        if self._session.parts.runtime.forget_residuals() and not self._has_told_of_residuals:
             self._has_told_of_residuals = True
-            if self._parts.world.rank == 0:
+            if self._session.parts.world.rank == 0:
                 _log.warning(
                     "error feedback (zero_optimization.zeropp_loco_param) begins anew at each"
                     " checkpoint, so that a resumed run gives the same numbers"
@@ -135,13 +137,13 @@ class SavesCheckpoints(EngineBase):
             CheckpointError: it is damaged, or was saved by another model; on every rank, and
                 nothing has changed.
         """
-        self._expect_alive()
-        self._parts.runtime.meet_at_checkpoint()
+        self._session.expect_alive()
+        self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
         self._saver.wait()
-        folder = find(Path(load_dir), None if tag is None else str(tag), self._parts.world)
+        folder = find(Path(load_dir), None if tag is None else str(tag), self._session.parts.world)
         if folder is None:
-            if self._parts.world.rank == 0:
+            if self._session.parts.world.rank == 0:
                 _log.warning(
                     "engine.load_checkpoint: nothing to load in %s%s: training starts anew",
                     Path(load_dir).absolute(),
@@ -157,19 +159,19 @@ class SavesCheckpoints(EngineBase):
         )
         # What is loaded is trained on, whatever mode the caller is in.
         with torch.inference_mode(False), torch.no_grad(), collector_at_rest():
-            if self._training is None and self._parts.runtime.gradients:
-                self._train_with(self._parts.make_training())
-            loaded = load(folder, self._live(), wanted)
+            if self._session.parts.runtime.gradients:
+                self._session.expect_training()
+            loaded = load(folder, self._session.live(), wanted)
         if loaded.scalars is not None:
             saved = loaded.scalars[COUNTERS]
             known = {one.name for one in fields(Counters)}
-            self._counters = Counters(**{k: v for k, v in saved.items() if k in known})
+            self._session.counters = Counters(**{k: v for k, v in saved.items() if k in known})
             scale = ScaleState(*loaded.scalars["scale"])
             # One that has never moved tells nothing: what was saved may have had none.
-            if load_optimizer_states and self._parts.scale_rule.dynamic and scale.iteration:
-                self._scale = scale
-        self._cycle.begin_anew()
-        if self._inside_accumulation:
+            if load_optimizer_states and self._session.parts.scale_rule.dynamic and scale.iteration:
+                self._session.scale = scale
+        self._session.cycle.begin_anew()
+        if self._session.is_inside_accumulation:
             # Gradients are not saved, and today's accumulation may be another one.
-            self._begin_accumulation()
+            self._session.begin_accumulation()
         return str(folder), loaded.client_state

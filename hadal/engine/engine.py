@@ -5,25 +5,26 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from hadal.device import give_back_freed_memory, start_reading
-from hadal.engine.checkpoints import SavesCheckpoints
+from hadal.device import give_back_freed_memory
+from hadal.engine.base import EngineBase
+from hadal.engine.checkpoints import Checkpoints
+from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
-from hadal.engine.giving import GivesWeights
-from hadal.engine.listeners import MeanGradients, options_of
-from hadal.engine.moving import MovesStates
-from hadal.engine.parts import Finding, Training
-from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
-from hadal.engine.update import late_finding, measure, moved_scale, part_of_norm
+from hadal.engine.direct import DirectBackward
+from hadal.engine.giving import WeightsOut
+from hadal.engine.moving import Moving
+from hadal.engine.newcomers import Newcomers
+from hadal.engine.parts import Parts
+from hadal.engine.session import through
+from hadal.engine.update import Updates, measure
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
-from hadal.listener import Forward, Listener, Options, Update
-from hadal.optim.step import FlatStepper
-from hadal.zero import access
+from hadal.listener import Forward, Listener
+from hadal.zero import access, place
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
@@ -31,7 +32,7 @@ _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 _Engine = TypeVar("_Engine", bound="Engine")
 
 
-class Engine(SavesCheckpoints, GivesWeights, MovesStates):
+class Engine(EngineBase):
     """A model under training. Made by `hadal.initialize`; one class for every configuration.
 
     Attributes that it does not have are the module's.
@@ -39,6 +40,19 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     rounds_early: ClassVar[bool] = False
     """What `data_types.early_rounding` means where it is null."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        session = self._session
+        self._updates = Updates(session)
+        self._checkpoints = Checkpoints(session)
+        self._weights_out = WeightsOut(session)
+        self._moving = Moving(session)
+        self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
+        self._collector = hold_collector(self) if parts.holds_collector else None
+        self._is_compiled = False
+        session.direct = DirectBackward(self._begun_direct, parts.runtime)
+        place.attend(parts.runtime, self)
 
     def __getattr__(self, name: str) -> Any:
         """Fall through to the module."""
@@ -81,7 +95,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             NotBuiltYetError: `schedule` or `compiled_autograd_enabled` is given.
             UsageError: `compile_kwargs` names something that `torch.compile` does not take.
         """
-        self._expect_alive()
+        self._session.expect_alive()
         if schedule is not None:
             raise NotBuiltYetError(
                 f"engine.compile(schedule={schedule!r}): passes over compiled graphs are not built"
@@ -104,10 +118,10 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its inputs cast and under autocast as the configuration says."""
-        self._expect_alive()
-        with self._listeners as listeners:
+        self._session.expect_alive()
+        with self._session.listeners as listeners:
             if listeners:
-                updates, micro_step = self._counters.global_steps, self._cycle.collected
+                updates, micro_step = self.global_steps, self._session.cycle.collected
                 begun = Forward(args, kwargs, updates, micro_step, self.module.training)
                 args, kwargs, *_ = listeners.before_forward(begun)
             found = self._run(args, kwargs)
@@ -152,17 +166,16 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             UsageError: nothing is trainable, or the model has a parameter since `initialize` that
                 asks for gradients and is not trained.
         """
-        self._expect_alive()
+        self._session.expect_alive()
         parts = self._parts
-        boundary = self.is_gradient_accumulation_boundary() and not self._cycle.unsynchronized
-        with self._listeners as listeners:
+        boundary = self._session.is_boundary and not self._session.cycle.unsynchronized
+        with self._session.listeners as listeners:
             self._check_loss_everywhere(loss, boundary)
-            if self._training is None:
-                self._train_with(parts.make_training())
-            self._count_factor(self._scale.scale)
-            factor = self._scale.scale
+            self._session.expect_training()
+            factor = self.loss_scale
+            self._count_factor(factor)
             if scale_wrt_gas:
-                factor /= self._batches.accumulation
+                factor /= self.gradient_accumulation_steps()
             exact = torch.promote_types(loss.dtype, torch.float32)
             scaled = loss if factor == 1.0 else loss.to(exact) * factor
             for listener in listeners:
@@ -174,11 +187,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     def _end_backward(self, loss: Tensor | None) -> None:
         """Count a backward whose gradients are collected; `loss`: its own, detached, if known."""
-        self._cycle.backwards += 1
-        self._cycle.collected += 1
+        cycle = self._session.cycle
+        cycle.backwards += 1
+        cycle.collected += 1
         if loss is not None:
-            self._cycle.losses.append(loss)
-        for listener in self._listeners:
+            cycle.losses.append(loss)
+        for listener in self._session.listeners:
             listener.after_backward(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -187,34 +201,33 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         `engine.scale(loss).backward()` is then what `engine.backward(loss)` is; where nothing is
         fp16, `loss.backward()` is too.
         """
-        self._cycle.scaled = loss.detach()
+        self._session.cycle.scaled = loss.detach()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     @contextmanager
     def _begun_direct(self) -> Iterator[None]:
-        parts, cycle = self._parts, self._cycle
+        parts, cycle = self._parts, self._session.cycle
         where = f"rank {parts.ranks.rank}: loss.backward()"
-        boundary = self.is_gradient_accumulation_boundary() and not cycle.unsynchronized
+        boundary = self._session.is_boundary and not cycle.unsynchronized
         scaled, cycle.scaled = cycle.scaled, None
         fault: HadalError | None = None
         try:
             if not cycle.backwards:
                 self._newcomers.check(where)
-            if self._scale.scale != 1.0 and scaled is None:
+            if self.loss_scale != 1.0 and scaled is None:
                 raise UsageError(
-                    f"{where} leaves out the loss scale ({self._scale.scale}), without which fp16"
+                    f"{where} leaves out the loss scale ({self.loss_scale}), without which fp16"
                     " gradients vanish; call engine.scale(loss).backward(), or"
                     " engine.backward(loss)"
                 )
             # Nobody divides the loss by the micro-steps, as `backward` does: the update does.
-            self._count_factor(self._scale.scale * self._batches.accumulation)
+            self._count_factor(self.loss_scale * self.gradient_accumulation_steps())
         except HadalError as error:
             fault = error
         if self._is_refused(fault, boundary):
             raise fault or LossError(f"{where} was refused on another rank, which tells why")
-        if self._training is None:
-            self._train_with(parts.make_training())
-        with self._listeners as listeners:
+        self._session.expect_training()
+        with self._session.listeners as listeners:
             for listener in listeners:
                 listener.before_backward()
             with parts.runtime.backward(boundary=boundary):
@@ -223,14 +236,14 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     def _count_factor(self, factor: float) -> None:
         """Say what this backward's gradients are multiplied with."""
-        known = self._cycle.factor
+        known = self._session.cycle.factor
         if known is not None and known != factor:
             raise UsageError(
                 f"rank {self._parts.ranks.rank}: gradients of one update came from"
                 " engine.backward(loss), which divides by the micro-steps, and from"
                 " loss.backward(), which does not; take one of the two for all of its micro-steps"
             )
-        self._cycle.factor = factor
+        self._session.cycle.factor = factor
 
     def _check_loss_everywhere(self, loss: object, boundary: bool) -> None:
         """Raise on every rank where the loss of one is at fault: none may wait for it."""
@@ -247,12 +260,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
     def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
         """Whether any rank is known to be at fault where this one begins a backward."""
-        runtime, cycle = self._parts.runtime, self._cycle
+        runtime, cycle = self._parts.runtime, self._session.cycle
         cycle.counts_refused = False
         is_refused = runtime.any_fault(fault is not None, boundary=boundary)
         if is_refused and runtime.counts_refused:
             # The other ranks have not waited, and are in this micro-step.
-            self._counters.micro_steps += self._batches.managed
+            self._session.counters.micro_steps += self._session.batches.managed
             cycle.counts_refused = True
             if boundary:
                 cycle.begin_anew()
@@ -265,7 +278,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
                 f"{where} has nothing to train: no parameter of the model that requires a gradient"
                 " is given to the optimizer"
             )
-        if not self._cycle.backwards:
+        if not self._session.cycle.backwards:
             self._newcomers.check(where)
         if not isinstance(loss, Tensor):
             raise LossError(
@@ -302,14 +315,15 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
             UsageError: no backward came before, or called inside `no_sync`.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
-        self._expect_alive()
-        if self._cycle.unsynchronized:
+        session, cycle = self._session, self._session.cycle
+        session.expect_alive()
+        if cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
-        if self._cycle.counts_refused:
+        if cycle.counts_refused:
             # The micro-step whose backward was refused has ended, and an update with it.
-            self._cycle.counts_refused = False
+            cycle.counts_refused = False
             return
-        if not self._cycle.backwards:
+        if not cycle.backwards:
             # Ranks that do call backward ask there whether anybody is at fault: answer them.
             self._parts.runtime.any_fault(True)
             raise UsageError(
@@ -318,105 +332,18 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
                 " engine.backward(loss) before each step, and leave out the step of a batch that is"
                 " to be skipped"
             )
-        backwards, self._cycle.backwards = self._cycle.backwards, 0
-        managed = self._batches.managed
+        backwards, cycle.backwards = cycle.backwards, 0
+        managed = session.batches.managed
         try:
-            if not managed or self.is_gradient_accumulation_boundary():
-                self._cycle.stepping = True
-                with self._listeners:
-                    self._update(self._batches.consumed(backwards))
+            if not managed or session.is_boundary:
+                cycle.stepping = True
+                with session.listeners:
+                    self._updates.make(session.batches.consumed(backwards))
         finally:
-            if self._cycle.stepping:
+            if cycle.stepping:
                 # An update that failed was one all the same: the next accumulation begins anew.
-                self._cycle.stepping, self._cycle.collected, self._cycle.losses = False, 0, []
-            self._counters.micro_steps += 1 if managed else backwards
-
-    @torch.no_grad()
-    def _update(self, samples: int) -> None:
-        parts, training, counters = self._parts, self._training, self._counters
-        assert training is not None  # a backward came before
-        self._tell_skipped()
-        total = parts.runtime.reduce_all(part_of_norm(parts))
-        for listener in self._listeners:
-            listener.before_update(MeanGradients(parts.model, parts.runtime))
-        options = options_of(training.optimizer) if self._listeners else None
-        parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
-        stepper = training.stepper
-        looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
-        parts.runtime.reshard_all(update_looks=looks)
-        factor, self._cycle.factor = self.gradient_factor, None
-        later = not self._cycle.skips_next and decides_on_device(parts, training)
-        found = measure(parts, factor, later=later, total=total)
-        if self._cycle.skips_next:
-            self._cycle.skips_next = False
-            found = found if found.overflow else replace(found, overflow=True, is_asked=True)
-        self._cycle.last = found
-        if found.overflow:
-            counters.skipped_steps += 1
-        else:
-            self._step_weights(training, found, factor)
-            undo = step_schedule(training)
-            if found.overflowed is not None:
-                flag = start_reading(found.overflowed, "whether the last gradients overflowed")
-                self._undecided = Undecided(counters.global_steps, found, flag, undo)
-        parts.runtime.clear_gradients()
-        self._end_update(samples, found)
-        if options is not None:
-            update = self._record(samples, options)
-            for listener in self._listeners:
-                listener.after_update(update)
-
-    def _end_update(self, samples: int, found: Finding) -> None:
-        parts, counters = self._parts, self._counters
-        counters.global_steps += 1
-        counters.global_samples += samples
-        before = self._scale.scale
-        self._scale = moved_scale(self._scale, found, counters.global_steps - 1, parts)
-        if self._scale.scale != before:
-            parts.runtime.rescale_residuals(self._scale.scale / before)
-
-    def _record(self, samples: int, before: Options) -> Update:
-        """What listeners learn of the update that is just over."""
-        counters, cycle, undecided = self._counters, self._cycle, self._undecided
-        found = cycle.last
-        options = options_of(self.optimizer)
-        return Update(
-            number=counters.global_steps,
-            samples=samples,
-            total_samples=counters.global_samples,
-            micro_steps=cycle.collected,
-            losses=tuple(cycle.losses),
-            scale=self._scale.scale,
-            measured=found.measured,
-            overflowed=found.overflow if undecided is None else undecided.overflowed,
-            options=options,
-            options_if_skipped=options if undecided is None else before,
-            skipped_before=counters.skipped_steps - found.overflow,
-            clocked=self._parts.clocks.lap,
-        )
-
-    def _tell_skipped(self) -> None:
-        """Report that the device has skipped the last update. All ranks must call it together."""
-        self._learn_of_skip()
-        skipped, self._skipped = self._skipped, None
-        if skipped is not None:
-            found = late_finding(skipped.found, self._parts)
-            self._scale = moved_scale(self._scale, found, skipped.number, self._parts)
-
-    def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
-        runtime = self._parts.runtime
-        try:
-            with runtime.holding_frozen():
-                multiplier = found.multiplier(factor)
-                if found.overflowed is None:
-                    training.stepper.step(multiplier)
-                else:
-                    assert isinstance(training.stepper, FlatStepper)  # `decides_on_device`
-                    training.stepper.step(multiplier, found.overflowed)
-        except BaseException:
-            # The next update must not begin with what this one could not use.
-            runtime.clear_gradients()
-            raise
+                cycle.stepping, cycle.collected, cycle.losses = False, 0, []
+            session.counters.micro_steps += 1 if managed else backwards
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -425,17 +352,17 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         A hint, legal at every stage. Where gradients are partitioned they are reduced all the same;
         the numbers do not change.
         """
-        before = self._cycle.unsynchronized
-        self._cycle.unsynchronized = True
+        before = self._session.cycle.unsynchronized
+        self._session.cycle.unsynchronized = True
         try:
             yield
         finally:
-            self._cycle.unsynchronized = before
+            self._session.cycle.unsynchronized = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; `step` requires a new backward then."""
         self._parts.runtime.clear_gradients()
-        self._cycle.begin_anew()
+        self._session.cycle.begin_anew()
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
@@ -444,20 +371,36 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
 
         All ranks must call it. Behind an update it says what that one found.
         """
-        if not self._cycle.backwards:
+        if not self._session.cycle.backwards:
             return self.overflow
-        self._expect_alive()
+        self._session.expect_alive()
         self._parts.runtime.reduce_all()
         return measure(self._parts, self.gradient_factor).overflow
 
     @property
     def skips_next_update(self) -> bool:
         """Whether the next update is skipped as if its gradients overflowed; set on all ranks."""
-        return self._cycle.skips_next
+        return self._session.cycle.skips_next
 
     @skips_next_update.setter
     def skips_next_update(self, skips: bool) -> None:
-        self._cycle.skips_next = skips
+        self._session.cycle.skips_next = skips
+
+    # ---- checkpoints, weights, memory ------------------------------------------------------------
+
+    save_checkpoint = store_checkpoint = through("_checkpoints", Checkpoints.save_checkpoint)
+    load_checkpoint = through("_checkpoints", Checkpoints.load_checkpoint)
+    wait_for_checkpoint = through("_checkpoints", Checkpoints.wait_for_checkpoint)
+    zero_gather_16bit_weights_on_model_save = through(
+        "_weights_out", WeightsOut.zero_gather_16bit_weights_on_model_save
+    )
+    save_16bit_model = through("_weights_out", WeightsOut.save_16bit_model)
+    save_fp16_model = through("_weights_out", WeightsOut.save_fp16_model)
+    module_state_dict = through("_weights_out", WeightsOut.module_state_dict)
+    _consolidated_16bit_state_dict = through("_weights_out", WeightsOut.consolidated_16bit)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+    offload_states = through("_moving", Moving.offload_states)
+    reload_states = through("_moving", Moving.reload_states)
 
     # ---- listeners -------------------------------------------------------------------------------
 
@@ -469,7 +412,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         Raises:
             UsageError: it is not a `hadal.Listener`, or the engine has one of its name.
         """
-        self._listeners.add(listener)
+        self._session.listeners.add(listener)
 
     def remove_listener(self, listener: Listener) -> None:
         """Stop calling `listener`. It is not closed.
@@ -477,14 +420,14 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         Raises:
             UsageError: the engine does not have it.
         """
-        self._listeners.remove(listener)
+        self._session.listeners.remove(listener)
 
     # ---- state -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's whole state, in memory of its own, on every rank. All ranks must call it."""
-        return self._whole_state(*args, **kwargs)
+        return self._session.whole_state(*args, **kwargs)
 
     @torch.no_grad()
     def load_state_dict(
@@ -497,7 +440,7 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         Raises:
             UsageError: `assign` would replace the parameters, which lie in buckets.
         """
-        self._expect_alive()
+        self._session.expect_alive()
         if assign:
             raise UsageError(
                 "engine.load_state_dict(assign=True) would take parameters out of"
@@ -514,13 +457,12 @@ class Engine(SavesCheckpoints, GivesWeights, MovesStates):
         Raises:
             OffloadError: weights cannot be read from their disk; files are removed all the same.
         """
-        if self._cycle.destroyed:
+        if self._session.cycle.destroyed:
             return
-        self._saver.wait()
-        self.reload_states()
-        self._host_memory.clear()
-        self._cycle.destroyed = True
-        for listener in self._listeners:
+        self.wait_for_checkpoint()
+        self._moving.end()
+        self._session.cycle.destroyed = True
+        for listener in self._session.listeners:
             listener.close()
         runtime = self._parts.runtime
         self._parts.hooks.remove()

@@ -11,21 +11,24 @@ from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME, nbytes_of
-from hadal.engine.base import EngineBase
+from hadal.engine.session import Session
 
 _log = logging.getLogger(__name__)
 
 
-class GivesWeights(EngineBase):
-    """The part of an engine that gives its model's weights away. All ranks must call each method.
+class WeightsOut:
+    """Gives an engine's weights away. All ranks must call each method.
 
     Rank 0 is given them a bucket at a time; the other ranks need memory for one bucket. Of a model
     in model-parallel parts, the first rank of those that hold a part is given that part.
     """
 
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
-        return self._live().rules.gathers_weights
+        return self._session.live().rules.gathers_weights
 
     def save_16bit_model(
         self,
@@ -52,8 +55,8 @@ class GivesWeights(EngineBase):
             CheckpointError: it cannot be written; on every rank.
             ValueError: `max_shard_size` is no size.
         """
-        self._expect_alive()
-        live = self._live()
+        self._session.expect_alive()
+        live = self._session.live()
         nbytes = nbytes_of(max_shard_size)
         if live.rules.cuts_weights and not live.rules.gathers_weights:
             if live.world.rank == 0:
@@ -86,26 +89,20 @@ class GivesWeights(EngineBase):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """As `state_dict`: whole, on every rank; without frozen parameters if wanted."""
-        state = self._whole_state(prefix=prefix, keep_vars=keep_vars)
+        state = self._session.whole_state(prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name in self._live().frozen_names():
+            for name in self._session.live().frozen_names():
                 state.pop(prefix + name, None)
         if destination is None:
             return state
         destination.update(state)
         return destination
 
-    def _consolidated_16bit_state_dict(
+    def consolidated_16bit(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The whole model on the host of rank 0, None elsewhere; tied names share a tensor."""
-        self._expect_alive()
-        live = self._live()
+        self._session.expect_alive()
+        live = self._session.live()
         live.runtime.meet_at_checkpoint()
         return consolidated(live, exclude_frozen=exclude_frozen_parameters)
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The same, under the name that other programs call at stage 3."""
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)

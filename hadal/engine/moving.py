@@ -1,4 +1,4 @@
-"""The part of an engine that moves its states off the device for a while, when they are not used.
+"""An engine's states, moved off the device for a while when they are not used.
 
 A program that generates, or runs another model, between updates may want the device's memory.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hadal.device import Event, host_empty, is_host_memory
-from hadal.engine.base import Away, EngineBase
+from hadal.engine.session import Session
 from hadal.errors import UsageError
 from hadal.offload.crossing import crossing_of
 
@@ -27,8 +28,27 @@ class State(str, Enum):
     GRADIENT_BUFFERS = "contiguous_grad_buffer"
 
 
-class MovesStates(EngineBase):
-    """Moves model states to host memory, and back."""
+class Away(NamedTuple):
+    """Memory of the device that was given back for a while."""
+
+    whole: Tensor
+    """All of a storage, as bytes."""
+    contents: Tensor
+    """What was in it, in host memory."""
+    event: Event
+    """From which on it is there."""
+    pinned: bool
+    """Whether the host memory is page-locked."""
+
+
+class Moving:
+    """Moves an engine's states to host memory, and back."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._moved: list[Away] = []
+        self._host_memory: list[tuple[Tensor, Event]] = []
+        """Pinned buffers kept for reuse; each is free once its event has completed."""
 
     @torch.no_grad()
     def offload_states(
@@ -57,18 +77,18 @@ class MovesStates(EngineBase):
         Raises:
             UsageError: no such state or device, states are away already, or the model runs.
         """
-        self._expect_alive()
+        self._session.expect_alive()
         wanted = self._wanted(include)
         if str(getattr(device, "value", device)) != "cpu":
             raise UsageError(f'offload_states(device={str(device)!r}): expected "cpu"')
-        runtime = self._parts.runtime
+        runtime = self._session.parts.runtime
         if not runtime.gathering.is_at_rest:
             raise UsageError(
                 "offload_states was called inside forward, backward or GatheredParameters; call it"
                 " after an engine.step()"
             )
         runtime.away = tuple(sorted(state.value for state in wanted))
-        crossing = crossing_of(self.device, pins=pin_memory)
+        crossing = crossing_of(self._session.parts.device, pins=pin_memory)
         for whole in self._memory_of(wanted):
             contents, free = self._host_memory_for(whole.numel(), pin_memory)
             event = crossing.move_out(whole, contents, after=free)
@@ -97,12 +117,14 @@ class MovesStates(EngineBase):
             non_blocking: return while copies are under way, for which the device's own work waits;
                 as with `offload_states`.
         """
-        runtime, moved = self._parts.runtime, self._moved
+        runtime, moved = self._session.parts.runtime, self._moved
         self._moved = []
         arrivals = []
         for whole, contents, event, pinned in moved:
             whole.untyped_storage().resize_(contents.numel())
-            arrival = crossing_of(self.device, pins=pinned).bring(contents, whole, after=event)
+            arrival = crossing_of(self._session.parts.device, pins=pinned).bring(
+                contents, whole, after=event
+            )
             arrival.wait()
             arrivals.append(arrival)
             if pinned:
@@ -114,6 +136,11 @@ class MovesStates(EngineBase):
             for bucket in runtime.buckets:
                 bucket.reveal()
         runtime.away = ()
+
+    def end(self) -> None:
+        """Move back what is away, and give the pinned buffers back."""
+        self.reload_states()
+        self._host_memory.clear()
 
     def _wanted(self, include: Collection[str] | None) -> set[State]:
         names = [str(getattr(one, "value", one)) for one in include or State]
@@ -136,7 +163,7 @@ class MovesStates(EngineBase):
         return list(found.values())
 
     def _tensors_of(self, wanted: Collection[State]) -> Iterator[Tensor]:
-        runtime = self._parts.runtime
+        runtime = self._session.parts.runtime
         for bucket in runtime.buckets:
             if State.WEIGHTS in wanted:
                 yield from bucket.tensors_of_weights()
@@ -146,11 +173,13 @@ class MovesStates(EngineBase):
         if State.GRADIENTS in wanted or State.GRADIENT_BUFFERS in wanted:
             for gradients in runtime.gradients:
                 yield from gradients.tensors()
-        if self._training is None:
+        if self._session.training is None:
             return
         if State.MASTERS in wanted:
             # Whole values, which stand beside the masters that they are cut into.
-            yield from (h.values for h in self._training.stepper.held() if h.slot is not None)
+            yield from (
+                h.values for h in self._session.training.stepper.held() if h.slot is not None
+            )
         if State.OPTIMIZER in wanted:
-            for state in self._training.optimizer.state.values():
+            for state in self._session.training.optimizer.state.values():
                 yield from (v for v in state.values() if isinstance(v, Tensor) and v.dim())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hadal.checkpoint.live import Live, Rules
+from hadal.checkpoint.live import Rules
 from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.device import Reading
@@ -26,7 +26,6 @@ from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.norm import RowNorms, clip_coefficient
 from hadal.optim.step import Stepper
 from hadal.zero.hooks import Hooks
-from hadal.zero.regroup import renamed
 from hadal.zero.runtime import ZeroRuntime
 
 
@@ -71,33 +70,6 @@ class Parts:
     def ranks(self) -> Ranks:
         """The ranks that share the model states."""
         return self.topology.sharding
-
-    def live(
-        self,
-        training: Training | None,
-        loader: ShardedLoader | None,
-        scalars: dict[str, Any],
-        listeners: Iterable[Listener],
-    ) -> Live:
-        """What a checkpoint is made of, or goes to; `scalars` are the engine's own numbers."""
-        # A program may have put other modules round its parameters.
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        renamed(self.runtime.buckets, names)
-        part = self.topology.model_parallel
-        return Live(
-            module=self.model,
-            runtime=self.runtime,
-            optimizer=None if training is None else training.optimizer,
-            stepper=None if training is None else training.stepper,
-            schedule=None if training is None else training.schedule,
-            loader=loader,
-            scalars=scalars,
-            listeners={listener.name: listener for listener in listeners},
-            world=self.world,
-            part=0 if part is None else part.rank,
-            parts=self.topology.model_parallel_size,
-            rules=self.saving,
-        )
 
 
 @dataclass(slots=True)

@@ -1,16 +1,22 @@
-"""Checks before a weight update (norm, overflow), and the loss scale after it."""
+"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from hadal.comm.collectives import gather_objects
 from hadal.device import is_host_memory, read_on_host, start_reading
-from hadal.engine.parts import Finding, Parts
+from hadal.engine.listeners import MeanGradients, options_of
+from hadal.engine.parts import Finding, Parts, Training
+from hadal.engine.session import Session
+from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
+from hadal.listener import Options, Update
 from hadal.optim.loss_scale import ScaleState, next_scale
 from hadal.optim.norm import (
     RowNorms,
@@ -20,6 +26,7 @@ from hadal.optim.norm import (
     sum_of_squares,
 )
 from hadal.optim.overflow import first_overflow, first_row_overflow, has_overflow
+from hadal.optim.step import FlatStepper
 
 _log = logging.getLogger(__name__)
 
@@ -122,3 +129,98 @@ def _reason_of(found: Finding) -> str:
     if found.culprit:
         return f"the gradient of {found.culprit} is not finite"
     return "all gradients are finite, but their norm is not"
+
+
+class Updates:
+    """Makes an engine's updates, and learns late which ones the device has skipped."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @torch.no_grad()
+    def make(self, samples: int) -> None:
+        """Update the weights and the learning rate from `samples` samples of all ranks."""
+        session, parts, cycle = self._session, self._session.parts, self._session.cycle
+        training, counters = session.expect_training(), session.counters
+        self._tell_skipped()
+        total = parts.runtime.reduce_all(part_of_norm(parts))
+        for listener in session.listeners:
+            listener.before_update(MeanGradients(parts.model, parts.runtime))
+        options = options_of(training.optimizer) if session.listeners else None
+        parts.runtime.check_sanity(overflow_is_told=parts.skip_overflow)
+        stepper = training.stepper
+        looks = isinstance(stepper, FlatStepper) and stepper.steps_in_blocks
+        parts.runtime.reshard_all(update_looks=looks)
+        factor, cycle.factor = session.gradient_factor, None
+        later = not cycle.skips_next and decides_on_device(parts, training)
+        found = measure(parts, factor, later=later, total=total)
+        if cycle.skips_next:
+            cycle.skips_next = False
+            found = found if found.overflow else replace(found, overflow=True, is_asked=True)
+        cycle.last = found
+        if found.overflow:
+            counters.skipped_steps += 1
+        else:
+            self._step_weights(training, found, factor)
+            undo = step_schedule(training)
+            if found.overflowed is not None:
+                flag = start_reading(found.overflowed, "whether the last gradients overflowed")
+                session.undecided = Undecided(counters.global_steps, found, flag, undo)
+        parts.runtime.clear_gradients()
+        counters.global_steps += 1
+        counters.global_samples += samples
+        self._move_scale(found)
+        if options is not None:
+            update = self._record(samples, options)
+            for listener in session.listeners:
+                listener.after_update(update)
+
+    def _tell_skipped(self) -> None:
+        """Report that the device has skipped the last update. All ranks must call it together."""
+        session = self._session
+        session.learn_of_skip()
+        skipped, session.skipped = session.skipped, None
+        if skipped is not None:
+            found = late_finding(skipped.found, session.parts)
+            session.scale = moved_scale(session.scale, found, skipped.number, session.parts)
+
+    def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
+        runtime = self._session.parts.runtime
+        try:
+            with runtime.holding_frozen():
+                multiplier = found.multiplier(factor)
+                if found.overflowed is None:
+                    training.stepper.step(multiplier)
+                else:
+                    assert isinstance(training.stepper, FlatStepper)  # `decides_on_device`
+                    training.stepper.step(multiplier, found.overflowed)
+        except BaseException:
+            # The next update must not begin with what this one could not use.
+            runtime.clear_gradients()
+            raise
+
+    def _move_scale(self, found: Finding) -> None:
+        session, before = self._session, self._session.scale.scale
+        number = session.counters.global_steps - 1
+        session.scale = moved_scale(session.scale, found, number, session.parts)
+        if session.scale.scale != before:
+            session.parts.runtime.rescale_residuals(session.scale.scale / before)
+
+    def _record(self, samples: int, before: Options) -> Update:
+        """What listeners learn of the update that is just over."""
+        session, cycle, undecided = self._session, self._session.cycle, self._session.undecided
+        options = options_of(session.optimizer)
+        return Update(
+            number=session.counters.global_steps,
+            samples=samples,
+            total_samples=session.counters.global_samples,
+            micro_steps=cycle.collected,
+            losses=tuple(cycle.losses),
+            scale=session.scale.scale,
+            measured=cycle.last.measured,
+            overflowed=cycle.last.overflow if undecided is None else undecided.overflowed,
+            options=options,
+            options_if_skipped=options if undecided is None else before,
+            skipped_before=session.counters.skipped_steps - cycle.last.overflow,
+            clocked=session.parts.clocks.lap,
+        )

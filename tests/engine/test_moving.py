@@ -100,13 +100,13 @@ def move_beside_the_device(stage: int) -> None:
                 engine.reload_states(non_blocking=number < 2)
                 assert (late.waits["host"] == waits) == (number < 2)
                 assert held_nbytes(engine) == before
-            assert len(host) == len(engine._host_memory)  # taken once
+            assert len(host) == len(engine._moving._host_memory)  # taken once
             train(engine, range(6, 8))
             found = engine.state_dict()
             engine.offload_states(["optim_states"])
             assert all(one.event.is_over for one in moved(engine)) and moved(engine)
             engine.destroy()
-            assert not engine._host_memory
+            assert not engine._moving._host_memory
     finally:
         moving.is_host_memory = plain
     untouched = engine_of(stage, **changes)
@@ -116,7 +116,7 @@ def move_beside_the_device(stage: int) -> None:
 
 
 def moved(engine: Any) -> list[Any]:
-    return list(engine._moved)
+    return list(engine._moving._moved)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
