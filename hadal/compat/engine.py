@@ -142,17 +142,22 @@ class DeepSpeedEngine(Accessors):
         given = super().backward(loss, retain_graph, scale_wrt_gas)
         return given / self.gradient_accumulation_steps() if scale_wrt_gas else given
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
         """As `hadal.Engine.step`.
 
+        Args:
+            lr_kwargs: arguments for the schedule's step: `{"metrics": value}`.
+
         Raises:
-            NotBuiltYetError: `lr_kwargs`: arguments for the schedule's step.
+            NotBuiltYetError: `lr_kwargs` has other arguments.
         """
-        if lr_kwargs:
-            raise unbuilt("engine.step(lr_kwargs=...)")
+        given = dict(lr_kwargs or {})
+        metric = given.pop("metrics", None)
+        if given:
+            raise unbuilt(f"engine.step(lr_kwargs={given!r})")
         before = self.global_steps
         self._was_applied = False
-        super().step()
+        super().step(metric)
         if self.global_steps == before:
             return
         self._was_applied = True

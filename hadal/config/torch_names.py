@@ -15,8 +15,6 @@ SCHEDULES = (
 REFUSED: Mapping[str, str] = {
     "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
-    "ReduceLROnPlateau": "it needs a metric at every step, which the engine does not have; keep it"
-    " out of the configuration and step it yourself after engine.step()",
 }
 """Classes of torch that an engine cannot step, and why."""
 

@@ -24,6 +24,7 @@ from hadal.engine.session import through
 from hadal.engine.update import Updates, measure
 from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
+from hadal.optim.schedules import needs_metric
 from hadal.zero import access, place
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
@@ -306,17 +307,25 @@ class Engine(EngineBase):
             self._parts.runtime.bring_together()
         return super().train(mode)
 
-    def step(self) -> None:
+    def step(self, metric: float | Tensor | None = None) -> None:
         """End a micro-step; at the boundary, update the weights and the learning rate.
 
         Every call is a boundary where `managed_gradient_accumulation` is false.
 
+        Args:
+            metric: the value that a `ReduceLROnPlateau` schedule follows, such as a validation
+                loss. The schedule takes a step in the updates that are given one: by all ranks,
+                whose mean it is given.
+
         Raises:
-            UsageError: no backward came before, or called inside `no_sync`.
+            UsageError: no backward came before, or called inside `no_sync`; or `metric` is given
+                and the step ends no update, or the schedule takes none.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
         session, cycle = self._session, self._session.cycle
         session.expect_alive()
+        if metric is not None:
+            self._check_metric()
         if cycle.unsynchronized:
             raise UsageError("engine.step() was called inside engine.no_sync(); leave it first")
         if cycle.counts_refused:
@@ -338,12 +347,26 @@ class Engine(EngineBase):
             if not managed or session.is_boundary:
                 cycle.stepping = True
                 with session.listeners:
-                    self._updates.make(session.batches.consumed(backwards))
+                    value = None if metric is None else float(metric)
+                    self._updates.make(session.batches.consumed(backwards), value)
         finally:
             if cycle.stepping:
                 # An update that failed was one all the same: the next accumulation begins anew.
                 cycle.stepping, cycle.collected, cycle.losses = False, 0, []
             session.counters.micro_steps += 1 if managed else backwards
+
+    def _check_metric(self) -> None:
+        where = f"rank {self._parts.ranks.rank}: engine.step(metric=...)"
+        if not needs_metric(self.lr_scheduler):
+            raise UsageError(
+                f"{where}: the schedule, {type(self.lr_scheduler).__name__}, takes no metric; leave"
+                " metric out, or use ReduceLROnPlateau"
+            )
+        if self._session.batches.managed and not self._session.is_boundary:
+            raise UsageError(
+                f"{where} ends no update; give the metric to the step for which"
+                " engine.is_gradient_accumulation_boundary() is true"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

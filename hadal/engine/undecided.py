@@ -13,6 +13,7 @@ from typing import Any
 
 from hadal.device import Reading
 from hadal.engine.parts import Finding, Parts, Training
+from hadal.optim.schedules import needs_metric
 from hadal.optim.step import FlatStepper
 
 
@@ -43,9 +44,9 @@ def decides_on_device(parts: Parts, training: Training) -> bool:
 
 
 def step_schedule(training: Training) -> Callable[[], None]:
-    """Step the schedule, if there is one; the returned function takes that back."""
+    """Step the schedule, if there is one without a metric; the result takes that back."""
     schedule = training.schedule
-    if schedule is None:
+    if schedule is None or needs_metric(schedule):
         return lambda: None
     groups = training.optimizer.param_groups
     state: Mapping[str, Any] = schedule.state_dict()

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -138,8 +139,11 @@ class Updates:
         self._session = session
 
     @torch.no_grad()
-    def make(self, samples: int) -> None:
-        """Update the weights and the learning rate from `samples` samples of all ranks."""
+    def make(self, samples: int, metric: float | None) -> None:
+        """Update the weights and the learning rate from `samples` samples of all ranks.
+
+        `metric` is the schedule's, if it takes one; it counts if the update is skipped, too.
+        """
         session, parts, cycle = self._session, self._session.parts, self._session.cycle
         training, counters = session.expect_training(), session.counters
         self._tell_skipped()
@@ -166,6 +170,9 @@ class Updates:
             if found.overflowed is not None:
                 flag = start_reading(found.overflowed, "whether the last gradients overflowed")
                 session.undecided = Undecided(counters.global_steps, found, flag, undo)
+        if metric is not None:
+            training.schedule.step(fmean(gather_objects(metric, parts.world)))
+            options = options and options_of(training.optimizer)  # that is not taken back
         parts.runtime.clear_gradients()
         counters.global_steps += 1
         counters.global_samples += samples

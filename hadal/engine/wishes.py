@@ -20,7 +20,7 @@ from hadal.engine.sampler import Sharding
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
 from hadal.optim.muon import muon_groups
-from hadal.optim.schedules import build_schedule, refuse_metric_schedule
+from hadal.optim.schedules import build_schedule
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any
             "initialize(lr_scheduler=...) got a schedule object without the optimizer object that"
             " it belongs to; give both, or a callable that makes the schedule from the optimizer"
         )
-    refuse_metric_schedule(type(brought))
     if not callable(getattr(brought, "step", None)):
         raise OptimizerError(
             f"initialize(lr_scheduler=...) came to {type(brought).__name__}, which has no step();"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
-from hadal.optim.schedules import build_schedule
+from hadal.optim.schedules import build_schedule, needs_metric
 
 _DEFAULT_RATE = 1e-3
 # What torch's schedulers take one value of for each param group; other lists of theirs are not.
@@ -47,7 +47,7 @@ def preview(
         in the schedule's params have values.
 
     Raises:
-        OptimizerError: no such schedule, or arguments that it does not take.
+        OptimizerError: no such schedule, arguments that it does not take, or it follows a metric.
     """
     kind, params = schedule
     groups = [
@@ -55,6 +55,8 @@ def preview(
     ]
     made = _optimizer(optimizer, groups)
     playing = build_schedule(kind, params, made)
+    if needs_metric(playing):
+        raise OptimizerError(f"{kind} needs a metric at every step, so its course is not known")
     courses = [Course() for _ in made.param_groups]
     with warnings.catch_warnings():
         # Torch's schedulers expect a step of the optimizer before each of theirs.

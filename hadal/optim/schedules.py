@@ -317,13 +317,9 @@ _NATIVE: dict[str, type[Schedule]] = {
 }
 
 
-def refuse_metric_schedule(kind: type) -> None:
-    """Raise `OptimizerError` for a schedule that the engine cannot step by itself."""
-    if issubclass(kind, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise OptimizerError(
-            f"{kind.__name__} needs a metric at every step, which the engine does not have; keep it"
-            " out of initialize and step it yourself after engine.step()"
-        )
+def needs_metric(schedule: object) -> bool:
+    """Whether each step of a schedule takes a metric, such as a validation loss."""
+    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def build_schedule(
@@ -340,7 +336,6 @@ def build_schedule(
             f"scheduler.type {kind!r} is unknown; expected one of {', '.join(_NATIVE)} or a class"
             " of torch.optim.lr_scheduler"
         )
-    refuse_metric_schedule(made)
     try:
         inspect.signature(made).bind(optimizer, **params)
     except TypeError as error:

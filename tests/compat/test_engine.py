@@ -344,6 +344,8 @@ def test_backward_returns_the_loss_as_it_was_divided() -> None:
     assert engine.global_steps == 0
     with pytest.raises(NotBuiltYetError, match="lr_kwargs"):
         engine.step(lr_kwargs={"epoch": 3})
+    with pytest.raises(UsageError, match="takes no metric"):
+        engine.step(lr_kwargs={"metrics": 3})
 
 
 def test_a_loss_may_pass_through_another_engine_s_model_and_leaves_it_as_it_is(

@@ -354,10 +354,17 @@ def callable_that_makes_no_optimizer() -> None:
     engine_of(1, wishes={"optimizer": lambda parameters: "AdamW"}, optimizer=None)
 
 
-def schedule_that_needs_a_metric() -> None:
-    """Its step takes the validation loss, which no engine's step has."""
-    engine = engine_of(1, scheduler={"type": "ReduceLROnPlateau", "params": {}})
-    train(engine, range(1))
+def metric_without_a_schedule() -> None:
+    engine = engine_of(1)
+    backward(engine, 0)
+    engine.step(metric=0.5)
+
+
+def metric_inside_an_accumulation() -> None:
+    section = {"type": "ReduceLROnPlateau", "params": {}}
+    engine = engine_of(1, scheduler=section, gradient_accumulation_steps=2)
+    backward(engine, 0)
+    engine.step(metric=0.5)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +380,8 @@ def schedule_that_needs_a_metric() -> None:
         (all_frozen, UsageError, "nothing to train"),
         (schedule_object_alone, OptimizerError, "without the optimizer"),
         (callable_that_makes_no_optimizer, OptimizerError, "str"),
-        (schedule_that_needs_a_metric, OptimizerError, "ReduceLROnPlateau"),
+        (metric_without_a_schedule, UsageError, "takes no metric"),
+        (metric_inside_an_accumulation, UsageError, "ends no update"),
     ],
 )
 def test_mistakes(mistake, kind, told, ranks: RankPools) -> None:

@@ -23,6 +23,7 @@ from engine.toys import (
     model_of,
     train,
 )
+from hadal import comm
 from hadal.errors import OptimizerError
 from hadal.optim.schedules import OneCycle
 
@@ -156,7 +157,6 @@ class Silent:
 def what_is_brought() -> None:
     for maker, told in [
         (lambda its: Silent(), "which has no step"),
-        (lambda its: torchs.ReduceLROnPlateau(its), "needs a metric"),
         (torchs.StepLR(torch.optim.SGD(model_of().parameters(), 0.1), 1), "without the optimizer"),
     ]:
         with pytest.raises(OptimizerError, match=told):
@@ -169,6 +169,49 @@ def what_is_brought() -> None:
 
 def test_what_a_caller_may_bring(ranks: RankPools) -> None:
     ranks(1).run(what_is_brought)
+
+
+PLATEAU = {"mode": "min", "factor": 0.5, "patience": 1}
+VALIDATED = (None, 1.0, 2.0, 2.0, None, 2.0, 2.0, 0.5)
+
+
+def on_a_plateau(folder: str, brought: bool) -> list[float]:
+    """The rate after each update; each rank has a metric of its own, whose mean counts."""
+
+    def engine() -> Any:
+        if brought:
+            wishes = {"lr_scheduler": lambda its: torchs.ReduceLROnPlateau(its, **PLATEAU)}
+            return engine_of(1, wishes=wishes, fp16={"enabled": True, "initial_scale_power": 4})
+        return engine_of(1, scheduler={"type": "ReduceLROnPlateau", "params": PLATEAU})
+
+    one, rates = engine(), []
+    for step, value in enumerate(VALIDATED):
+        if step == 3:
+            one.save_checkpoint(folder)
+            one = engine()
+            one.load_checkpoint(folder)
+        inputs = batch_of(step)[0]
+        loss = one(inputs.half() if brought else inputs).float().square().mean()
+        # What is skipped counts as well: the metric is no update's.
+        one.backward(loss * (torch.inf if brought and step == 5 else 1.0))
+        one.step(metric=None if value is None else torch.tensor(value + comm.get_rank() - 0.5))
+        rates.append(one.get_lr()[0])
+    one.destroy()
+    return rates
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_a_schedule_that_follows_a_metric(brought: bool, ranks: RankPools, tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], 0.01)
+    plain, wanted = torchs.ReduceLROnPlateau(optimizer, **PLATEAU), []
+    for value in VALIDATED:
+        if value is not None:
+            plain.step(value)
+        wanted.append(optimizer.param_groups[0]["lr"])
+    assert len(set(wanted)) == 3
+    for rates in ranks(2).run(on_a_plateau, str(tmp_path), brought):
+        assert rates == wanted
 
 
 def from_the_command_line() -> list[list[float]]:
