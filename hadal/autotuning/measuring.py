@@ -29,33 +29,9 @@ from hadal.device.memory import free_host_nbytes
 from hadal.listener import Forward, Listener, Update
 
 if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
+    from hadal.profiling import Counter
 
 _log = logging.getLogger(__name__)
-
-
-class OperationsGauge:
-    """Counts the floating-point operations of phases, while it is told to."""
-
-    def __init__(self) -> None:
-        self.is_counting = False
-        self.operations = 0
-        self._counter: FlopCounterMode | None = None
-
-    def start(self) -> None:
-        """A phase begins."""
-        if self.is_counting:
-            from torch.utils.flop_counter import FlopCounterMode  # for this alone
-
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
-
-    def stop(self) -> None:
-        """It ends."""
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self.operations += int(self._counter.get_total_flops())
-            self._counter = None
 
 
 class Experiment(Listener):
@@ -69,7 +45,11 @@ class Experiment(Listener):
         self, section: Autotuning, model: nn.Module, world: Ranks, device: torch.device
     ) -> None:
         self._profiles = section.model_info is not None and section.model_info.profile
-        self._operations = OperationsGauge() if section.metric == "FLOPS_per_gpu" else None
+        self._operations: Counter | None = None
+        if section.metric == "FLOPS_per_gpu":
+            from hadal.profiling import Counter  # for this alone
+
+            self._operations = Counter()
         self._section = section
         self._model = model
         self._world = world
@@ -81,8 +61,7 @@ class Experiment(Listener):
         self._in_use = 0
         # Counting is slow: it gets an update of its own, where there is one before those measured.
         self._counted_update = max(1, section.start_profile_step - 1)
-        if self._operations is not None:
-            self._operations.is_counting = self._counted_update == 1
+        self._is_counting = self._counted_update == 1
         what = "one forward" if self._profiles else f"update {section.end_profile_step}"
         _log.warning(
             "autotuning.enabled: this run measures and leaves after %s, with exit code 0; to train"
@@ -118,7 +97,7 @@ class Experiment(Listener):
         self._stop_counting()
 
     def _count(self) -> None:
-        if self._operations is not None:
+        if self._operations is not None and self._is_counting:
             self._operations.start()
 
     def _stop_counting(self) -> None:
@@ -151,8 +130,7 @@ class Experiment(Listener):
         """Add up what the update took, and leave after the last one."""
         times, number, skipped = update.times, update.number, update.skipped_updates
         first, last = self._section.start_profile_step, self._section.end_profile_step
-        if self._operations is not None:
-            self._operations.is_counting = number + 1 == self._counted_update
+        self._is_counting = number + 1 == self._counted_update
         if number < first:
             self._skipped_before = skipped
             if number == first - 1:
@@ -176,7 +154,7 @@ class Experiment(Listener):
         return {
             "latency": latency,
             "throughput": throughput,
-            "FLOPS_per_gpu": None if counted is None else counted.operations * 1000.0 / latency,
+            "FLOPS_per_gpu": None if counted is None else counted.flops * 1000.0 / latency,
             **means,
             "throughput_with_data": None if whole_s is None else self._samples / whole_s,
             "train_batch_size": self._samples / count,

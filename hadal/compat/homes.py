@@ -84,6 +84,11 @@ _ALIKE: dict[str, dict[str, str]] = {
     },
     "deepspeed.ops.op_builder.builder": {_BUILDERS: "OpBuilder"},
     "deepspeed.ops.op_builder.evoformer_attn": {_BUILDERS: "EvoformerAttnBuilder"},
+    "deepspeed.profiling.flops_profiler": {"hadal.profiling": "FlopsProfiler get_model_profile"},
+    "deepspeed.profiling.flops_profiler.profiler": {
+        "hadal.profiling.units": "bytes_to_string duration_to_string flops_to_string"
+        " macs_to_string number_to_string params_to_string"
+    },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         **_CHECKPOINTING,
         _RECOMPUTING: f"{_CHECKPOINTING[_RECOMPUTING]} non_reentrant_checkpoint",

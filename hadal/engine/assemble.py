@@ -213,7 +213,8 @@ def _assemble(
     check_same_keys(_common(config), world)
     with told_to_all(world, "initialize"):
         check_birth(model.named_parameters(), topology.sharing, config.zero_optimization)
-    batches, setting = batch_sizes_of(config, topology), setting_of(config, model, world, device)
+    batches = batch_sizes_of(config, topology)
+    setting = setting_of(config, model, world, device, batches, topology)
     listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
     with told_to_all(world, "initialize"):
         # Parts of a model need not be alike; each speaks among its own ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
 from hadal.optim.schedules import needs_metric
 from hadal.zero import access, place
+
+if TYPE_CHECKING:
+    from hadal.profiling import FlopsProfiler
 
 # A part of what torch says where a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
@@ -444,6 +447,13 @@ class Engine(EngineBase):
             UsageError: the engine does not have it.
         """
         self._session.listeners.remove(listener)
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """The profiler of `flops_profiler.enabled` on rank 0; None otherwise."""
+        named = {one.name: one for one in self._session.listeners}
+        found: FlopsProfiler | None = getattr(named.get("flops_profiler"), "profiler", None)
+        return found
 
     # ---- state -----------------------------------------------------------------------------------
 

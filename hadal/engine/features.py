@@ -11,8 +11,10 @@ from torch import nn
 from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
 from hadal.config import Config
+from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.report import Reporter
+from hadal.engine.topology import Topology
 from hadal.listener import Listener
 
 
@@ -25,14 +27,24 @@ class Setting:
     world: Ranks
     device: torch.device
     clocks: Clocks
+    batches: BatchSizes
+    model_parallel_size: int
 
 
-def setting_of(config: Config, model: nn.Module, world: Ranks, device: torch.device) -> Setting:
+def setting_of(
+    config: Config,
+    model: nn.Module,
+    world: Ranks,
+    device: torch.device,
+    batches: BatchSizes,
+    topology: Topology,
+) -> Setting:
     """The setting of an engine; its clocks measure what some listener needs."""
-    times = config.wall_clock_breakdown or config.autotuning.enabled
-    return Setting(
-        config, model, world, device, Clocks(device, times=times, memory=config.memory_breakdown)
+    others = config.autotuning.enabled or config.flops_profiler.enabled
+    clocks = Clocks(
+        device, times=config.wall_clock_breakdown or others, memory=config.memory_breakdown
     )
+    return Setting(config, model, world, device, clocks, batches, topology.model_parallel_size)
 
 
 def _clocks(setting: Setting) -> Listener | None:
@@ -55,9 +67,22 @@ def _reporter(setting: Setting) -> Listener | None:
     return Reporter(every, setting.clocks, throughput, speaks=setting.world.rank == 0)
 
 
+def _profiler(setting: Setting) -> Listener | None:
+    section, batches = setting.config.flops_profiler, setting.batches
+    if not section.enabled or setting.world.rank != 0:
+        return None
+    from hadal.profiling import ProfilerListener, Trained  # for this alone
+
+    ranks = Trained(
+        setting.world.size, batches.data_parallel_size, setting.model_parallel_size, batches.micro
+    )
+    return ProfilerListener(section, setting.model, setting.device, ranks)
+
+
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
+    "flops_profiler": _profiler,
     "autotuning": _experiment,
 }
 """By the section or key that asks for them, in the order in which they are called."""

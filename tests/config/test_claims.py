@@ -24,7 +24,7 @@ EVERYDAY = {
     *("gradient_clipping", "zero_optimization", "allgather_size"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
-    *("timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
+    *("flops_profiler", "timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
