@@ -49,6 +49,7 @@ class DeepSpeedEngine(Accessors):
     """A model under training, under the name and with the methods of DeepSpeed's engine."""
 
     rounds_early = True
+    seeds_data = False  # DeepSpeed's order is that of seed 0, whatever the program's
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hadal.engine.session import Session
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
 from hadal.optim.step import Stepper
+from hadal.order import Order
 
 
 class EngineBase(nn.Module):
@@ -52,15 +53,19 @@ class EngineBase(nn.Module):
         """The loader over `training_data`, or else the first that `deepspeed_io` made to train."""
         return self._session.loader
 
-    def deepspeed_io(
+    def deepspeed_io(  # noqa: PLR0913 - the first arguments are DeepSpeed's
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Iterable[Any] | None = None,
+        data_sampler: Iterable[Any] | Order | None = None,
         collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> ShardedLoader:
         """Make a loader over a data set, sharded over the ranks.
 
@@ -72,10 +77,14 @@ class EngineBase(nn.Module):
             batch_size: samples of one batch on one rank; by default those of a micro-step.
             route: "train" shuffles, each epoch anew; "eval" and "predict" keep the order.
             pin_memory: pin batches in host memory where there is an accelerator.
-            data_sampler: the order of this rank's samples, in place of the sharded one.
+            data_sampler: this rank's samples in order, or an `Order` (`hadal.order`), in
+                place of the sharded one.
             collate_fn: makes a batch of samples; by default the one given to `initialize`.
             num_local_io_workers: processes of this rank that read ahead; None: none, it reads
                 itself. (DeepSpeed takes two for each device where None is given.)
+            prefetch_factor: batches that each worker reads ahead; None: torch's default.
+            persistent_workers: keep the workers from one epoch to the next.
+            worker_init_fn: called in each worker with its number, before it reads.
 
         Raises:
             UsageError: no such route, or what is given does not make a loader.
@@ -90,6 +99,9 @@ class EngineBase(nn.Module):
             pin_memory=pin_memory,
             shuffle=route == "train",
             sampler=data_sampler,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            worker_init_fn=worker_init_fn,
         )
         loader = self._parts.loading.loader(dataset, batch_size, reading)
         if route == "train" and self._session.loader is None:

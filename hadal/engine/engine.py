@@ -43,7 +43,9 @@ class Engine(EngineBase):
     """
 
     rounds_early: ClassVar[bool] = False
-    """What `data_types.early_rounding` means where it is null."""
+    """The default of `data_types.early_rounding`."""
+    seeds_data: ClassVar[bool] = True
+    """Whether loaders follow `torch.manual_seed`; else their seed is 0, until it is set."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)

@@ -7,13 +7,15 @@ read ahead, is what it saves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from hadal.engine.orders import GivenOrder, ShardedOrder
 from hadal.engine.reading import (
     Batches,
     Collate,
@@ -22,13 +24,13 @@ from hadal.engine.reading import (
     Stream,
     StreamPlan,
     Trail,
-    drawing_from,
-    keeps_state,
     mixed,
     state_of,
+    tell_epoch,
 )
-from hadal.engine.sampler import Sharding, batches_of, count_batches, order_of
+from hadal.engine.sampler import Sharding, count_batches
 from hadal.errors import UsageError
+from hadal.order import Order, Picked
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +46,16 @@ class Reading:
     pin_memory: bool = False
     """Whether batches lie in pinned host memory, from where copies to a device overlap."""
     shuffle: bool = True
-    sampler: Iterable[Any] | None = None
-    """The caller's order of this replica's samples, in place of the shuffled and sharded one."""
-    seed: int = 0
+    sampler: Iterable[Any] | Order | None = None
+    """An order, or this replica's samples in order, in place of the shuffled and sharded one."""
+    seed: int | None = None
+    """Of the order, and of what is drawn at random; None: the engine's, or 0."""
+    prefetch_factor: int | None = None
+    """Batches that each worker reads ahead; None: torch's default."""
+    persistent_workers: bool = False
+    """Whether workers live on from one epoch to the next."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each worker with its number before it reads."""
 
 
 class ShardedLoader:
@@ -63,7 +72,8 @@ class ShardedLoader:
     first samples are read again and thrown away.
 
     The order, and whatever the data set and `collate_fn` draw at random, follow from `seed`: the
-    same with any number of workers, with and without a break. It may be set before the first epoch.
+    same with any number of workers, with and without a break. It may be set before the first epoch;
+    an engine's loaders have the seed that `torch.manual_seed` gave rank 0 before `initialize`.
     """
 
     def __init__(
@@ -72,7 +82,7 @@ class ShardedLoader:
         reading = Reading() if reading is None else reading
         self.dataset = dataset
         self.sharding = sharding
-        self.seed = reading.seed
+        self.seed = reading.seed or 0
         self._reading = reading
         self._collate: Collate = reading.collate_fn or default_collate
         self._is_stream = isinstance(dataset, IterableDataset)
@@ -82,7 +92,8 @@ class ShardedLoader:
         # Whether the next iteration goes on inside the epoch, and how often a state was loaded.
         self._resumes = False
         self._loads = 0
-        self._sampler_state: Any = None
+        self._order_state: Any = None
+        self._kept: tuple[DataLoader[Any], _Feed] | None = None
         self._trails = self._fresh_trails()
         self._in_turn = True
         if not self._is_stream and len(self) == 0:
@@ -95,10 +106,21 @@ class ShardedLoader:
             )
 
     def _check(self) -> None:
+        reading = self._reading
+        if not reading.workers and (reading.persistent_workers or reading.prefetch_factor):
+            raise UsageError(
+                "prefetch_factor and persistent_workers are for workers, and there are none; give"
+                " num_local_io_workers too"
+            )
         if self._is_stream:
-            if self._reading.sampler is not None:
+            if reading.sampler is not None:
                 raise UsageError(
                     "an IterableDataset gives its samples in its own order; leave data_sampler out"
+                )
+            if reading.persistent_workers:
+                raise UsageError(
+                    "the workers of an IterableDataset begin each epoch with the data set as it is"
+                    " in the program; leave persistent_workers out"
                 )
             return
         for method in ("__len__", "__getitem__"):
@@ -136,12 +158,27 @@ class ShardedLoader:
         Raises:
             TypeError: an `IterableDataset` that does not say how long it is.
         """
-        if self._reading.sampler is not None or self._is_stream:
+        if self._is_stream:
             return count_batches(self._count(), replace(self.sharding, replicas=1, replica=0))
-        return count_batches(self._count(), self.sharding)
+        return len(self._order)
+
+    @property
+    def _order(self) -> Order:
+        given = self._reading.sampler
+        if isinstance(given, Order):
+            return given
+        if given is not None:
+            return GivenOrder(given, self.sharding, self.seed)
+        return ShardedOrder(self._count(), self.sharding, self.seed, shuffle=self._reading.shuffle)
+
+    @property
+    def order_state(self) -> Any:
+        """The state of the order after the batch that was handed out last, if it has one."""
+        return self._order_state
 
     def _count(self) -> int:
-        counted: Any = self.dataset if self._reading.sampler is None else self._reading.sampler
+        given = self._reading.sampler
+        counted: Any = self.dataset if given is None or isinstance(given, Order) else given
         return len(counted)
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,7 +188,6 @@ class ShardedLoader:
         while True:
             loads, self._resumes = self._loads, False
             for batch in self._stream() if self._is_stream else self._batches():
-                self._handed += self.sharding.stride
                 yield batch
                 if self._loads != loads:
                     break
@@ -162,7 +198,8 @@ class ShardedLoader:
     def _next_epoch(self) -> None:
         self._epoch += 1
         self._handed = 0
-        self._sampler_state = None
+        if self._is_stream or self._order.is_own:
+            self._order_state = None
         self._trails, self._in_turn = self._fresh_trails(), True
 
     def _fresh_trails(self) -> tuple[Trail, ...]:
@@ -171,48 +208,28 @@ class ShardedLoader:
     # ---- data sets with indices ------------------------------------------------------------------
 
     def _batches(self) -> Iterator[Any]:
-        self._tell_epoch(self.dataset)
-        requests = self._own_order() if self._reading.sampler is None else self._given_order()
-        yield from self._loader(Batches(self.dataset, self._collate), requests)
+        tell_epoch(self.dataset, self._epoch)
+        order, picks = self._order, deque[Picked]()
+        if self._order_state is not None:
+            order.load_state_dict(self._order_state)
+        batches = Batches(self.dataset, self._collate, self._epoch)
+        for batch in self._loader(batches, self._requests(order, picks)):
+            picked = picks.popleft()
+            self._handed += picked.samples
+            self._order_state = picked.state
+            yield batch
 
-    def _own_order(self) -> Iterator[Request]:
-        order = order_of(self._count(), self.seed, self._epoch, self._reading.shuffle)
-        yield from self._requests(batches_of(order, self.sharding, self._handed))
-
-    def _given_order(self) -> Iterator[Request]:
-        """The caller's sampler from its beginning; what was handed out is skipped, not read."""
-        sampler, size = self._reading.sampler, self.sharding.batch_size
-        assert sampler is not None  # whoever calls this has looked
-        self._tell_epoch(sampler)
-        if keeps_state(sampler):
-            if self._sampler_state is not None:
-                sampler.load_state_dict(self._sampler_state)  # type: ignore[attr-defined]
-            else:
-                self._sampler_state = state_of(sampler)
-        done = self._handed // self.sharding.replicas
-        yield from self._requests(
-            _chunks(self._drawn(sampler), size, done, self.sharding.drop_last)
-        )
-
-    def _drawn(self, sampler: Iterable[Any]) -> Iterator[Any]:
-        """Its indices; torch's samplers draw what they shuffle by before the first one."""
-        with drawing_from(mixed(self.seed, self._epoch)):
-            indices = iter(sampler)
-            first = next(indices, None)
-        if first is not None:
-            yield first
-            yield from indices
-
-    def _requests(self, batches: Iterator[list[Any]]) -> Iterator[Request]:
+    def _requests(self, order: Order, picks: deque[Picked]) -> Iterator[Request]:
         place = self._handed + self.sharding.replica
-        for indices in batches:
-            yield Request(mixed(self.seed, self._epoch, place), indices)
-            place += self.sharding.stride
+        for picked in order.batches(self._epoch, self._handed):
+            picks.append(picked)
+            yield Request(mixed(self.seed, self._epoch, place), picked.indices, self._epoch)
+            place += picked.samples
 
     # ---- streams ---------------------------------------------------------------------------------
 
     def _stream(self) -> Iterator[Any]:
-        self._tell_epoch(self.dataset)
+        tell_epoch(self.dataset, self._epoch)
         trails, turn, skipped = self._start_of_stream()
         plan = StreamPlan(
             batch_size=self.sharding.batch_size,
@@ -229,6 +246,7 @@ class ShardedLoader:
             self._follow(handed, number)
             number += 1
             if number > skipped:
+                self._handed += self.sharding.stride
                 yield handed.batch
 
     def _start_of_stream(self) -> tuple[tuple[Trail, ...], int, int]:
@@ -256,20 +274,26 @@ class ShardedLoader:
 
     def _loader(self, dataset: Any, requests: Iterator[Request] | None = None) -> Iterable[Any]:
         """A loader whose items are whole batches, and which draws nothing from the program."""
-        return DataLoader(
+        if self._kept is not None:
+            made, feed = self._kept
+            feed.requests = requests
+            return made
+        reading, feed = self._reading, _Feed(requests)
+        made = DataLoader(
             dataset,
             batch_size=None,
-            sampler=requests,
-            num_workers=self._reading.workers,
+            sampler=None if self._is_stream else feed,
+            num_workers=reading.workers,
             collate_fn=_as_it_is,
-            pin_memory=self._reading.pin_memory,
+            pin_memory=reading.pin_memory,
             generator=torch.Generator().manual_seed(mixed(self.seed, self._epoch)),
+            worker_init_fn=reading.worker_init_fn,
+            prefetch_factor=reading.prefetch_factor,
+            persistent_workers=reading.persistent_workers,
         )
-
-    def _tell_epoch(self, listener: Any) -> None:
-        """Data sets and samplers that shuffle by themselves want to know the epoch."""
-        if hasattr(listener, "set_epoch"):
-            listener.set_epoch(self._epoch)
+        if reading.persistent_workers:
+            self._kept = made, feed
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """Which part of which epoch was handed out: plain values, equal on all ranks.
@@ -282,8 +306,8 @@ class ShardedLoader:
             "seed": self.seed,
             "dataset_samples": None if self._is_stream else self._count(),
         }
-        if self._sampler_state is not None:
-            state["sampler"] = self._sampler_state
+        if self._order_state is not None:
+            state["sampler" if self._order.is_own else "order"] = self._order_state
         if self._is_stream:
             state["stream"] = self._stream_state()
         return state
@@ -318,7 +342,7 @@ class ShardedLoader:
             )
             samples = 0
         self._epoch, self._handed, self.seed = epoch, samples, seed
-        self._sampler_state = state.get("sampler")
+        self._order_state = state.get("sampler", state.get("order"))
         self._trails, self._in_turn = self._fresh_trails(), True
         stream = state.get("stream") or {}
         if stream.get("workers") == self._reading.workers:
@@ -336,6 +360,7 @@ class Loading:
     collate_fn: Collate | None
     can_pin: bool
     """Whether there is a device to which pinned memory is copied faster."""
+    seed: int = 0
 
     def loader(
         self,
@@ -343,7 +368,7 @@ class Loading:
         batch_size: int | None = None,
         reading: Reading | None = None,
     ) -> ShardedLoader:
-        """A loader over `dataset`; what is not said is as in the configuration."""
+        """A loader over `dataset`; missing arguments come from the configuration."""
         reading = Reading(pin_memory=True) if reading is None else reading
         sharding = self.sharding
         return ShardedLoader(
@@ -353,6 +378,7 @@ class Loading:
                 reading,
                 collate_fn=reading.collate_fn or self.collate_fn,
                 pin_memory=reading.pin_memory and self.can_pin,
+                seed=self.seed if reading.seed is None else reading.seed,
             ),
         )
 
@@ -361,18 +387,15 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _chunks(indices: Iterator[Any], size: int, done: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Lists of `size` indices, after the first `done` ones."""
-    chunk: list[Any] = []
-    for number, index in enumerate(indices):
-        if number < done:
-            continue
-        chunk.append(index)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk and not drop_last:
-        yield chunk
+class _Feed:
+    """The requests of the epoch under way, for a loader that outlives it."""
+
+    def __init__(self, requests: Iterator[Request] | None) -> None:
+        self.requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        assert self.requests is not None  # a stream has none, and no feed
+        return self.requests
 
 
 class RepeatingLoader:

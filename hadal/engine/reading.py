@@ -50,17 +50,23 @@ class Request(NamedTuple):
 
     seed: int
     indices: list[Any]
+    epoch: int
 
 
 class Batches(Dataset[Any]):
     """A data set's batches: item `request` is the batch of those samples."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
+    def __init__(self, dataset: Any, collate: Collate, epoch: int) -> None:
         self._dataset = dataset
         self._collate = collate
+        self._epoch = epoch
+        """The one that this process's data set was told."""
 
     def __getitem__(self, request: Request) -> Any:
         """Read the samples and make a batch of them."""
+        if request.epoch != self._epoch:  # a worker that has lived on
+            self._epoch = request.epoch
+            tell_epoch(self._dataset, request.epoch)
         with drawing_from(request.seed):
             several = getattr(self._dataset, "__getitems__", None)
             if several is not None:
@@ -150,3 +156,9 @@ def state_of(dataset: Any) -> Any:
 def keeps_state(dataset: Any) -> bool:
     """Whether a data set can be put back where it was."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def tell_epoch(listener: Any, epoch: int) -> None:
+    """Tell the epoch to a data set or a sampler that shuffles by itself."""
+    if hasattr(listener, "set_epoch"):
+        listener.set_epoch(epoch)

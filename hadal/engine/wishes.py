@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -132,7 +133,13 @@ def count_samples(dataset: Any) -> int | None:
     return len(dataset)
 
 
-def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int) -> Loading:
+def seed_of_program() -> int:
+    """The seed given to `torch.manual_seed`; 0 if it was not called."""
+    seed = torch.initial_seed()
+    return 0 if seed == torch.Generator().initial_seed() else seed % (1 << 63)
+
+
+def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int, seed: int) -> Loading:
     """What the engine's loaders share; `replica` of `replicas` reads samples of its own."""
     return Loading(
         Sharding(
@@ -140,6 +147,7 @@ def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int) ->
         ),
         wishes.collate_fn,
         can_pin=current_device().type != "cpu",
+        seed=seed,
     )
 
 

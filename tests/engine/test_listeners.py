@@ -359,6 +359,7 @@ def load_old(folder: str) -> None:
     train_old(engine, iter(loader), 2)
 
     whole, its_loader = old_engine()
+    its_loader.seed = 0  # as it was, whatever the program's
     train_old(whole, iter(its_loader), UPDATES + 2)
     assert engine.get_lr() == whole.get_lr() and loader.state_dict() == its_loader.state_dict()
     for name, value in whole.state_dict().items():

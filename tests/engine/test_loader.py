@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,9 +27,11 @@ from torch.utils.data import (
 
 import hadal
 from engine.toys import ROWS, config_of, engine_of, model_of
+from hadal import comm
 from hadal.engine.loader import Loading, Reading, RepeatingLoader, ShardedLoader
 from hadal.engine.sampler import Sharding
 from hadal.errors import UsageError
+from hadal.order import Picked
 
 
 def numbers(count: int) -> TensorDataset:
@@ -373,6 +377,165 @@ def test_what_gives_no_samples_is_refused(given, reading, told) -> None:
 def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="no state of a loader"):
         loader_of(items).load_state_dict(state)
+
+
+# ---- orders -----------------------------------------------------------------------------------
+
+
+class Growing:
+    """Batches that grow, of samples drawn by a generator which goes on from epoch to epoch."""
+
+    is_own = False
+
+    def __init__(self, replicas: int = 1, replica: int = 0) -> None:
+        self.replicas, self.replica = replicas, replica
+        self.generator, self.step = torch.Generator().manual_seed(5), 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def batches(self, epoch: int, done: int) -> Iterator[Picked]:
+        while done < 12:
+            self.step += 1
+            size = self.step % 4 + 1
+            chosen = torch.randint(15, (size * self.replicas,), generator=self.generator)
+            done += size * self.replicas
+            state = {"generator": self.generator.get_state().tolist(), "step": self.step}
+            yield Picked(
+                chosen.view(self.replicas, -1)[self.replica].tolist(), size * self.replicas, state
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        self.step = state["step"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("taken", [1, 3, 5, 7])
+def test_an_order_goes_on_behind_the_batch_that_was_handed_out(workers: int, taken: int) -> None:
+    whole = loader_of(items, sampler=Growing())
+    batches = [batch for _ in range(3) for batch in whole]
+    assert len({len(batch) for batch in batches}) > 2
+    broken, found = loader_of(items, workers, sampler=Growing()), []
+    state: dict[str, Any] = {}
+    while not state:
+        for batch in broken:
+            found.append(batch)
+            if len(found) == taken:
+                state = broken.state_dict()
+                break
+    assert state["order"] == broken.order_state
+    again = loader_of(items, workers, sampler=Growing())
+    again.load_state_dict(state)
+    while len(found) < len(batches):
+        found += again
+    assert found == batches
+
+
+def test_replicas_share_an_order() -> None:
+    mine, theirs = (loader_of(items, sampler=Growing(2, replica)) for replica in range(2))
+    pairs = list(zip(mine, theirs, strict=True))
+    assert all(len(one) == len(other) for one, other in pairs)
+    assert mine.state_dict() == theirs.state_dict()
+    assert [len(mine), len(theirs)] == [3, 3]
+
+
+# ---- workers ----------------------------------------------------------------------------------
+
+
+class Telling(Dataset):
+    """Its samples say who reads them, in which epoch."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[int, int, int, float]:
+        return index, self.epoch, os.getpid(), float(torch.rand(()))
+
+
+def test_workers_that_live_on_give_the_same_batches() -> None:
+    def epochs(**reading: Any) -> list[list[Any]]:
+        loader = loader_of(Telling, 2, **reading)
+        next(iter(loader))  # left early: what was read ahead is thrown away
+        return [list(loader) for _ in range(3)]
+
+    def of(found: list[list[Any]], *columns: int) -> list[Any]:
+        return [[sample[n] for n in columns] for e in found for b in e for sample in b[:-1]]
+
+    anew = epochs()
+    lasting = epochs(persistent_workers=True, prefetch_factor=1)
+    assert of(anew, 0, 1, 3) == of(lasting, 0, 1, 3)
+    assert [epoch for (epoch,) in of(lasting, 1)] == [1] * 8 + [2] * 8 + [3] * 8
+    assert len({pid for (pid,) in of(lasting, 2)}) == 2
+    assert len({pid for (pid,) in of(anew, 2)}) == 6
+
+
+class Marked(Drawing):
+    mark = -1
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return (Marked.mark,)
+
+
+def mark_worker(worker: int) -> None:
+    Marked.mark = 10 + worker
+
+
+def test_workers_are_initialised_and_read_as_far_ahead_as_wished() -> None:
+    def read_ahead(loader: ShardedLoader) -> int:
+        drawn = 0
+
+        class Counted(list[int]):
+            def __iter__(self) -> Iterator[int]:
+                nonlocal drawn
+                for drawn, index in enumerate(range(15), 1):  # noqa: B007
+                    yield index
+
+        loader._reading = dataclasses.replace(loader._reading, sampler=Counted(range(15)))
+        next(iter(loader))
+        return drawn
+
+    made = [
+        loader_of(lambda: Marked(15), 2, worker_init_fn=mark_worker, prefetch_factor=ahead)
+        for ahead in (1, 3)
+    ]
+    assert {sample for batch in made[0] for (sample,) in batch[:-1]} == {10, 11}
+    assert [read_ahead(loader) for loader in made] == [2 * 3, 2 * 7]
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "reading", "told"),
+    [
+        (items, 0, {"prefetch_factor": 2}, "num_local_io_workers"),
+        (items, 0, {"persistent_workers": True}, "num_local_io_workers"),
+        (Counting, 1, {"persistent_workers": True}, "leave persistent_workers out"),
+    ],
+)
+def test_what_workers_cannot_do_is_refused(kind, workers, reading, told) -> None:
+    with pytest.raises(UsageError, match=told):
+        loader_of(kind, workers, **reading)
+
+
+def seeds() -> list[int]:
+    found = []
+    for seed in (7 + comm.get_rank(), torch.Generator().initial_seed()):
+        model = model_of()
+        torch.manual_seed(seed)
+        engine = engine_of(0, model, {"training_data": numbers(9)})
+        loader = engine.deepspeed_io(numbers(9), num_local_io_workers=1, prefetch_factor=1)
+        assert loader.seed == engine.training_dataloader.seed
+        found.append(loader.seed)
+        engine.destroy()
+    return found
+
+
+def test_loaders_follow_the_programs_seed(ranks: RankPools) -> None:
+    assert ranks(2).run(seeds) == [[7, 0]] * 2
 
 
 # ---- for ever ---------------------------------------------------------------------------------
