@@ -24,7 +24,7 @@ from typing import Any
 from peers.install import DEFAULT_ENVIRONMENT, is_installed
 from peers.launch import deepspeed_interpreter
 
-from hadal.autotuning.disk import Track
+from hadal.autotuning.disk import SpeedTest
 from hadal.offload import DiskStore, IoSettings
 
 # The share of fio's bytes per second that reads and writes must reach.
@@ -82,7 +82,7 @@ def measured(load: Load, options: argparse.Namespace) -> Row:
     """Both in turn, forth and back, on one file: where it lies on the disk makes a difference."""
     row = Row()
     store = DiskStore(load.folder, load.settings)
-    track = Track(store, load.nbytes)
+    track = SpeedTest(store, load.nbytes)
     ours: dict[str, Callable[[], float]] = {
         "write": lambda: track.written(options.seconds).gb_per_s,
         "read": lambda: track.read(options.seconds).gb_per_s,

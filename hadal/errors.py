@@ -1,7 +1,7 @@
-"""Every exception that Hadal raises on purpose, in one tree.
+"""All exceptions that Hadal raises deliberately, in one hierarchy.
 
 A message says what was found, what was expected, where (JSON path, parameter's full name, rank,
-file) and the remedy. Whoever wants to catch all of them catches `HadalError`.
+file) and the remedy. `HadalError` catches all of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 
 class HadalError(Exception):
-    """The root of the tree."""
+    """The base class of all of Hadal's exceptions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One reason to refuse a configuration: where (JSON path), and what with its remedy."""
+    """One fault of a configuration: its JSON path, and a message with the remedy."""
 
     path: str
     message: str
 
 
 class ConfigError(HadalError, ValueError):
-    """The configuration has faults. All of them are told at once, each with its JSON path."""
+    """The configuration has faults; the message lists them all, each with its JSON path."""
 
     def __init__(self, message: str, faults: tuple[Fault, ...] = ()) -> None:
         super().__init__(message)
@@ -31,19 +31,19 @@ class ConfigError(HadalError, ValueError):
 
 
 class NotBuiltYetError(HadalError, NotImplementedError):
-    """A thing that is promised was asked for, and this version does not do it yet."""
+    """A documented feature was requested that this version does not implement yet."""
 
 
 class UnbuiltConfigError(ConfigError, NotBuiltYetError):
-    """The configuration is sound, but asks for things that this version does not do yet."""
+    """The configuration is valid, but needs features that this version does not implement yet."""
 
 
 class LaunchError(HadalError, ValueError):
-    """A job cannot be started as asked: its hosts, its slots or its flags."""
+    """A job cannot be started with these hosts, slots or flags."""
 
 
 class TuningError(HadalError, RuntimeError):
-    """A search for a configuration has found none that runs; the message says why for each."""
+    """A search found no configuration that runs; the message gives the reason for each."""
 
 
 class ModelError(HadalError, ValueError):
@@ -51,15 +51,15 @@ class ModelError(HadalError, ValueError):
 
 
 class UsageError(HadalError, RuntimeError):
-    """The engine's methods were called in an order, or with an argument, that cannot work."""
+    """The engine's methods were called in an invalid order, or with an invalid argument."""
 
 
 class LossError(HadalError, ValueError):
-    """What was given to `backward` is not a loss."""
+    """The argument of `backward` is not a loss."""
 
 
 class OptimizerError(HadalError, ValueError):
-    """The optimizer or the learning-rate schedule cannot be used as asked."""
+    """The optimizer or the learning-rate schedule cannot be used as requested."""
 
 
 class LossScaleError(HadalError, ArithmeticError):
@@ -67,7 +67,7 @@ class LossScaleError(HadalError, ArithmeticError):
 
 
 class ShardedAccessError(HadalError, RuntimeError):
-    """A parameter was read or written while its values were spread over the ranks."""
+    """A parameter was read or written while its values were sharded over the ranks."""
 
 
 class CommunicationError(HadalError, RuntimeError):
@@ -75,7 +75,7 @@ class CommunicationError(HadalError, RuntimeError):
 
 
 class MismatchError(CommunicationError):
-    """Ranks disagree on something that must be the same everywhere (model, config, path)."""
+    """Ranks disagree on something that must be the same on all of them (model, config, path)."""
 
 
 class CheckpointError(HadalError, OSError):
@@ -83,11 +83,11 @@ class CheckpointError(HadalError, OSError):
 
 
 class OffloadError(HadalError, OSError):
-    """Offloaded state cannot be written or read: a disk's fault, or no room."""
+    """Offloaded state cannot be written or read: the disk has a fault or is full."""
 
 
 def few(names: Iterable[object], shown: int = 8, joint: str = ", ") -> str:
-    """The first names, joined for a message, and how many more there are."""
+    """Join the first `shown` names for a message, and count the rest."""
     known = [str(name) for name in names]
     more = f" and {len(known) - shown} more" if len(known) > shown else ""
     return joint.join(known[:shown]) + more

@@ -25,7 +25,7 @@ from optimizer import (
 )
 
 import hadal
-from hadal.autotuning.disk import Track
+from hadal.autotuning.disk import SpeedTest
 from hadal.offload import BufferPool, DiskStore
 from hadal.offload.tensors import DiskTensor, one_update
 from hadal.offload.walk import Stop, walk
@@ -145,7 +145,7 @@ def on_disk(update: Update, folder: Path, seconds: float) -> list[Row]:
         gradients = gradients_of(update.numel, _PRECISIONS, _HOST, offload)
         kinds = 1 + _KIND.kept
         nbytes = kinds * update.numel * _PRECISIONS.master.itemsize
-        track = Track(store, nbytes // kinds)
+        track = SpeedTest(store, nbytes // kinds)
 
         def disk() -> float:
             return (

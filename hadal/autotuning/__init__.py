@@ -1,11 +1,11 @@
-"""The search for the fastest configuration, and what a training measures for it.
+"""The search for the fastest configuration, and the measurements it needs.
 
 Words of this folder.
 
-setting      a key below the top level of the configuration, and a value for it
-trial        one set of settings: a stage, a micro-batch, and what else is varied
-experiment   a trial as a job of its own: a short run of the user's command
-outcome      what came of an experiment: its numbers, or why there are none
+setting      a configuration key below the top level, with a value for it
+trial        one set of settings: a stage, a micro-batch, and the other settings under search
+experiment   a trial run as a job of its own: a short run of the user's command
+outcome      the result of an experiment: its numbers, or the reason why there are none
 space        all trials of one stage
-climb        the search for the micro-batch: upwards, while the metric gains
+climb        the search for the micro-batch: upwards, as long as the metric improves
 """

@@ -1,4 +1,4 @@
-"""How fast a disk is with each setting of `aio`, and which setting suits it."""
+"""Measurement of a disk's speed with different `aio` settings, and the search for the best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hadal.offload.buffers import aligned
 from hadal.offload.extents import rounded
-from hadal.offload.requests import Region, Request
+from hadal.offload.requests import IoRequest, Region
 from hadal.offload.settings import IoSettings
 from hadal.offload.store import DiskStore
 
@@ -24,12 +24,12 @@ _REQUESTS_UNDER_WAY = 2
 _BLOCKS = (1 << 18, 1 << 20, 1 << 22)
 _DEPTHS = (4, 8, 16, 32)
 _THREADS = (2, 4)
-# A smaller gain is taken for chance.
+# A smaller gain counts as noise.
 _MARGIN = 1.03
 
 
 class Speed(NamedTuple):
-    """Bytes moved, and the time it took."""
+    """The number of bytes moved, and the time it took."""
 
     nbytes: int
     seconds: float
@@ -40,41 +40,41 @@ class Speed(NamedTuple):
         return self.nbytes / self.seconds / 1e9
 
 
-class Track:
-    """A region of a store that is written and read from end to end, over and over.
+class SpeedTest:
+    """A region of a store that is written and read from start to end, repeatedly.
 
-    As in training, one large request follows the one under way.
+    As in training, a large request is queued while another is under way.
     """
 
     def __init__(self, store: DiskStore, nbytes: int) -> None:
         self._store = store
         self._region = store.allocate("a test of the disk's speed", rounded(nbytes))
         self._step = min(_REQUEST_NBYTES, self._region.nbytes)
-        # Not zeros, which some disks do not write.
+        # Random data: some disks do not write zeros.
         self._buffers = [aligned(self._step).random_() for _ in range(_REQUESTS_UNDER_WAY)]
         self._move(store.start_write, 0.0, at_least=-(-self._region.nbytes // self._step))
 
     def written(self, seconds: float) -> Speed:
-        """Write for so long."""
+        """Write for this many seconds."""
         return self._move(self._store.start_write, seconds)
 
     def read(self, seconds: float) -> Speed:
-        """Read for so long."""
+        """Read for this many seconds."""
         return self._move(self._store.start_read, seconds)
 
     def close(self) -> None:
-        """Give its region back."""
+        """Free the region."""
         self._store.free(self._region)
 
     def _move(
         self,
-        start: Callable[[Region, int, Tensor], Request],
+        start: Callable[[Region, int, Tensor], IoRequest],
         seconds: float,
         at_least: int = 1,
     ) -> Speed:
-        """Move the region over and over: so many requests at least, and until the time is over."""
+        """Move the region repeatedly until the time is over, with at least that many requests."""
         begun, nbytes = time.perf_counter(), 0
-        under_way: deque[Request] = deque()
+        under_way: deque[IoRequest] = deque()
         places = range(0, self._region.nbytes, self._step)
         for number, place, buffer in zip(count(), cycle(places), cycle(self._buffers)):
             is_over = number >= at_least and time.perf_counter() - begun >= seconds
@@ -89,7 +89,7 @@ class Track:
 
 
 class Measured(NamedTuple):
-    """How fast a disk is with given settings."""
+    """A disk's speed with given settings."""
 
     settings: IoSettings
     write: Speed
@@ -97,15 +97,15 @@ class Measured(NamedTuple):
 
     @property
     def seconds_per_gb(self) -> float:
-        """Time to write and read a gigabyte, as a step does with its state."""
+        """The time to write and read a gigabyte, as a step does with its state."""
         return 1 / self.write.gb_per_s + 1 / self.read.gb_per_s
 
 
 class Search:
-    """Measures one setting after the other, and keeps the best.
+    """A search that measures one setting after another and keeps the best.
 
-    The defaults come first; then all block sizes and depths; then, with the best of them, each of
-    the other keys.
+    It starts with the defaults, continues with all block sizes and depths, and then varies each of
+    the other keys of the best setting.
     """
 
     count = len(_BLOCKS) * len(_DEPTHS) + len(_THREADS) + 2
@@ -139,15 +139,15 @@ class Search:
         return found
 
 
-class Clock:
-    """Shares out a time evenly over what is left to do."""
+class TimeBudget:
+    """A time budget, divided evenly over the remaining turns."""
 
     def __init__(self, seconds: float, turns: int) -> None:
         self._end = time.monotonic() + seconds
         self._turns = turns
 
     def turn(self) -> float:
-        """Seconds for the next turn; at least a little."""
+        """Return the seconds for the next turn, with a small minimum."""
         share = (self._end - time.monotonic()) / max(1, self._turns)
         self._turns -= 1
         return max(share, 0.02)
@@ -156,18 +156,18 @@ class Clock:
 def measurer(
     folder: Path, nbytes: int, seconds: float, turns: int
 ) -> Callable[[IoSettings], Measured]:
-    """Return a function that measures a setting on a file in `folder`, for a share of the time.
+    """Return a function that measures a setting on a file in `folder` within its part of the time.
 
     Raises:
-        OffloadError: when it is called: there is no room, or the disk has a fault.
+        OffloadError: when the function is called: the disk is full or has a fault.
     """
-    clock = Clock(seconds, turns)
+    clock = TimeBudget(seconds, turns)
 
     def measure(settings: IoSettings) -> Measured:
-        own = Clock(clock.turn(), 2)
+        own = TimeBudget(clock.turn(), 2)
         store = DiskStore(folder, settings)
         try:
-            track = Track(store, nbytes)
+            track = SpeedTest(store, nbytes)
             return Measured(settings, track.written(own.turn()), track.read(own.turn()))
         finally:
             store.close()

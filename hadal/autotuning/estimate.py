@@ -1,17 +1,17 @@
-"""Estimates of the memory that model states take, before anything is trained: pure arithmetic.
+"""Estimates of the memory that model states need, before training: pure arithmetic.
 
 For Adam under bf16 or fp16, a parameter costs 2 bytes as a weight, 2 as a gradient and 12 for the
-optimizer (fp32 master and two moments), each kind divided by the ranks where the stage cuts it
-(Rajbhandari 2020). In fp32 weights are their own masters: 4, 4 and 8. Activations and the buckets
-under way come on top; `additional_buffer_factor` leaves room for them on the host. While the model
-is built, host memory is what every process of a node takes that builds it whole, in fp32, before
-`initialize` (with `zero.Init`: its shard, and the largest layer).
+optimizer (fp32 master and two moments), each divided by the ranks if the stage shards it
+(Rajbhandari 2020). In fp32 weights are their own masters: 4, 4 and 8. Activations and communication
+buffers come on top; `additional_buffer_factor` leaves room for them on the host. While the model is
+built, host memory must hold the full model in fp32 for each process of a node, until `initialize`
+(with `zero.Init`: its shard, and the largest layer).
 
-What rests off the device lies on the host or on a disk (Rajbhandari 2021). An optimizer that does
-so has its gradients, cut as it is, on the host. Beside weights that rest in another tier, or where
-either is on a disk, it has masters of its own in fp32 too. On a disk there are two generations of
-everything: what counts, and what an update is writing. What is read and written there goes through
-buffers on the host.
+Offloaded state is stored in host memory or on a disk (Rajbhandari 2021). An offloaded optimizer has
+its gradients, sharded like itself, on the host. If weights are in another tier than the optimizer,
+or either is on a disk, the optimizer has its own masters in fp32 training too. A disk holds two
+generations of everything: the valid one, and the one that an update is writing. Reads and writes
+of the disk go through buffers on the host.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from hadal.zero.policy import STAGES, Partition, Tier
 
 _GB = 1e9
 _FP32_NBYTES = 4
-# Elements: parts of what rests on a disk begin at multiples of it.
+# In elements: offloaded values on a disk are aligned to it.
 _UNIT_NUMEL = 4096
 _GENERATIONS = 2
-"""Of what rests on a disk: an update that fails leaves the last one."""
+"""Generations of state on a disk: an update that fails leaves the previous one intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes of one parameter: as a weight, as a gradient, its master's and the optimizer's own."""
+    """The bytes of one element: its weight, its gradient, its master and optimizer state."""
 
     weight: int
     gradient: int
     master: int
-    """0 where weights are their own masters."""
+    """0 if weights are their own masters."""
     state: int
     moment: int = _FP32_NBYTES
-    """Of what the optimizer holds, one value."""
+    """The bytes of one value of the optimizer's state."""
 
     @property
     def optimizer(self) -> int:
-        """What the optimizer holds beside weights and gradients."""
+        """The bytes of the master and the state."""
         return self.master + self.state
 
 
@@ -58,60 +58,60 @@ FULL = Cost(4, 4, 0, 8)
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Host memory that a rank reads and writes its part of a disk through, at most."""
+    """The most host memory that a rank uses as buffers for the disk."""
 
     state_count: int
-    """Buffers for masters and optimizer state; each holds a part of one of these."""
+    """The number of buffers for masters and optimizer state; each holds a slice of one of these."""
     state_numel: int
-    """Elements of one of them."""
+    """The elements of one such buffer."""
     weights_nbytes: int
-    """Bytes of all buffers that weights are read into."""
+    """The bytes of all buffers for weights."""
 
     def state_nbytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of those for state, of which a rank has `numel` elements of each kind."""
+        """Return the bytes of the state buffers for a rank with `numel` elements of each kind."""
         whole = -(-numel // _UNIT_NUMEL) * _UNIT_NUMEL
         return self.state_count * min(self.state_numel, whole) * itemsize
 
 
-# Four sub-groups of 2^24 elements: of a master and two moments, in parts that are read, worked on
+# Four sub-groups of 2^24 elements: a master and two moments, in slices that are read, stepped
 # and written; five buffers of 10^8 weights.
 DEFAULT_BUFFERS = Buffers(9, 14 << 19, 5 * 100_000_000 * _FP32_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Where a rank's shards rest between uses."""
+    """The tiers in which a rank's shards are stored between uses."""
 
     weights: Tier = Tier.DEVICE
-    """Those of stage 3; what is kept whole there stays on the device."""
+    """The tier of stage 3's weight shards; persistent parameters stay on the device."""
     optimizer: Tier = Tier.DEVICE
     in_host_numel: int = 0
-    """Elements of weights that stay on the host where weights rest on a disk (`max_in_cpu`)."""
+    """Elements of weights kept on the host if weights are offloaded to a disk (`max_in_cpu`)."""
     ratio: float = 1.0
-    """The share of the optimizer that rests where `optimizer` says; the rest is on the device."""
+    """The fraction of the optimizer stored in `optimizer`; the rest is on the device."""
     buffers: Buffers = field(default_factory=lambda: DEFAULT_BUFFERS)
-    """What is used of them where something rests on a disk."""
+    """The host buffers, used if anything is offloaded to a disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How many devices share the model states."""
+    """The devices that share the model states."""
 
     devices_per_node: int = 1
     nodes: int = 1
     copy_devices: int = 0
-    """Those that share one copy of all states (`mics_shard_size`); 0: all."""
+    """The devices that share one copy of all states (`mics_shard_size`); 0: all."""
     second_copy_devices: int = 0
-    """Stage 3: those that share a second copy of the weights (`zero_hpz_partition_size`)."""
+    """The devices that share a second copy of stage 3's weights (`zero_hpz_partition_size`)."""
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes."""
+        """The number of devices of all nodes."""
         return self.devices_per_node * self.nodes
 
     @property
     def cuts(self) -> int:
-        """In how many shards a copy is cut."""
+        """The number of shards of a copy."""
         return self.copy_devices or self.devices
 
 
@@ -122,18 +122,18 @@ class Model:
     trained: int
     frozen: int = 0
     largest: int = 0
-    """Of them, those that one module owns itself, at most."""
+    """The most elements that one module owns directly."""
     persistent: int = 0
-    """Of them, those that stage 3 keeps whole."""
+    """The elements that stage 3 does not shard."""
 
     @property
     def numel(self) -> int:
-        """Elements in all."""
+        """The total number of elements."""
         return self.trained + self.frozen
 
 
 class Held(NamedTuple):
-    """Bytes that one rank holds in each tier."""
+    """The bytes that one rank holds in each tier."""
 
     device: int = 0
     host: int = 0
@@ -141,36 +141,36 @@ class Held(NamedTuple):
 
     @classmethod
     def at(cls, tier: Tier, nbytes: int) -> Held:
-        """So many bytes of values, where they rest in one tier."""
+        """Return `nbytes` of values stored in one tier."""
         if tier is Tier.DISK:
             return cls(disk=_GENERATIONS * nbytes)
         return cls(host=nbytes) if tier is Tier.HOST else cls(nbytes)
 
     def plus(self, other: Held) -> Held:
-        """Both together."""
+        """Return the sum of both."""
         return Held(*map(sum, zip(self, other, strict=True)))
 
 
 class States(NamedTuple):
-    """What one rank holds of each kind."""
+    """The bytes of one rank for each kind of state."""
 
     weights: Held
     gradients: Held
     optimizer: Held
     buffers: Held
-    """What is read from a disk and written to it goes through them."""
+    """Host buffers for reading from and writing to a disk."""
 
     @property
     def total(self) -> Held:
-        """All of them together."""
+        """The sum of all kinds."""
         return self.weights.plus(self.gradients).plus(self.optimizer).plus(self.buffers)
 
 
 def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
-    """Count a model's parameters; their values are not looked at.
+    """Count a model's parameters, without reading their values.
 
     Args:
-        model: what is to be trained.
+        model: the model to train.
         persistence_numel: stage 3 keeps parameters with fewer elements whole.
     """
     numels = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
@@ -186,7 +186,7 @@ def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
 def states_of(
     stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
 ) -> States:
-    """What one rank holds between the steps, and before them of gradients; within 1 % (padding)."""
+    """Return a rank's state between steps, with the gradients before one; within 1 % (padding)."""
     rest, cut = rest or Rest(), STAGES[stage]
     return States(
         _weights(cut, model, job, cost, rest),
@@ -208,7 +208,7 @@ def _weights(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> 
 
 
 def _gradients(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
-    """Those of an update, when all have arrived."""
+    """Return the gradients of an update, once all are accumulated."""
     whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
     landed = _part_off(rest, shard if cut.optimizer else whole)
     if not cut.gradients:
@@ -240,34 +240,34 @@ def _buffers(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> 
 
 
 def _part_off(rest: Rest, count: int) -> int:
-    """How much of the optimizer's leaves the device."""
+    """Return how many of the optimizer's elements are offloaded."""
     return 0 if rest.optimizer is Tier.DEVICE else round(rest.ratio * count)
 
 
 def _parts_master(weights: Tier, optimizer: Tier) -> bool:
-    """Whether masters of the weights' own dtype are kept apart from them."""
+    """Return whether masters of the weights' own dtype are separate from the weights."""
     return weights is not optimizer or Tier.DISK in (weights, optimizer)
 
 
 def device_nbytes(
     stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
 ) -> int:
-    """Bytes of model states on one device at a stage, within 1 % (padding)."""
+    """Return the bytes of model states on one device at a stage, within 1 % (padding)."""
     return states_of(stage, model, job, cost, rest).total.device
 
 
 def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
-    """Bytes of the largest layer on a device in its turn: whole, and so is its gradient."""
+    """Return the bytes of the largest layer while it is unsharded, with its gradient."""
     return (cost.weight + cost.gradient) * model.largest
 
 
 def layers_take_turns(stage: int, job: Job, rest: Rest) -> bool:
-    """Whether layers are made whole one after the other: alone on a device all of them are."""
+    """Return whether layers are unsharded one at a time, rather than all being on one device."""
     return STAGES[stage].weights and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
 
 
 def host_nbytes(model: Model, job: Job, *, born_sharded: bool) -> int:
-    """Bytes on one node's host while the model is built, in fp32, by every process of the node."""
+    """Return a node's host bytes while each of its processes builds the model in fp32."""
     if born_sharded:
         rest = math.ceil(model.numel / job.cuts) + model.largest
         return _FP32_NBYTES * job.devices_per_node * rest
@@ -284,14 +284,14 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes that ZeRO-2 takes in bf16 or fp16: of the host for each node, and of each device.
+    """Return the bytes that ZeRO-2 needs in bf16 or fp16: (host memory per node, device memory).
 
     Args:
         total_params: elements of the model's parameters.
         num_gpus_per_node: devices, and so processes, of one node.
         num_nodes: nodes of the job.
-        cpu_offload: whether the optimizer rests on the host.
-        additional_buffer_factor: what host memory is multiplied with, for what else goes on there.
+        cpu_offload: whether the optimizer is offloaded to the host.
+        additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     job = Job(num_gpus_per_node, num_nodes)
     row = _row(2, Model(total_params), job, HALF, Rest(optimizer=_host_if(cpu_offload)))
@@ -308,17 +308,17 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes that ZeRO-3 takes in bf16 or fp16: host for each node, each device, largest layer.
+    """Return the bytes of ZeRO-3 in bf16 or fp16: (host per node, device, largest layer).
 
     Args:
         total_params: elements of the model's parameters.
-        largest_layer_params: those that one module owns itself, at most.
+        largest_layer_params: the most elements that one module owns directly.
         num_gpus_per_node: devices, and so processes, of one node.
         num_nodes: nodes of the job.
-        cpu_offload: whether the optimizer rests on the host.
-        cpu_offload_params: whether weights do too.
+        cpu_offload: whether the optimizer is offloaded to the host.
+        cpu_offload_params: whether weights are offloaded too.
         zero_init: whether the model is built inside `zero.Init`.
-        additional_buffer_factor: what host memory is multiplied with, for what else goes on there.
+        additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     model, job = Model(total_params, 0, largest_layer_params), Job(num_gpus_per_node, num_nodes)
     rest = Rest(_host_if(cpu_offload and cpu_offload_params), _host_if(cpu_offload))
@@ -337,13 +337,13 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ZeRO-2 takes to train `model`, for each node and device.
+    """Print the memory that ZeRO-2 needs to train `model`, per node and device.
 
     Args:
-        model: its parameters are counted, and not touched; frozen ones cost their weights only.
+        model: the model, which is only counted; frozen parameters cost only their weights.
         num_gpus_per_node: devices, and so processes, of one node.
         num_nodes: nodes of the job.
-        additional_buffer_factor: what host memory is multiplied with, for what else goes on there.
+        additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     job = Job(num_gpus_per_node, num_nodes)
     _print_zero2(counted(model), job, additional_buffer_factor)
@@ -355,7 +355,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """As `estimate_zero2_model_states_mem_needs_all_live`, for a number of parameters alone."""
+    """Print the memory that ZeRO-2 needs for a number of parameters, per node and device."""
     job = Job(num_gpus_per_node, num_nodes)
     _print_zero2(Model(total_params), job, additional_buffer_factor)
 
@@ -366,13 +366,13 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what ZeRO-3 takes to train `model`, for each node and device.
+    """Print the memory that ZeRO-3 needs to train `model`, per node and device.
 
     Args:
-        model: its parameters are counted, and not touched; frozen ones cost their weights only.
+        model: the model, which is only counted; frozen parameters cost only their weights.
         num_gpus_per_node: devices, and so processes, of one node.
         num_nodes: nodes of the job.
-        additional_buffer_factor: what host memory is multiplied with, for what else goes on there.
+        additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
     job = Job(num_gpus_per_node, num_nodes)
     _print_zero3(counted(model), job, additional_buffer_factor)
@@ -385,7 +385,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """As `estimate_zero3_model_states_mem_needs_all_live`, for numbers of parameters alone."""
+    """Print the memory that ZeRO-3 needs for numbers of parameters, per node and device."""
     job = Job(num_gpus_per_node, num_nodes)
     _print_zero3(Model(total_params, 0, largest_layer_params), job, additional_buffer_factor)
 
@@ -412,7 +412,7 @@ def _print_zero3(model: Model, job: Job, factor: float) -> None:
 
 
 _PRECISIONS: Sequence[tuple[str, Cost]] = (("bf16 or fp16", HALF), ("fp32", FULL))
-# As the configuration calls them.
+# The configuration's names for the tiers.
 _TIERS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _RESTS: Sequence[tuple[Tier, Tier]] = (
     (Tier.DEVICE, Tier.DEVICE),
@@ -424,13 +424,13 @@ _RESTS: Sequence[tuple[Tier, Tier]] = (
 
 
 class _Row(NamedTuple):
-    """Bytes of one device, and of one node's host and disk."""
+    """The bytes of one device, and of one node's host and disk."""
 
     device: int
     host_whole: int
-    """At the most: while every process builds the whole model, or with what rests there."""
+    """The peak: while each process builds the whole model, or with offloaded state."""
     host_born_sharded: int
-    """The same with `zero.Init`."""
+    """The peak with `zero.Init`."""
     disk: int
 
 
@@ -464,4 +464,4 @@ def _print(title: str, model: Model, job: Job, lines: Iterable[str]) -> None:
         f"Model states of {_millions(model.numel)} parameters{frozen} under {title}",
         f"with Adam, on {job.nodes} x {job.devices_per_node} devices; activations come on top.",
     ]
-    print("\n".join([*head, *lines]))  # noqa: T201 - a table for people is what was asked for
+    print("\n".join([*head, *lines]))  # noqa: T201 - the function's purpose is to print

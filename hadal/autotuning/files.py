@@ -1,4 +1,4 @@
-"""JSON files that are whole or not there."""
+"""JSON files, written atomically."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, told: Mapping[str, Any]) -> None:
-    """Write an object; make the folder."""
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object atomically, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.part")
-    beside.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(beside, path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read an object; None where there is no file, or none with one in it."""
+    """Read an object; None if the file is missing or holds no JSON object."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return told if isinstance(told, dict) else None
+    return content if isinstance(content, dict) else None

@@ -1,4 +1,4 @@
-"""What a training that is an experiment measures, and when it leaves."""
+"""Measurements of a training run that is an experiment, and its early exit."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 class Experiment(Listener):
-    """A training that measures some updates, writes down what it found, and leaves.
+    """A training run that measures some updates, writes its results and exits.
 
-    With `model_info.profile` it leaves after one forward. Rank 0 writes; all ranks leave together,
-    by a `SystemExit` with code 0 out of `engine.step()` (or of the forward).
+    With `model_info.profile` it exits after one forward. Rank 0 writes; all ranks exit together,
+    by a `SystemExit` with code 0 from `engine.step()` (or from the forward).
     """
 
     def __init__(
@@ -59,41 +59,41 @@ class Experiment(Listener):
         self._skipped_before = 0
         self._began_at: float | None = None
         self._in_use = 0
-        # Counting is slow: it gets an update of its own, where there is one before those measured.
+        # Counting is slow: it has its own update, if there is one before the measured ones.
         self._counted_update = max(1, section.start_profile_step - 1)
         self._is_counting = self._counted_update == 1
         what = "one forward" if self._profiles else f"update {section.end_profile_step}"
         _log.warning(
-            "autotuning.enabled: this run measures and leaves after %s, with exit code 0; to train"
-            " on, leave the section out or give it enabled false",
+            "autotuning.enabled: this run measures and exits after %s, with exit code 0; to train"
+            " on, remove the section or set enabled to false",
             what,
         )
 
     # ---- forward and backward ------------------------------------------------------------------
 
     def before_forward(self, forward: Forward) -> None:
-        """Measure from here: what is in use now is no activation."""
+        """Note the memory in use before a forward, which is not activations."""
         if self._profiles and torch.is_grad_enabled():
             reset_peak_memory(self._device)
             self._in_use = memory_in_use(self._device)
         self._count()
 
     def after_forward(self, output: Any) -> None:
-        """Leave, if one forward is all."""
+        """Exit after a forward, if that was all to measure."""
         self._stop_counting()
         if self._profiles and torch.is_grad_enabled():
             self._leave_with_model_info()
 
     def before_backward(self) -> None:
-        """Count its operations too."""
+        """Count the operations of a backward too."""
         self._count()
 
     def after_backward(self, loss: Tensor | None) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._stop_counting()
 
     def on_error(self, error: BaseException) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._stop_counting()
 
     def _count(self) -> None:
@@ -106,11 +106,11 @@ class Experiment(Listener):
 
     def _leave_with_model_info(self) -> None:
         parameters = list(self._model.parameters())
-        # A process's peak on the host may be older than this forward.
+        # A process's peak on the host may precede this forward.
         on_host = is_host_memory(self._device)
         held = (memory_in_use if on_host else peak_memory)(self._device)
         info = self._section.model_info
-        assert info is not None  # it asked for this
+        assert info is not None  # it requested this
         self._leave(
             self._section.model_info_path or MODEL_INFO_PATH,
             {
@@ -127,7 +127,7 @@ class Experiment(Listener):
     # ---- some updates --------------------------------------------------------------------------
 
     def after_update(self, update: Update) -> None:
-        """Add up what the update took, and leave after the last one."""
+        """Add the times of an update, and exit after the last one."""
         times, number, skipped = update.times, update.number, update.skipped_updates
         first, last = self._section.start_profile_step, self._section.end_profile_step
         self._is_counting = number + 1 == self._counted_update
@@ -164,12 +164,12 @@ class Experiment(Listener):
             "memory_per_gpu": memory_of_a_rank(self._device),
         }
 
-    def _leave(self, path: str, told: Mapping[str, Any]) -> None:
-        """Write on rank 0, and leave on all: none may be gone while another still talks to it."""
+    def _leave(self, path: str, content: Mapping[str, Any]) -> None:
+        """Write on rank 0, then exit on all ranks together: none may exit while others need it."""
         fault = 0
         if self._world.rank == 0:
             try:
-                write_json(Path(path), told)
+                write_json(Path(path), content)
             except OSError as error:
                 _log.error("the numbers of this experiment cannot be written: %s", error)
                 fault = 1
@@ -179,13 +179,13 @@ class Experiment(Listener):
 
 
 def numbers_of(means: Mapping[str, float], samples: float) -> tuple[float, float]:
-    """Latency in ms and throughput in samples/s, from phases in ms and samples of one update."""
+    """Return latency (ms) and throughput (samples/s) from phases (ms) and samples of an update."""
     latency = means["forward"] + means["backward"] + means["step"]
     return latency, samples * 1000.0 / latency
 
 
 def memory_of_a_rank(device: torch.device) -> int:
-    """Bytes that one rank may take: all of an accelerator; on a CPU its share of what is free."""
+    """Return the bytes available to a rank: an accelerator's, or its part of free host memory."""
     if not is_host_memory(device):
         return total_memory(device).total
     return memory_use(device).host + free_host_nbytes() // (get_local_world_size() or 1)

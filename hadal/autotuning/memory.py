@@ -1,7 +1,7 @@
-"""How large a micro-batch a rank's memory admits: predicted first, then from what was seen. Pure.
+"""The largest micro-batch that fits in a rank's memory, predicted or fitted to runs. Pure.
 
-A rank holds what does not depend on the micro-batch (model states) and what grows with it
-(activations).
+A rank's memory has a part independent of the micro-batch (model states) and one proportional to
+it (activations).
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _USABLE = 0.95
-"""Of the memory: the rest is lost between blocks."""
+"""The usable fraction of the memory; fragmentation takes the rest."""
 
 
 class Need(NamedTuple):
-    """Bytes of one rank."""
+    """The memory that one rank needs, in bytes."""
 
     fixed: float
     per_sample: float
 
     def at(self, micro_batch: int) -> float:
-        """What a micro-batch takes."""
+        """Return the bytes needed with a micro-batch."""
         return self.fixed + self.per_sample * micro_batch
 
 
 def predicted(states_nbytes: int, activation_nbytes: int, micro_batch: int) -> Need:
-    """From model states, and the activations of one forward with this micro-batch."""
+    """Predict the need from model states and the activations of a forward with `micro_batch`."""
     return Need(states_nbytes, activation_nbytes / micro_batch)
 
 
-def seen(peaks: Sequence[tuple[int, int]]) -> Need | None:
-    """From the peaks of two or more runs, (micro-batch, bytes) each; None: they do not tell."""
+def fitted(peaks: Sequence[tuple[int, int]]) -> Need | None:
+    """Fit the need to the (micro-batch, peak bytes) of two or more runs; None if inconclusive."""
     if len(peaks) < 2:
         return None
     (small, low), *_, (large, high) = sorted(peaks)
@@ -41,7 +41,7 @@ def seen(peaks: Sequence[tuple[int, int]]) -> Need | None:
 
 
 def largest(need: Need, memory_nbytes: int) -> int | None:
-    """The largest micro-batch that fits, 0 if none does; None: there is no limit."""
+    """Return the largest micro-batch that fits, 0 if none does, or None if there is no limit."""
     room = _USABLE * memory_nbytes - need.fixed
     if room < need.per_sample:
         return 0
@@ -49,7 +49,7 @@ def largest(need: Need, memory_nbytes: int) -> int | None:
 
 
 def is_exhausted(reason: str) -> bool:
-    """Whether an experiment's last words are those of one that ran out of memory."""
-    told = reason.lower()
+    """Return whether a failed experiment's message means that it ran out of memory."""
+    text = reason.lower()
     words = ("out of memory", "outofmemory", "can't allocate memory", "memoryerror", "sigkill")
-    return any(word in told for word in words)
+    return any(word in text for word in words)

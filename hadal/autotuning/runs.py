@@ -1,4 +1,4 @@
-"""Experiments as real jobs: the user's command with another configuration, and its files."""
+"""Experiments run as real jobs: the user's command with another configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """The search was asked to end."""
+    """A signal stopped the search."""
 
     def __init__(self, sent: signal.Signals) -> None:
         super().__init__(f"stopped by {sent.name}")
@@ -42,36 +42,36 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an experiment."""
+    """The outcome of an experiment."""
 
     name: str
     found: dict[str, Any] | None
-    """What it wrote down; None where it failed."""
+    """The numbers that it wrote; None if it failed."""
     reason: str = ""
-    """Why it failed: the first failing rank's own last words."""
+    """The reason of the failure: the last message of the rank that failed first."""
     log: str = ""
-    """The file that holds all of them."""
+    """The file with the full messages."""
     seconds: float = 0.0
     is_new: bool = True
-    """It was run now, and not taken from an earlier search."""
+    """True if it was run now, false if its outcome comes from an earlier search."""
 
     @property
-    def told(self) -> str:
-        """The failure, with its place."""
+    def failure(self) -> str:
+        """The reason of the failure and the log file."""
         return f"{self.reason} (see {self.log})" if self.log else self.reason
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs experiments of one command, one after the other."""
+    """A runner of experiments with one command, one at a time."""
 
     choices: Choices
-    """The command's flags; its words name the program."""
+    """The command's parsed flags, and the program's words."""
     flags: tuple[str, ...]
-    """The same flags as words, without `--autotuning`."""
+    """The flags as words, without `--autotuning`."""
     variables: Mapping[str, str]
     folder: Path
-    """Where the command runs."""
+    """The working directory of the command."""
     results: Path
     experiments: Path
     mappings: Mapping[str, str]
@@ -80,57 +80,60 @@ class Runner:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def words_with(self, config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
-        """The program's words, with a configuration in place of the user's.
+        """Return the program's words with `config` in place of the user's configuration.
 
-        On one host it is named by its file; on many it travels in the words, as other hosts may
-        not see the file.
+        On one host the words name its file; on several they contain the configuration itself, as
+        other hosts may not see the file.
         """
         words = self.choices.words
-        told = str(file)
+        value = str(file)
         if self.hosts > 1:
-            told = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-        return mapped(with_value(words, config_flag(words), told), self.mappings, config)
+            value = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+        return mapped(with_value(words, config_flag(words), value), self.mappings, config)
 
     def command(self, words: tuple[str, ...]) -> str:
-        """The whole command, for a shell."""
+        """Return the whole command, quoted for a shell."""
         return shlex.join(["hadal", "run", *self.flags, *words])
 
     def run(
         self, name: str, config: Mapping[str, Any], section: Mapping[str, Any], answer: str
     ) -> Outcome:
-        """Run an experiment, or take over what an earlier search has found of the same.
+        """Run an experiment, or reuse the outcome of the same one in an earlier search.
 
         Args:
-            name: of the experiment, and of its files.
-            config: without the autotuning section.
-            section: what of that section the experiment is given.
-            answer: the file that it is to write, METRICS or MODEL_INFO.
+            name: the name of the experiment and its files.
+            config: the configuration without the autotuning section.
+            section: the experiment's autotuning section.
+            answer: the file that the experiment must write, METRICS or MODEL_INFO.
 
         Raises:
-            Stopped: a signal asked all to end; nothing of the experiment runs any more.
+            Stopped: a signal stopped the search; the experiment's processes have ended.
         """
         folder = self.results / name
         path_key = "metric_path" if answer == METRICS else "model_info_path"
         config = {**config, "autotuning": {**section, path_key: str(folder / answer)}}
         words = self.words_with(config, folder / CONFIG)
-        told = {
+        description = {
             "name": name,
             "ds_config": config,
             "num_gpus": self.world_size // self.hosts,
             "num_nodes": self.hosts,
             "hostfile": self.choices.hostfile,
         }
-        write_json(self.experiments / f"{name}.json", told)
-        told |= {"result_dir": str(folder), "command": list(words)}
+        write_json(self.experiments / f"{name}.json", description)
+        description |= {"result_dir": str(folder), "command": list(words)}
         earlier = read_json(folder / DESCRIPTION)
         number = self._numbers.setdefault(name, len(self._numbers))
-        if earlier is not None and {k: v for k, v in earlier.items() if k != "exp_id"} == told:
+        if (
+            earlier is not None
+            and {k: v for k, v in earlier.items() if k != "exp_id"} == description
+        ):
             found = read_json(folder / answer)
             if found is not None:
                 return Outcome(name, found, is_new=False)
         for file in (METRICS, MODEL_INFO, _OUT, _ERROR):
             (folder / file).unlink(missing_ok=True)
-        write_json(folder / DESCRIPTION, {**told, "exp_id": number})
+        write_json(folder / DESCRIPTION, {**description, "exp_id": number})
         write_json(folder / CONFIG, config)
         (folder / CMD).write_text(self.command(words) + "\n", encoding="utf-8")
         try:
@@ -162,16 +165,16 @@ class Runner:
         found = read_json(folder / answer)
         if found is None:
             reason = (
-                f"it ended without an error, and without {answer}: the program trains fewer updates"
-                " than end_profile_step, or does not take this configuration, or rank 0's host does"
-                f" not see {folder}"
+                f"it ended without an error but did not write {answer}: the program trains fewer"
+                " updates than end_profile_step, or does not use this configuration, or rank 0's"
+                f" host does not see {folder}"
             )
             return Outcome(name, None, reason, str(out), seconds)
         return Outcome(name, found, seconds=seconds)
 
 
 def forget(results: Path, experiments: Path, *also: str) -> None:
-    """Remove what searches have left in their folders, and nothing else; `also` are file names."""
+    """Remove the files of earlier searches from their folders; `also` names further files."""
     for description in results.glob(f"*/{DESCRIPTION}"):
         for name in (CMD, CONFIG, METRICS, MODEL_INFO, _OUT, _ERROR, DESCRIPTION):
             description.with_name(name).unlink(missing_ok=True)
@@ -186,7 +189,7 @@ def forget(results: Path, experiments: Path, *also: str) -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let signals that ask to end raise `Stopped` inside."""
+    """Raise `Stopped` in the block on a signal to end."""
 
     def stop(number: int, _: object) -> None:
         raise Stopped(signal.Signals(number))
@@ -211,9 +214,9 @@ def _restored_signals() -> Iterator[None]:
 
 
 _own_signals = _restored_signals
-"""The job's own process takes the signals over while it runs."""
+"""The launcher handles signals itself while a job runs; this restores the handlers after it."""
 
 
 def absolute(folder: Path, path: str) -> Path:
-    """A path as seen from a folder, with the home for `~`."""
+    """Return a path relative to `folder` as an absolute one, with `~` expanded."""
     return Path(os.path.abspath(folder / Path(path).expanduser()))

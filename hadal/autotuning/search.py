@@ -1,4 +1,4 @@
-"""In which order trials are made, and when to stop. Pure: results in, the next trial out."""
+"""The order of trials, and when to stop. Pure: results in, the next trial out."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import numpy as np
 from hadal.autotuning.space import Trial
 
 GAIN = 0.05
-"""By which share a larger micro-batch must be better for the climb to go on."""
+"""The relative gain that a larger micro-batch must bring for the climb to continue."""
 _SEED = 0
 
 Scores = Mapping[Trial, float | None]
-"""What each trial so far has come to; more is better, and None is a failure."""
+"""The score of each finished trial; more is better, None is a failure."""
 
 
 def score(metric: str, value: float) -> float:
-    """A metric's value, such that more is better: latency is turned round."""
+    """Return a metric's value such that more is better: latency is negated."""
     return -value if metric == "latency" else value
 
 
 def has_gained(now: float, before: float) -> bool:
-    """Whether a score is enough better than another for the climb to go on."""
+    """Return whether a score is enough better than another for the climb to continue."""
     return now - before > GAIN * abs(before)
 
 
 def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
-    """Whether to leave a stage, after results in the order in which they came.
+    """Return whether the search of a stage is over, from its scores in order of time.
 
     Args:
         scores: more is better, None is a failure.
-        patience: as many in a row without a better one end it (`tuner_early_stopping`).
-        most: and so does this number of them (`tuner_num_trials`).
+        patience: this many in a row without an improvement end it (`tuner_early_stopping`).
+        most: this many in total end it (`tuner_num_trials`).
     """
     best, since = float("-inf"), 0
     for value in scores:
@@ -45,7 +45,7 @@ def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
 
 
 def next_trial(kind: str, space: Sequence[Trial], done: Scores) -> Trial | None:
-    """The next trial of a space in the order that `tuner_type` names; None where all are done."""
+    """Return the next trial of a space in the order of `tuner_type`; None if all are done."""
     left = [trial for trial in space if trial not in done]
     if not left:
         return None
@@ -58,7 +58,7 @@ def next_trial(kind: str, space: Sequence[Trial], done: Scores) -> Trial | None:
 
 
 def _promising(left: Sequence[Trial], scores: Mapping[Trial, float]) -> Trial:
-    """What a linear model of the scores finds best; the ends while there are too few."""
+    """Return the best trial by a linear model of the scores; with too few, the first or last."""
     if len(scores) < 2:
         return left[-1] if scores else left[0]
     features = np.array(_features([*scores, *left]))
@@ -66,14 +66,14 @@ def _promising(left: Sequence[Trial], scores: Mapping[Trial, float]) -> Trial:
     features = (features - features.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
     features = np.hstack([features, np.ones((len(features), 1))])
     known, wanted = features[: len(scores)], features[len(scores) :]
-    # A ridge keeps what the results do not tell at nothing.
+    # A ridge penalty keeps weights that the results do not determine at zero.
     matrix = known.T @ known + 0.1 * np.eye(known.shape[1])
     weights = np.linalg.solve(matrix, known.T @ np.array(list(scores.values())))
     return left[int(np.argmax(wanted @ weights))]
 
 
 def _features(trials: Sequence[Trial]) -> list[list[float]]:
-    """Numbers that stand for trials: logarithms, as sizes act by their ratios."""
+    """Return features of trials: logarithms, as the effect of sizes depends on their ratios."""
     keys = sorted({key for trial in trials for key, _ in trial.others})
     return [
         [float(np.log2(trial.micro_batch)), *(_feature(trial.value_of(key)) for key in keys)]

@@ -1,4 +1,4 @@
-"""What is searched: from the user's configuration to trials, and from a trial to one of its own."""
+"""The search space: from the user's configuration to trials, and from a trial to its own one."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ ALL_STAGES = (0, 1, 2, 3)
 _BUCKETS = (50_000_000, 500_000_000, 1_000_000_000)
 
 Others = tuple[tuple[str, str], ...]
-"""Settings under zero_optimization beside the stage: keys, and values as JSON."""
+"""Settings under zero_optimization other than the stage: keys, and values as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user's configuration asks to be searched."""
+    """The search that the user's configuration requests."""
 
     raw: dict[str, Any]
-    """The configuration with one value at each key."""
+    """The configuration with a single value for each key."""
     section: Autotuning
     stages: tuple[int, ...]
     are_chosen: bool
-    """The stages are the user's choice: all of them are tried."""
+    """True if the user chose the stages: then all of them are tried."""
     micro_batches: tuple[int, ...]
-    """Exactly these; empty: they are searched for, upwards from `start`."""
+    """The user's list; if empty, the search goes upwards from `start`."""
     start: int
     accumulation: int | None
-    """None: the program's own, which is counted as 1."""
+    """None: the program sets it itself, and the search counts it as 1."""
     ranges: dict[str, tuple[Any, ...]]
-    """Keys under zero_optimization that were given as lists."""
+    """Keys under zero_optimization with a list of values."""
     ranks: int
-    """Those that see different samples."""
+    """The number of data-parallel ranks."""
 
     @property
     def samples_of_one(self) -> int:
-        """Samples of an update, for each sample of a micro-batch."""
+        """The samples of an update for each sample of a micro-batch."""
         return (self.accumulation or 1) * self.ranks
 
     @property
     def smallest(self) -> int:
-        """The smallest micro-batch that may be tried."""
+        """The smallest micro-batch to try."""
         least = -(-self.section.min_train_batch_size // self.samples_of_one)
         return max(self.section.min_train_micro_batch_size_per_gpu, least)
 
     @property
     def largest(self) -> int:
-        """The largest one, if memory admits it."""
+        """The largest micro-batch to try, if it fits in memory."""
         most = self.section.max_train_micro_batch_size_per_gpu
         if self.section.max_train_batch_size is None:
             return most
@@ -80,45 +80,45 @@ class Trial:
     others: Others = ()
 
     def name(self, accumulation: int) -> str:
-        """Its name, and that of its files."""
+        """Return the name of the trial and its files."""
         tail = "".join(f"_{_short(key)}{_letters(json.loads(text))}" for key, text in self.others)
         return f"z{self.stage}_tmbspg{self.micro_batch}_gas{accumulation}{tail}"
 
     def value_of(self, key: str) -> Any:
-        """What the trial gives a key under zero_optimization; the default where it says nothing."""
-        told = dict(self.others).get(key)
-        return default_at(key) if told is None else json.loads(told)
+        """Return the trial's value of a key under zero_optimization, or the default."""
+        text = dict(self.others).get(key)
+        return default_at(key) if text is None else json.loads(text)
 
 
 def default_at(key: str) -> Any:
-    """The default of a key under zero_optimization, by any of its names."""
+    """Return the default of a key under zero_optimization, by any of its names."""
     return default_of(ZeroOptimization.model_fields[ZeroOptimization.aliases.get(key, key)])
 
 
 def read_wish(words: Sequence[str], world_size: int) -> Wish:
-    """Read the configuration that a command names.
+    """Read the search request from the configuration that a command names.
 
     Args:
         words: the program's name and arguments.
         world_size: the ranks that each experiment starts.
 
     Raises:
-        LaunchError: the words name none.
-        ConfigError: it has faults, or does not ask for a search.
+        LaunchError: the words name no configuration.
+        ConfigError: it has faults, or does not enable a search.
     """
     name, raw = read(value_of(words, config_flag(words)) or "")
     stages, are_chosen = _stages(raw)
     ranges = _ranges(raw["zero_optimization"])
     for key, values in ranges.items():
         raw["zero_optimization"][key] = values[0]
-    told = raw.get(MICRO)
-    listed = tuple(told) if isinstance(told, list) else ()
-    if told in (None, "auto"):
+    micro_batch = raw.get(MICRO)
+    listed = tuple(micro_batch) if isinstance(micro_batch, list) else ()
+    if micro_batch in (None, "auto"):
         raw[MICRO] = 1
     elif listed and all(type(size) is int and size > 0 for size in listed):
         raw[MICRO] = listed[0]
-    elif isinstance(told, list):
-        fault = Fault(MICRO, f"expected a list of integers > 0, got {shown(told)}")
+    elif isinstance(micro_batch, list):
+        fault = Fault(MICRO, f"expected a list of integers > 0, got {shown(micro_batch)}")
         raise ConfigError(written(name, (fault,)), (fault,))
     raw["zero_optimization"]["stage"] = stages[0]
     raw.pop(TRAIN, None)
@@ -127,11 +127,11 @@ def read_wish(words: Sequence[str], world_size: int) -> Wish:
     _check(name, raw, section, world_size)
     flags = section.arg_mappings or {}
     start = None if listed else checked.train_micro_batch_size_per_gpu
-    if told in (None, "auto"):
-        start = _said(flags.get(MICRO), words)
+    if micro_batch in (None, "auto"):
+        start = _number_at(flags.get(MICRO), words)
     accumulation: int | None = checked.gradient_accumulation_steps
     if raw.get(ACCUMULATION) in (None, "auto"):
-        accumulation = _said(flags.get(ACCUMULATION), words)
+        accumulation = _number_at(flags.get(ACCUMULATION), words)
     wish = Wish(
         raw,
         section,
@@ -148,17 +148,17 @@ def read_wish(words: Sequence[str], world_size: int) -> Wish:
 
 
 def _stages(raw: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """The stages to try, and whether the user has named them; `raw` gets a section."""
+    """Return the stages to try and whether the user chose them; add the section to `raw`."""
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
         zero = {"stage": int(zero)}
     raw["zero_optimization"] = dict(zero) if isinstance(zero, Mapping) else {}
-    told = raw["zero_optimization"].get("stage")
-    if isinstance(told, list) and told:
-        return tuple(told), True
-    if told in (None, "all", "auto", []):
+    stage = raw["zero_optimization"].get("stage")
+    if isinstance(stage, list) and stage:
+        return tuple(stage), True
+    if stage in (None, "all", "auto", []):
         return ALL_STAGES, False
-    return (told,), True
+    return (stage,), True
 
 
 def _ranges(zero: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -176,40 +176,40 @@ def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: i
     faults = []
     elastic = raw.get("elasticity")
     if not section.enabled:
-        faults.append(Fault("autotuning.enabled", "is false; --autotuning needs it true"))
+        faults.append(Fault("autotuning.enabled", "is false; --autotuning requires true"))
     if isinstance(elastic, Mapping) and elastic.get("enabled"):
         faults.append(
-            Fault("elasticity.enabled", "chooses the batch, as autotuning does; switch one off")
+            Fault("elasticity.enabled", "sets the batch size, as autotuning does; disable one")
         )
     if world_size % section.mp_size:
-        told = f"{section.mp_size} does not divide the {world_size} ranks; take a divisor"
-        faults.append(Fault("autotuning.mp_size", told))
+        message = f"{section.mp_size} does not divide the {world_size} ranks; use a divisor"
+        faults.append(Fault("autotuning.mp_size", message))
     if faults:
         raise ConfigError(written(name, tuple(faults)), tuple(faults))
 
 
 def _check_batch(name: str, wish: Wish) -> None:
     if wish.smallest > wish.largest:
-        told = (
-            f"micro-batches of at least {wish.smallest} and at most {wish.largest} are asked for,"
-            f" with {wish.samples_of_one} samples of an update for each of theirs; lower the"
-            " minimum or raise the maximum"
+        message = (
+            f"the limits require micro-batches of at least {wish.smallest} and at most"
+            f" {wish.largest} ({wish.samples_of_one} samples per update for each of theirs); lower"
+            " the minimum or raise the maximum"
         )
-        fault = Fault("autotuning", told)
+        fault = Fault("autotuning", message)
         raise ConfigError(written(name, (fault,)), (fault,))
 
 
-def _said(flag: str | None, words: Sequence[str]) -> int | None:
-    """The number that a flag of the program says."""
-    said = value_of(words, flag) if flag is not None else None
-    return int(said) if said is not None and said.isdecimal() else None
+def _number_at(flag: str | None, words: Sequence[str]) -> int | None:
+    """Return the number given to a flag of the program, or None."""
+    number = value_of(words, flag) if flag is not None else None
+    return int(number) if number is not None and number.isdecimal() else None
 
 
 # ---- trials ------------------------------------------------------------------------------------
 
 
 def combinations(wish: Wish, stage: int) -> list[Others]:
-    """The other settings to try at a stage; the first is the user's own."""
+    """Return the other settings to try at a stage; the first are the user's own."""
     zero = wish.raw["zero_optimization"]
     lists = {} if wish.section.fast else _usual(stage, wish.section)
     varied = {key: values for key, values in lists.items() if key not in zero} | wish.ranges
@@ -223,7 +223,7 @@ def combinations(wish: Wish, stage: int) -> list[Others]:
 
 
 def _is_own(others: Others, own: Mapping[str, str]) -> bool:
-    """Whether settings come to what the user's own do: they are given, or the defaults."""
+    """Return whether settings equal the user's own: the values given, or the defaults."""
     return all(
         text == own[key] if key in own else json.loads(text) == default_at(key)
         for key, text in others
@@ -231,7 +231,7 @@ def _is_own(others: Others, own: Mapping[str, str]) -> bool:
 
 
 def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
-    """What is worth varying at a stage, where the user says nothing of it."""
+    """Return the keys worth varying at a stage, with values, if the user does not set them."""
     if stage == 0:
         return {"reduce_bucket_size": _BUCKETS}
     if stage < 3:
@@ -248,7 +248,7 @@ def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
 
 
 def config_of(wish: Wish, trial: Trial) -> dict[str, Any]:
-    """The configuration of a trial, without an autotuning section."""
+    """Return the configuration of a trial, without an autotuning section."""
     config = {key: value for key, value in wish.raw.items() if key != "autotuning"}
     config["zero_optimization"] = {
         **wish.raw["zero_optimization"],
@@ -256,7 +256,7 @@ def config_of(wish: Wish, trial: Trial) -> dict[str, Any]:
         **{key: json.loads(text) for key, text in trial.others},
     }
     config[MICRO] = trial.micro_batch
-    # Where the program alone knows its accumulation it fills in both.
+    # If only the program knows its accumulation, it fills in both.
     if wish.accumulation is not None:
         config[ACCUMULATION] = wish.accumulation
         config[TRAIN] = trial.micro_batch * wish.samples_of_one

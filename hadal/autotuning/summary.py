@@ -1,4 +1,4 @@
-"""What a search has found: which trial is best, a table, and why others have no result."""
+"""The findings of a search: the best trial, a table, and the reasons for failures."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operation
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One experiment of a search."""
+    """The result of one experiment of a search."""
 
     trial: Trial
     outcome: Outcome
     value: float | None
-    """Of the metric; None where the experiment failed."""
+    """The metric's value; None if the experiment failed."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """All that a search has found so far."""
+    """The results of a search so far."""
 
     metric: str
     results: list[Result]
     left_out: dict[str, str]
-    """What was not run at all, and why."""
+    """Trials that were not run, with the reason."""
 
     def best(self, stage: int | None = None) -> Result | None:
-        """The best of a stage, or of all."""
+        """Return the best result of a stage, or of all stages."""
         known = [r for r in self.of(stage) if r.value is not None]
         return max(known, key=lambda r: score(self.metric, r.value or 0.0), default=None)
 
     def of(self, stage: int | None) -> list[Result]:
-        """The results of a stage, or all."""
+        """Return the results of a stage, or of all stages."""
         return [r for r in self.results if stage in (None, r.trial.stage)]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """The table: a row for each stage that was tried, and one for all."""
+        """Return the table's rows: one for each stage that was tried, and one for all."""
         stages: list[int | None] = [*dict.fromkeys(r.trial.stage for r in self.results), None]
         return [self._row(stage) for stage in stages]
 
@@ -58,16 +58,16 @@ class Findings:
         return name, count, f"{best.value:.6g}", best.outcome.name
 
     def failures(self) -> list[str]:
-        """Why something has no result: a line for each."""
+        """Return a line for each trial without a result, with the reason."""
         failed = [r.outcome for r in self.results if r.value is None]
-        lines = [f"{outcome.name} failed: {outcome.told}" for outcome in failed]
+        lines = [f"{outcome.name} failed: {outcome.failure}" for outcome in failed]
         return lines + [f"{name} was not run: {why}" for name, why in self.left_out.items()]
 
     def text(self, seconds: float, *, is_whole: bool) -> str:
-        """The content of summary.txt."""
-        said = "completed" if is_whole else "stopped"
+        """Return the content of summary.txt."""
+        state = "completed" if is_whole else "stopped"
         end = (
-            f"Tuning {said} in {timedelta(seconds=seconds)}."
+            f"Tuning {state} in {timedelta(seconds=seconds)}."
             f" Total number of experiments: {len(self.results)}."
         )
         metric = f"{self.metric} in {UNITS[self.metric]},"
@@ -77,15 +77,17 @@ class Findings:
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows under their titles, as a table of Markdown; numbers stand on the right."""
+    """Format rows as a Markdown table with titles; numbers are right-aligned."""
     cells = [TITLES, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
     is_number = (False, True, True, False)
 
     def line(row: Sequence[str]) -> str:
         columns = zip(row, widths, is_number, strict=True)
-        told = (text.rjust(width) if right else text.ljust(width) for text, width, right in columns)
-        return f"| {' | '.join(told)} |"
+        aligned = (
+            text.rjust(width) if right else text.ljust(width) for text, width, right in columns
+        )
+        return f"| {' | '.join(aligned)} |"
 
     rules = (
         "-" * (width - 1) + ":" if right else ":" + "-" * (width - 1)
@@ -95,6 +97,6 @@ def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def value_in(found: dict[str, Any] | None, metric: str) -> float | None:
-    """A metric of what an experiment wrote down."""
+    """Return a metric from an experiment's file, or None."""
     value = found.get(metric) if found is not None else None
     return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,4 @@
-"""The search: a look at the model, then stage by stage, micro-batch by micro-batch."""
+"""The search: profile the model, then try stage by stage, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is known of the model, and of a rank's memory."""
+    """The profile of the model, and a rank's memory."""
 
     num_params: int
     trainable: int
     activation_nbytes: int = 0
-    """Of one forward with the first micro-batch."""
+    """The activations of one forward with the first micro-batch."""
     memory_nbytes: int | None = None
 
 
 StatesNbytes = Callable[[Mapping[str, Any], Look], int]
-"""Bytes of model states that one rank holds under a configuration."""
+"""A function that returns the bytes of a rank's model states under a configuration."""
 
 
 class Tuner:
-    """One search. Its findings stand at any time, also when it is stopped."""
+    """A search. Its findings are valid at any time, even after it was stopped."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Tuner:
         self._scores: dict[Trial, float | None] = {}
 
     def run(self) -> Result:
-        """Search, and write down what was found; return the best.
+        """Search, write the findings, and return the best result.
 
         Raises:
-            TuningError: nothing runs.
-            Stopped: a signal came. Whatever is raised, what was measured is written down.
+            TuningError: no configuration runs.
+            Stopped: a signal stopped the search. In any case the measurements are written.
         """
         if self._wish.section.overwrite:
             files = (SUMMARY, BEST_CONFIG, BEST_COMMAND)
@@ -80,8 +80,8 @@ class Tuner:
             self._write(is_whole=is_whole)
         best = self.findings.best()
         if best is None:
-            told = "\n".join(f"  {line}" for line in self.findings.failures())
-            raise TuningError(f"no configuration was found that runs:\n{told}")
+            reasons = "\n".join(f"  {line}" for line in self.findings.failures())
+            raise TuningError(f"no configuration runs:\n{reasons}")
         return best
 
     def _search(self) -> None:
@@ -99,11 +99,11 @@ class Tuner:
             before = now
 
     def _stages(self) -> tuple[int, ...]:
-        """Those to try: one rank alone has nothing to shard."""
+        """Return the stages to try: a single rank has nothing to shard."""
         wish = self._wish
         if wish.are_chosen or self.runner.world_size > 1:
             return wish.stages
-        self._say("1 rank: nothing is sharded, so that only stage 0 is tried; name others to try")
+        self._say("1 rank: nothing to shard, so only stage 0 is tried; list other stages to try")
         return wish.stages[:1]
 
     def _is_better(self, one: Result, other: Result) -> bool:
@@ -113,14 +113,14 @@ class Tuner:
     # ---- a look at the model -------------------------------------------------------------------
 
     def _look_at_model(self) -> Look:
-        """Measure one forward, unless the user tells the model's size.
+        """Measure one forward, unless the configuration gives the model's size.
 
-        The stage is the one that shards most: it is the likeliest to run.
+        It uses the stage that shards most, which is the most likely to fit.
         """
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
-            told = info.num_params // wish.section.mp_size
-            return Look(told, told)
+            num_params = info.num_params // wish.section.mp_size
+            return Look(num_params, num_params)
         trial = Trial(max(self._stages()), self._first_micro_batch())
         section: dict[str, Any] = {"profile": True}
         if info is not None:
@@ -129,8 +129,8 @@ class Tuner:
         section = {"enabled": True, "model_info": section}
         outcome = self.runner.run(PROFILE, config_of(wish, trial), section, MODEL_INFO)
         if outcome.found is None:
-            self.findings.left_out[PROFILE] = outcome.told
-            raise TuningError(f"the model cannot be looked at: {outcome.told}")
+            self.findings.left_out[PROFILE] = outcome.failure
+            raise TuningError(f"the model cannot be profiled: {outcome.failure}")
         found = outcome.found
         look = Look(
             found["num_params"],
@@ -139,7 +139,7 @@ class Tuner:
             found["memory_per_gpu"],
         )
         self._say(
-            f"{PROFILE}: {look.num_params:,} parameters of a rank,"
+            f"{PROFILE}: {look.num_params:,} parameters per rank,"
             f" {look.activation_nbytes / _GB:.3g} GB of activations,"
             f" {(look.memory_nbytes or 0) / _GB:.3g} GB of memory, {outcome.seconds:.1f} s"
         )
@@ -175,11 +175,11 @@ class Tuner:
         return start if best is None else best.trial.micro_batch
 
     def _is_admitted(self, stage: int, micro_batch: int) -> bool:
-        """Whether a micro-batch that the user lists is tried; if not, why is kept."""
+        """Return whether to try a micro-batch of the user's list; if not, record the reason."""
         wish = self._wish
         why = ""
         if not wish.smallest <= micro_batch <= wish.largest:
-            why = f"micro-batches from {wish.smallest} to {wish.largest} are asked for"
+            why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
         else:
             why = self._lack(Trial(stage, micro_batch))
         if why:
@@ -189,7 +189,7 @@ class Tuner:
         return not why
 
     def _fastest(self, stage: int) -> list[int]:
-        """The micro-batches with which a stage's other settings are tried."""
+        """Return the fastest micro-batches, with which to try a stage's other settings."""
         metric = self.findings.metric
         known = [r for r in self.findings.of(stage) if r.value is not None]
         known.sort(key=lambda r: score(metric, r.value or 0.0), reverse=True)
@@ -200,14 +200,14 @@ class Tuner:
     # ---- the micro-batch -----------------------------------------------------------------------
 
     def _climb(self, stage: int, start: int, others: Others) -> None:
-        """Double the micro-batch while the metric gains and memory lasts.
+        """Double the micro-batch while the metric improves and it fits in memory.
 
-        Where the first one does not fit, it is halved instead.
+        If the first one does not fit, halve it instead.
         """
         size, before, peaks = start, None, list[tuple[int, int]]()
         least_failed = self._wish.largest + 1
         for _ in range(self._wish.section.tuner_num_trials):
-            result = self._try_if_it_fits(Trial(stage, size, others), memory.seen(peaks))
+            result = self._try_if_it_fits(Trial(stage, size, others), memory.fitted(peaks))
             if result is None or result.value is None:
                 is_short = result is None or memory.is_exhausted(result.outcome.reason)
                 if not is_short:
@@ -222,7 +222,7 @@ class Tuner:
                 return
             before = now
             peaks.append((size, int((result.outcome.found or {}).get("peak_memory_per_gpu", 0))))
-            size = self._next_size(size, least_failed, memory.seen(peaks))
+            size = self._next_size(size, least_failed, memory.fitted(peaks))
             if any(size == tried for tried, _ in peaks):
                 return
 
@@ -245,7 +245,7 @@ class Tuner:
         return None
 
     def _lack(self, trial: Trial, need: Need | None = None) -> str:
-        """What memory a trial lacks, in words; empty where it fits, or where nobody knows."""
+        """Describe the memory that a trial lacks; empty if it fits, or if that is unknown."""
         look = self._look
         if look.memory_nbytes is None:
             return ""
@@ -256,19 +256,19 @@ class Tuner:
         if fits is None or fits >= trial.micro_batch:
             return ""
         wanted = need.at(trial.micro_batch) / _GB
-        return f"it would take {wanted:.3g} GB of the {look.memory_nbytes / _GB:.3g} GB of a rank"
+        return f"it needs {wanted:.3g} GB, but a rank has {look.memory_nbytes / _GB:.3g} GB"
 
     def _try(self, trial: Trial) -> Result:
         wish, section = self._wish, self._wish.section
         name = trial.name(wish.accumulation or 1)
         self._say(f"experiment {len(self.findings.results) + 1}: {name}")
-        told = {
+        experiment = {
             "enabled": True,
             "metric": section.metric,
             "start_profile_step": section.start_profile_step,
             "end_profile_step": section.end_profile_step,
         }
-        outcome = self.runner.run(name, config_of(wish, trial), told, METRICS)
+        outcome = self.runner.run(name, config_of(wish, trial), experiment, METRICS)
         value = value_in(outcome.found, section.metric)
         result = Result(trial, outcome, value)
         self.findings.results.append(result)
@@ -276,14 +276,14 @@ class Tuner:
         if self._look.memory_nbytes is None and outcome.found is not None:
             known = outcome.found.get("memory_per_gpu")
             self._look = Look(self._look.num_params, self._look.trainable, 0, known)
-        self._say(self._told(outcome, value))
+        self._say(self._summary_of(outcome, value))
         return result
 
-    def _told(self, outcome: Outcome, value: float | None) -> str:
+    def _summary_of(self, outcome: Outcome, value: float | None) -> str:
         metric = self.findings.metric
         took = f"{outcome.seconds:.1f} s" if outcome.is_new else "measured earlier"
         if value is None:
-            return f"{outcome.name} failed ({took}): {outcome.told}"
+            return f"{outcome.name} failed ({took}): {outcome.failure}"
         best = self.findings.best()
         assert best is not None  # this one at least
         so_far = f"{time.monotonic() - self._began:.0f} s so far"
@@ -300,7 +300,7 @@ class Tuner:
         text = self.findings.text(time.monotonic() - self._began, is_whole=is_whole)
         (runner.results / SUMMARY).write_text(text, encoding="utf-8")
         best = self.findings.best()
-        if best is None:  # what an earlier search has left would pass for the best of this one
+        if best is None:  # an earlier search's files would be mistaken for the best of this one
             for name in (BEST_CONFIG, BEST_COMMAND):
                 (runner.results / name).unlink(missing_ok=True)
             return
@@ -311,8 +311,8 @@ class Tuner:
         (runner.results / BEST_COMMAND).write_text(command + "\n", encoding="utf-8")
 
     def best_words(self) -> tuple[str, ...]:
-        """The program's words with the best configuration."""
+        """Return the program's words with the best configuration."""
         best = self.findings.best()
-        assert best is not None  # the search says so itself
+        assert best is not None  # otherwise the search has raised
         config = config_of(self._wish, best.trial)
         return self.runner.words_with(config, self.runner.results / BEST_CONFIG)

@@ -1,4 +1,4 @@
-"""The words of the user's command, and those that an experiment changes. Pure."""
+"""The words of the user's command line, and the changes to them for an experiment. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
 
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
-    """What a flag says, as `--flag value` or `--flag=value`; None where it is not there."""
+    """Return the value of `--flag value` or `--flag=value`; None if the flag is missing."""
     for at, word in enumerate(words):
         given, equals, value = word.partition("=")
         if given == flag and equals:
@@ -22,7 +22,7 @@ def value_of(words: Sequence[str], flag: str) -> str | None:
 
 
 def with_value(words: Sequence[str], flag: str, value: str) -> tuple[str, ...]:
-    """The words with another value of a flag; it comes last where it was not there."""
+    """Return the words with a flag set to `value`; a missing flag is appended."""
     if value_of(words, flag) is None:
         return (*words, flag, value)
     changed = list(words)
@@ -39,25 +39,25 @@ def with_value(words: Sequence[str], flag: str, value: str) -> tuple[str, ...]:
 
 
 def config_flag(words: Sequence[str]) -> str:
-    """The flag after which the program's words name its configuration.
+    """Return the flag with which the program's words name its configuration.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: the words have no such flag.
     """
     for flag in CONFIG_FLAGS:
         if value_of(words, flag):
             return flag
     raise LaunchError(
-        f"--autotuning gives each experiment a configuration of its own: the program must take its"
-        f" name as {' or '.join(CONFIG_FLAGS)} CONFIG, and {words[0] if words else 'it'} is given"
-        " none"
+        f"--autotuning passes each experiment its own configuration with"
+        f" {' or '.join(CONFIG_FLAGS)} CONFIG, but {words[0] if words else 'the program'} is called"
+        " without this flag; add it"
     )
 
 
 def mapped(
     words: Sequence[str], mappings: Mapping[str, str], config: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The words, with flags that say what the configuration says; "auto" leaves them alone."""
+    """Return the words with flags set to the values of mapped keys, except "auto"."""
     for key, flag in mappings.items():
         value = found_at(config, key)
         if value is not None and value != "auto":
@@ -66,9 +66,9 @@ def mapped(
 
 
 def found_at(config: Mapping[str, Any], path: str) -> Any:
-    """What stands at a path of a configuration; None where nothing does.
+    """Return the value at a path of a configuration; None if there is none.
 
-    A key without dots that is not at the top level is looked for in the sections.
+    A key without dots that is not at the top level is searched for in the sections.
     """
     value: Any = config
     for part in path.split("."):

@@ -1,1 +1,1 @@
-"""Saving and loading what training needs."""
+"""Saving and loading of training state."""

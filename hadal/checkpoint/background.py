@@ -1,4 +1,4 @@
-"""Saves of one engine: at once, or by a thread that writes a copy while training goes on."""
+"""Saves of one engine: synchronous, or by a thread that writes a copy while training goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hadal.checkpoint.collecting import Values
 from hadal.checkpoint.live import Live
-from hadal.checkpoint.saving import Job, Order, Plain, begin
+from hadal.checkpoint.saving import Plain, SaveJob, SaveRequest, begin
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.device import current_device, synchronize
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Staging:
-    """Host memory that a state is copied to; kept, since fresh memory is slow to write to."""
+    """Host memory that a state is copied to; it is kept because first writes to memory are slow."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def copied(self, tensors: Mapping[str, Values], prefix: str) -> dict[str, Values]:
-        """The same tensors, in this memory."""
+        """Return copies of the tensors in this memory."""
         return {
             name: self._copied(f"{prefix}.{name}", value)
             for name, value in tensors.items()
-            if isinstance(value, Tensor)  # nothing is on a disk, or the save is not detached
+            if isinstance(value, Tensor)  # a save with state on a disk is never detached
         }
 
     def _copied(self, name: str, value: Tensor) -> Tensor:
@@ -43,17 +43,17 @@ class _Staging:
             self.buffers[name] = buffer
         return buffer.copy_(value, non_blocking=True)
 
-    def keep_only(self, job: Job) -> None:
-        """Give back what the last save did not need."""
-        used = {f"share.{name}" for name in job.share.tensors}
+    def keep_only(self, job: SaveJob) -> None:
+        """Free the buffers that the last save did not need."""
+        used = {f"contents.{name}" for name in job.contents.tensors}
         self.buffers = {name: self.buffers[name] for name in used if name in self.buffers}
 
 
 class Saver:
     """Saves one engine's state, one save at a time.
 
-    A thread talks to the other ranks' threads in a group of its own: messages of training never
-    mix with its own. It is waited for at the next save, at a load, and at the end of the program.
+    The thread communicates with the other ranks' threads in a group of its own, so its messages
+    never mix with those of training. The next save, a load and the end of the program wait for it.
     """
 
     def __init__(self, world: Ranks) -> None:
@@ -64,20 +64,20 @@ class Saver:
         self._staging = _Staging()
         self._has_told = False
 
-    def save(self, order: Order, live: Live) -> None:
-        """Save; with `Rules.is_async`, return when all is copied. All ranks must call it.
+    def save(self, request: SaveRequest, live: Live) -> None:
+        """Save; with `Rules.is_async`, return once all is copied. All ranks must call it.
 
         Raises:
-            CheckpointError: on every rank: it failed, or the one begun before it did.
+            CheckpointError: on every rank: this save failed, or the one before it did.
         """
         self.wait()
-        job = begin(order, live)
+        job = begin(request, live)
         is_async = live.rules.is_async and not live.loads_on_use
         if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
             self._has_told = True
             _log.warning(
-                "checkpoint.async_save: state on the disk, or stored as int8, is not copied to"
-                " host memory, so that training waits until the checkpoint is written"
+                "checkpoint.async_save: state on disk, or stored as int8, is not copied to"
+                " host memory, so training waits until the checkpoint is written"
             )
         if not is_async:
             job.write(self._world)
@@ -90,9 +90,11 @@ class Saver:
         )
         self._thread.start()
 
-    def _detached(self, job: Job) -> Job:
-        """The same, in host memory of its own."""
-        share = replace(job.share, tensors=self._staging.copied(job.share.tensors, "share"))
+    def _detached(self, job: SaveJob) -> SaveJob:
+        """Return the job with copies of all tensors in host memory."""
+        contents = replace(
+            job.contents, tensors=self._staging.copied(job.contents.tensors, "contents")
+        )
         own, client = (
             Plain(
                 plain.values, {name: value.cpu().clone() for name, value in plain.tensors.items()}
@@ -100,14 +102,14 @@ class Saver:
             for plain in (job.own, job.client)
         )
         synchronize(current_device(), "what is to be saved")
-        # At the end of a program this thread is waited for, but cannot start another one.
+        # The end of the program waits for this thread, which then cannot start another one.
         writing = replace(job.rules.writing, is_doubled=False)
         rules = replace(job.rules, writing=writing)
-        detached = replace(job, share=share, own=own, client=client, rules=rules)
+        detached = replace(job, contents=contents, own=own, client=client, rules=rules)
         self._staging.keep_only(detached)
         return detached
 
-    def _write(self, job: Job, ranks: Ranks) -> None:
+    def _write(self, job: SaveJob, ranks: Ranks) -> None:
         try:
             job.write(ranks)
         except CheckpointError as error:
@@ -118,7 +120,7 @@ class Saver:
             _log.error("%s", self._fault)
 
     def wait(self) -> None:
-        """Wait until the save under way has ended. All ranks must call it.
+        """Wait for the save under way. All ranks must call it.
 
         Raises:
             CheckpointError: on every rank: it failed.
@@ -128,6 +130,6 @@ class Saver:
         self._thread.join()
         self._thread = None
         fault, self._fault = self._fault, None
-        with together(self._world, "a checkpoint that was written meanwhile"):
+        with together(self._world, "the checkpoint saved in the background"):
             if fault is not None:
                 raise fault

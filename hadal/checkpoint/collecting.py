@@ -1,7 +1,7 @@
-"""This rank's share of a checkpoint: which tensors it writes, and what the index says of them.
+"""Collecting what this rank writes to a checkpoint: tensors, and their rows in the index.
 
-What every rank has (weights and optimizer state that are not cut, buffers) is written once, a
-share by each rank. Nothing is copied here: tensors are views of what is being trained.
+Replicated values (unsharded weights and optimizer state, buffers) are written once, a slice by
+each rank. Nothing is copied here: tensors are views of the state under training.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hadal.checkpoint.contents import (
     BUFFER,
     MASTER,
     WEIGHT,
-    Part,
+    ModelPart,
     SavedBucket,
     SavedGroup,
+    SavedSlice,
     Single,
-    Stretch,
     merged_state,
     state_kind,
 )
@@ -33,7 +33,7 @@ from hadal.checkpoint.shards import DTYPE_OF, DTYPES
 from hadal.comm.collectives import max_
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
-from hadal.optim.pieces import Held
+from hadal.optim.pieces import HeldTensor
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import share_out
 from hadal.zero.views import flattened
@@ -46,78 +46,79 @@ StateRow = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The ranks of one part whose files lie in one folder, as one of them sees it."""
+    """The ranks of one part that write into one folder, as one of them sees them."""
 
     ranks: tuple[int, ...]
-    """Their numbers in the world."""
+    """Their ranks in the world."""
     me: int
-    """Mine."""
+    """This rank."""
 
     @property
     def number(self) -> int:
-        """Which of them I am."""
+        """This rank's index among them."""
         return self.ranks.index(self.me)
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def among(self, some: Collection[int]) -> Holders:
-        """Those of them that are among `some`, by their numbers in the world."""
+        """Return the holders that are in `some`, which are ranks of the world."""
         return Holders(tuple(rank for rank in self.ranks if rank in some), self.me)
 
     def cut(self, numel: int) -> tuple[int, int]:
-        """My share of elements that all of them have."""
+        """Return this rank's (start, stop) of `numel` elements that all of them have."""
         return numel * self.number // self.count, numel * (self.number + 1) // self.count
 
 
 @dataclass(slots=True)
 class Rows:
-    """What the index says of some tensors."""
+    """The index entries of some tensors."""
 
-    stretches: list[Stretch] = field(default_factory=list)
+    slices: list[SavedSlice] = field(default_factory=list)
     singles: list[Single] = field(default_factory=list)
     state: list[StateRow] = field(default_factory=list)
 
     def __getstate__(self) -> Any:
-        """For its way to another rank: plain tuples, and what is alike once."""
+        """Return plain tuples to send to another rank, with equal state once."""
         alike: dict[str, list[str]] = {}
         for name, values in self.state:
             alike.setdefault(json.dumps(values), []).append(name)
-        stretches = [
-            (*one[:5], DTYPES[one.dtype], one.rounds and DTYPES[one.rounds])
-            for one in self.stretches
+        slices = [
+            (*one[:5], DTYPES[one.dtype], one.rounds and DTYPES[one.rounds]) for one in self.slices
         ]
-        return stretches, self.singles, alike
+        return slices, self.singles, alike
 
     def __setstate__(self, state: Any) -> None:
-        stretches, self.singles, alike = state
-        self.stretches = [
-            Stretch(rank, kind, bucket, start, numel, DTYPE_OF[word], rounds and DTYPE_OF[rounds])
-            for rank, kind, bucket, start, numel, word, rounds in stretches
+        slices, self.singles, alike = state
+        self.slices = [
+            SavedSlice(
+                rank, kind, bucket, start, numel, DTYPE_OF[word], rounds and DTYPE_OF[rounds]
+            )
+            for rank, kind, bucket, start, numel, word, rounds in slices
         ]
         parsed = [(json.loads(text), names) for text, names in alike.items()]
         self.state = [(name, values) for values, names in parsed for name in names]
 
 
 Values = Tensor | StoredSlice
-"""In memory, or as they are stored elsewhere."""
+"""Values in memory, or stored on disk or encoded."""
 
 
 @dataclass(slots=True)
-class Share:
-    """What one rank writes."""
+class RankContents:
+    """The tensors that one rank writes, and their index entries."""
 
     tensors: dict[str, Values]
     mine: Rows
-    """Of what lies on this rank alone."""
+    """Entries of tensors that this rank alone has."""
     replicated: Rows
-    """Of what lies on all ranks, and is written by each folder's holders once."""
+    """Entries of tensors that all ranks have; each folder's holders write them once."""
 
 
 def find_own_values(live: Live) -> set[str]:
-    """The names of buffers, and of parameters outside of buckets, that differ between ranks.
+    """Return the names of buffers, and of parameters outside buckets, that differ between ranks.
 
     All ranks that share the model's part must call it.
     """
@@ -136,16 +137,18 @@ def _crc32(value: Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
-def collect(live: Live, own_values: set[str], holders: Holders, *, without_frozen: bool) -> Share:
-    """What this rank writes; no other rank need call it.
+def collect(
+    live: Live, own_values: set[str], holders: Holders, *, without_frozen: bool
+) -> RankContents:
+    """Collect what this rank writes; not a collective.
 
     Raises:
-        CheckpointError: the optimizer remembers something that a checkpoint cannot hold, or a
-            folder would hold less than one copy of the model states.
+        CheckpointError: the optimizer has state that a checkpoint cannot hold, or a folder would
+            hold less than one full copy of the model states.
     """
     _expect_whole_copies(live, holders)
-    share = Share({}, Rows(), Rows())
-    collecting = _Collecting(live.ranks.rank, holders, share)
+    contents = RankContents({}, Rows(), Rows())
+    collecting = _Collecting(live.ranks.rank, holders, contents)
     for number, bucket in enumerate(live.runtime.buckets):
         if bucket.trainable or not without_frozen:
             collecting.add_bucket(number, bucket)
@@ -159,11 +162,11 @@ def collect(live: Live, own_values: set[str], holders: Holders, *, without_froze
     if live.stepper is not None:
         numbers = {bucket: number for number, bucket in enumerate(live.runtime.buckets)}
         collecting.add_state(live, numbers)
-    return share
+    return contents
 
 
 def _expect_whole_copies(live: Live, holders: Holders) -> None:
-    """Where there are several copies of the states, each folder must hold a whole one."""
+    """Check that each folder will hold a full copy, if there are several copies of the states."""
     for bucket in live.runtime.buckets[:1]:
         sharing = bucket.sharing
         shards = {bucket.ranks.numbers.index(rank) % sharing.shards.size for rank in holders.ranks}
@@ -171,23 +174,23 @@ def _expect_whole_copies(live: Live, holders: Holders) -> None:
             raise CheckpointError(
                 f"rank {holders.me} saves into a folder that holds {len(shards)} of the"
                 f" {sharing.shards.size} shards of a copy (zero_optimization.mics_shard_size):"
-                " blocks of ranks that lie on several nodes need one folder for all; leave"
-                " checkpoint.use_node_local_storage out"
+                " blocks of ranks that span several nodes need one folder for all; remove"
+                " checkpoint.use_node_local_storage"
             )
 
 
 class _Collecting:
-    """Fills one rank's share."""
+    """A builder of one rank's share."""
 
-    def __init__(self, rank: int, holders: Holders, share: Share) -> None:
+    def __init__(self, rank: int, holders: Holders, contents: RankContents) -> None:
         self._rank = rank
         self._holders = holders
-        self._share = share
+        self._contents = contents
 
     def add_bucket(self, number: int, bucket: Bucket) -> None:
-        """Weights, and masters beside them."""
+        """Add a bucket's weights, and its masters if it keeps them."""
         master = bucket.master_source if bucket.precision.keeps_master else None
-        # Whole weights that were stepped in shards: each rank has its own shard as well.
+        # Full weights that are stepped in shards: each rank has its own shard as well.
         self._add_run(bucket, number, WEIGHT, bucket.span[0], bucket.shard_source, master)
         if master is not None:
             self._add_run(bucket, number, MASTER, bucket.span[0], master)
@@ -201,38 +204,38 @@ class _Collecting:
         values: Values,
         master: Values | None = None,
     ) -> None:
-        """1-D values that begin at element `start` of a bucket: mine, or my share of them.
+        """Add this rank's slice of 1-D values that begin at element `start` of a bucket.
 
-        They are not stored where they are the rounding of `master`.
+        Values that are the rounding of `master` are not stored.
         """
-        rows, first, last = self._share.mine, start, start + values.numel()
+        rows, first, last = self._contents.mine, start, start + values.numel()
         replicas = bucket.sharing.replicas
         low, high = first, last
         if not _is_cut(bucket):
-            rows = self._share.replicated
+            rows = self._contents.replicated
             low, high = self._holders.cut(bucket.layout.numel)
         elif replicas is not None:
-            # Each folder has whole copies of the states: those that hold my shard too share it out.
-            rows = self._share.replicated
+            # Each folder has full copies of the states; ranks with this shard each write a slice.
+            rows = self._contents.replicated
             low, high = self._holders.among(replicas.numbers).cut(values.numel())
             low, high = start + low, start + high
         first, last = max(first, low), min(last, high)
         if first >= last and values.numel():
             return
         mine = slice(first - start, last - start)
-        row = Stretch(self._rank, kind, number, first, last - first, values.dtype)
+        row = SavedSlice(self._rank, kind, number, first, last - first, values.dtype)
         if master is not None and is_rounding(values[mine], master[mine]):
             row = row._replace(rounds=master.dtype)
         else:
-            self._share.tensors[row.tensor] = values[mine]
-        rows.stretches.append(row)
+            self._contents.tensors[row.tensor] = values[mine]
+        rows.slices.append(row)
 
     def add_replicated(
         self, values: Sequence[tuple[str, str, Tensor]], own: set[str] | None = None
     ) -> None:
-        """Values that all ranks have: (kind, name, tensor). Those named by `own` are each rank's.
+        """Add values that all ranks have: (kind, name, tensor). Each rank writes its own of `own`.
 
-        Every holder must give the same ones.
+        Every holder must pass the same values.
         """
         shared = share_out(
             [value.numel() * value.element_size() for _, _, value in values],
@@ -243,14 +246,14 @@ class _Collecting:
             if is_own or holder == self._holders.number:
                 rank = None if is_own else self._rank
                 row = Single(rank, kind, name, tuple(value.shape), value.dtype)
-                self._share.replicated.singles.append(row)
-                self._share.tensors[row.tensor] = value
+                self._contents.replicated.singles.append(row)
+                self._contents.tensors[row.tensor] = value
 
     # ---- the optimizer's memory ------------------------------------------------------------------
 
     def add_state(self, live: Live, numbers: dict[Bucket, int]) -> None:
-        """What the optimizer remembers of what it steps on this rank."""
-        assert live.stepper is not None and live.optimizer is not None  # the caller has looked
+        """Add the optimizer's state of the tensors that it steps on this rank."""
+        assert live.stepper is not None and live.optimizer is not None  # the caller has checked
         everywhere: list[tuple[str, str, Tensor]] = []
         for held in live.stepper.held():
             known = live.optimizer.state.get(held.values, {})
@@ -260,14 +263,18 @@ class _Collecting:
             if _is_cut(held.bucket):
                 for kind, name, value in odd:
                     row = Single(self._rank, kind, name, tuple(value.shape), value.dtype)
-                    self._share.mine.singles.append(row)
-                    self._share.tensors[row.tensor] = value
+                    self._contents.mine.singles.append(row)
+                    self._contents.tensors[row.tensor] = value
             else:
                 everywhere += odd
         self.add_replicated(everywhere)
 
     def _add_elements(
-        self, held: Held, number: int, known: dict[str, Any], slices: Mapping[str, StoredSlice]
+        self,
+        held: HeldTensor,
+        number: int,
+        known: dict[str, Any],
+        slices: Mapping[str, StoredSlice],
     ) -> None:
         slot = None if held.slot is None else held.bucket.layout.slots[held.slot]
         for key, value in known.items():
@@ -278,8 +285,8 @@ class _Collecting:
                     values = own if slot is None else flattened(own, slot)
                 self._add_run(held.bucket, number, state_kind(key), held.start, values)
 
-    def _add_plain(self, held: Held, known: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
-        """Note what has no elements; tensors of another shape than the parameter's are returned."""
+    def _add_plain(self, held: HeldTensor, known: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
+        """Add state that is not a tensor; return tensors of another shape than the parameter's."""
         names = list(_names_of(held))
         plain, odd = {}, []
         for key, value in known.items():
@@ -292,19 +299,19 @@ class _Collecting:
                 plain[str(key)] = encoded_state(value, where)
         if odd and held.slot is None:
             raise CheckpointError(
-                f"the optimizer's state {odd[0][0]} of {names[0]} is not kept for each element, and"
-                " belongs to several parameters"
+                f"the optimizer's {odd[0][0]} of {names[0]} belongs to several parameters but is"
+                " not kept per element, so a checkpoint cannot hold it"
             )
         if plain:
             is_cut = _is_cut(held.bucket)
-            rows = self._share.mine if is_cut else self._share.replicated
+            rows = self._contents.mine if is_cut else self._contents.replicated
             if is_cut or self._holders.number == 0:
                 rows.state += [(name, plain) for name in names]
         return odd
 
 
 def is_rounding(weights: Values, master: Values) -> bool:
-    """Whether 1-D weights are their masters' rounding, bit for bit, wherever that is done again."""
+    """Return whether 1-D weights are the rounding of their masters, bit for bit, on any device."""
     if isinstance(weights, Tensor) and isinstance(master, Tensor):
         return _is_rounding(weights, master)
     pairs = zip(_parts(weights), _parts(master), strict=True)
@@ -312,7 +319,7 @@ def is_rounding(weights: Values, master: Values) -> bool:
 
 
 def _parts(values: Values) -> Iterator[Tensor]:
-    """A million elements at a time, whatever their dtype."""
+    """Yield a million elements at a time, whatever the dtype."""
     if isinstance(values, Tensor):
         yield from values.split(_PART_NUMEL) if values.numel() else ()
     else:
@@ -322,20 +329,20 @@ def _parts(values: Values) -> Iterator[Tensor]:
 
 
 def _is_rounding(weights: Tensor, master: Tensor) -> bool:
-    # On a CPU in blocks that stay in its cache; on a device masters may have to find room first.
+    # On a CPU, blocks that stay in its cache; on a device, masters may need room for a copy.
     block = _CPU_BLOCK_NUMEL if weights.device.type == "cpu" else _PART_NUMEL
     for start in range(0, weights.numel(), block):
         mine = weights.detach()[start : start + block]
         exact = master.detach()[start : start + block].to(mine.device)
         rounded = exact.to(mine.dtype)
-        # What becomes of a NaN's spare bits is different from device to device.
+        # The payload bits of a rounded NaN differ between devices.
         if not _same_bits(rounded, mine) or bool(exact.sum().isnan()):
             return False
     return True
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    # As few whole numbers as can be: 16-bit ones are slow to compare.
+    # The widest integers that fit: 16-bit ones are slow to compare.
     for dtype in (torch.int64, torch.int32, torch.int16):
         count = max(dtype.itemsize // one.element_size(), 1)
         if not any(flat.numel() % count or flat.storage_offset() % count for flat in (one, other)):
@@ -343,13 +350,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def is_elementwise(key: str, value: Any, held: Held) -> bool:
-    """Whether a value is kept for each element of what the optimizer holds."""
-    # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
+def is_elementwise(key: str, value: Any, held: HeldTensor) -> bool:
+    """Return whether the optimizer keeps a value for each element of the tensor that it steps."""
+    # A 0-dim parameter has 0-dim state; a step count is not per element.
     return isinstance(value, Tensor) and value.shape == held.values.shape and key != "step"
 
 
-def _names_of(held: Held) -> Iterator[str]:
+def _names_of(held: HeldTensor) -> Iterator[str]:
     layout = held.bucket.layout
     if held.slot is not None:
         yield plain_name(layout.slots[held.slot].name)
@@ -364,7 +371,7 @@ def _is_cut(bucket: Bucket) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all ranks of a part know of it alike."""
+    """The description of a part that all its ranks share."""
 
     buckets: tuple[SavedBucket, ...]
     groups: tuple[SavedGroup, ...]
@@ -372,7 +379,7 @@ class Head:
 
 
 def head_of(live: Live) -> Head:
-    """How the model lies in buckets, and how its parameters are grouped and named."""
+    """Return the layout of the model's buckets, and its parameters' groups and names."""
     options = [] if live.optimizer is None else map(_options, live.optimizer.param_groups)
     return Head(
         tuple(map(_saved_bucket, live.runtime.buckets)),
@@ -384,13 +391,13 @@ def head_of(live: Live) -> Head:
     )
 
 
-def describe(head: Head, rows: Iterable[Rows], ranks: Sequence[int]) -> Part:
-    """A part of the model, from the rows of all its ranks, whose numbers in the world are given."""
+def describe(head: Head, rows: Iterable[Rows], ranks: Sequence[int]) -> ModelPart:
+    """Build a part of the model from the rows of all its ranks; `ranks` are their world ranks."""
     rows = list(rows)
-    return Part(
+    return ModelPart(
         ranks=tuple(ranks),
         buckets=head.buckets,
-        stretches=tuple(one for row in rows for one in row.stretches),
+        slices=tuple(one for row in rows for one in row.slices),
         singles=tuple({(one.kind, one.name): one for row in rows for one in row.singles}.values()),
         state=merged_state(row.state for row in rows),
         groups=head.groups,
@@ -411,7 +418,7 @@ def _saved_bucket(bucket: Bucket) -> SavedBucket:
 
 
 def _options(group: dict[str, Any]) -> Any:
-    """What of a param group is plain data; objects of a running program are left out."""
+    """Return the options of a param group that are plain data; leave out other objects."""
     kept = {}
     for key, value in group.items():
         if key == "params":

@@ -1,8 +1,8 @@
-"""Whole weights of a model under training, on one rank, a bucket at a time.
+"""Full weights of a model under training on one rank, gathered bucket by bucket.
 
-All ranks gather each bucket in turn; rank 0 takes what it needs before the next one. So the others
-need memory for one bucket, and rank 0 for what it keeps. Where the model lies in model-parallel
-parts, the first rank that holds a part takes that.
+All ranks gather each bucket in turn; rank 0 copies what it needs before the next one. The other
+ranks need memory for one bucket, rank 0 for what it keeps. If the model is in model-parallel
+parts, the first rank of each part does what rank 0 does.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _PIECE_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """A model's parameters and persistent buffers, wide dtypes first."""
+class ModelWeights:
+    """A model's parameters and persistent buffers, in order of decreasing element size."""
 
     live: Live
     holders: list[Bucket | tuple[str, Tensor]]
-    """Buckets, and by their names the tensors that lie in none."""
+    """Buckets, and the tensors that are in no bucket with their names."""
     aliases: dict[str, str]
-    """Further names of tied parameters, and the names that `values` has for them."""
+    """Other names of tied parameters, mapped to their names in `values`."""
     excluded: frozenset[str]
-    """Parameters of these buckets that are not wanted."""
+    """Parameters of these buckets to leave out."""
 
     def values(self) -> Iterator[Value]:
-        """What there is, in the order of `cuts`."""
+        """Yield name, shape and dtype of each value, in the order of `cuts`."""
         for holder in self.holders:
             for name, tensor in self._members(holder):
                 yield Value(name, tuple(tensor.shape), tensor.dtype)
 
     def cuts(self) -> Iterator[Tensor]:
-        """Each value that has elements, readable until the next is asked for.
+        """Yield each value that has elements; it is valid until the next one is requested.
 
-        A collective: every rank must ask for all of them.
+        A collective: every rank must iterate to the end.
         """
         for holder in self.holders:
             gathered = [holder] if isinstance(holder, Bucket) else []
@@ -64,8 +64,8 @@ class Weights:
                 yield slot.name, parameter
 
 
-def weights_of(live: Live, *, exclude_frozen: bool = False) -> Weights:
-    """What can be had of a model; nothing is gathered yet."""
+def weights_of(live: Live, *, exclude_frozen: bool = False) -> ModelWeights:
+    """Return a model's weights and buffers; nothing is gathered yet."""
     runtime = live.runtime
     frozen = {p for p in live.names() if exclude_frozen and not live.is_trained(p)}
     loose = [(name, p) for name, p in live.unmanaged() if p not in frozen]
@@ -85,7 +85,9 @@ def weights_of(live: Live, *, exclude_frozen: bool = False) -> Weights:
         kept = first.get(parameter, names[0])
         if parameter not in frozen:
             aliases |= {name: kept for name in names if name != kept}
-    return Weights(live, sorted(holders, key=_itemsize, reverse=True), aliases, frozenset(excluded))
+    return ModelWeights(
+        live, sorted(holders, key=_itemsize, reverse=True), aliases, frozenset(excluded)
+    )
 
 
 def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:
@@ -95,9 +97,9 @@ def _itemsize(holder: Bucket | tuple[str, Tensor]) -> int:
 
 @torch.no_grad()
 def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str, Tensor] | None:
-    """The whole state on the host of a part's first rank, else None. All ranks must call it.
+    """Return the full state, on the host, on a part's first rank; None on the others. A collective.
 
-    Tied parameters are one tensor under several names; the order is the model's.
+    Tied parameters are one tensor under several names; the order is that of `state_dict`.
     """
     weights = weights_of(live, exclude_frozen=exclude_frozen)
     kept: dict[str, Tensor] = {}
@@ -116,7 +118,7 @@ def consolidated(live: Live, *, exclude_frozen: bool = False) -> OrderedDict[str
 
 
 def _in_model(module: nn.Module) -> Iterator[str]:
-    """Every name of the state, in the order of `state_dict`."""
+    """Yield every name of the state, in the order of `state_dict`."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for key in [*owner._parameters, *owner._buffers]:
             yield plain_name(f"{path}.{key}" if path else key)
@@ -126,13 +128,13 @@ def _in_model(module: nn.Module) -> Iterator[str]:
 def write_consolidated(
     live: Live, folder: Path, filename: str, max_shard_nbytes: int, *, exclude_frozen: bool = False
 ) -> None:
-    """Write the whole model in the layout of the Hugging Face hub. All ranks must call it.
+    """Write the full model in the Hugging Face layout. All ranks must call it.
 
-    Of a model in parts each is written whole, into a folder `mp_rank_NN` of its own: how they are
-    cut is known to the program alone.
+    If the model is in model-parallel parts, each part is written into its own folder `mp_rank_NN`:
+    only the program knows how the parts fit together.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank.
+        CheckpointError: on every rank: it cannot be written.
     """
     if live.parts > 1:
         folder /= f"mp_rank_{live.part:02d}"
@@ -145,16 +147,16 @@ def write_consolidated(
                 copies = _copies(cuts)
                 write_model(folder, filename, values, copies, weights.aliases, max_shard_nbytes)
         finally:
-            # Gathers are collectives: whatever has happened here, the others are at them.
+            # Gathers are collectives: the other ranks run them whatever happened here.
             for _ in cuts:
                 pass
 
 
 def _copies(cuts: Iterator[Tensor]) -> Iterator[Tensor]:
-    """A small piece at a time, on the host.
+    """Yield small copies on the host.
 
-    Never a view of a bucket: memory that numpy has seen can not be resized any more, and so not
-    be freed.
+    They are never views of a bucket: memory that numpy has seen can no longer be resized, and so
+    not be freed.
     """
     for cut in cuts:
         for piece in cut.reshape(-1).split(_PIECE_NUMEL):

@@ -1,12 +1,12 @@
-"""What lies where in a checkpoint, and how its index says so: plain values, no tensors.
+"""The contents of a checkpoint as its index describes them: plain values, no tensors.
 
 Words of this file.
 
-kind      what a stored value is to its name: "weight", "master", "buffer", or "state.<key>" for
-          what the optimizer remembers under a key
-stretch   consecutive elements of one kind in one bucket: one tensor of one rank's file
-single    a value that lies in no bucket, or whose shape is not its parameter's: one tensor
-part      all of a model, or what one of several model-parallel ranks holds of it
+kind      the role of a stored value: "weight", "master", "buffer", or "state.<key>" for the
+          optimizer's state under a key
+slice     consecutive elements of one kind in one bucket: one tensor of one rank's file
+single    a value that is in no bucket, or whose shape is not its parameter's: one tensor
+part      a whole model, or the part of it that one of several model-parallel ranks holds
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _STATE = "state."
 
 
 def state_kind(key: str) -> str:
-    """The kind of what the optimizer remembers under a key."""
+    """Return the kind of the optimizer's state under a key."""
     return _STATE + key
 
 
 def state_key(kind: str) -> str | None:
-    """The optimizer's key of a kind; None for any other kind."""
+    """Return the optimizer's key of a kind; None for any other kind."""
     return kind.removeprefix(_STATE) if kind.startswith(_STATE) else None
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBucket:
-    """A bucket as it lay when it was saved."""
+    """A bucket's layout when it was saved."""
 
     name: str
     numel: int
     partition: str
-    """What was cut over the ranks: "---", "o--", "og-" or "ogw"."""
+    """The states sharded over the ranks: "---", "o--", "og-" or "ogw"."""
     trainable: bool
     slots: tuple[Slot, ...]
 
 
-class Stretch(NamedTuple):
+class SavedSlice(NamedTuple):
     """Consecutive elements of one kind in one bucket, and the rank that holds them.
 
-    Weights that are, bit for bit, the rounding of their masters are not stored: the stretch is then
-    that of the masters.
+    Weights that are, bit for bit, the rounding of their masters are not stored: the slice then
+    refers to the masters.
     """
 
     rank: int
@@ -61,28 +61,28 @@ class Stretch(NamedTuple):
     numel: int
     dtype: torch.dtype
     rounds: torch.dtype | None = None
-    """The dtype of the masters that these weights are the rounding of; None: they are stored."""
+    """The dtype of the masters that round to these weights; None: the weights are stored."""
     holders: int = 1
-    """So many ranks, from `rank` on, hold as many elements each, one after the other."""
+    """The number of consecutive ranks, from `rank` on, that hold `numel` elements each."""
 
     @property
     def tensor(self) -> str:
-        """The name, in the rank's file, of what is stored."""
+        """The name of the stored tensor in the rank's file."""
         kind = self.kind if self.rounds is None else MASTER
         return f"bucket.{self.bucket}.{self.start}.{kind}"
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of what is stored."""
+        """The dtype of the stored tensor."""
         return self.rounds or self.dtype
 
     @property
     def stop(self) -> int:
-        """The first element behind it."""
+        """The element after the last."""
         return self.start + self.numel * self.holders
 
-    def between(self, low: int, high: int) -> Iterator[Stretch]:
-        """What single ranks hold of it that has elements in [low, high)."""
+    def between(self, low: int, high: int) -> Iterator[SavedSlice]:
+        """Yield the slices of single ranks that have elements in [low, high)."""
         if self.numel and low < high:
             first = max(low - self.start, 0) // self.numel
             last = min(-(-(high - self.start) // self.numel), self.holders)
@@ -92,7 +92,7 @@ class Stretch(NamedTuple):
 
 
 class Single(NamedTuple):
-    """A value that is stored whole, and the rank that holds it; None: every rank its own."""
+    """A value that is stored whole, and the rank that holds it; None: each rank has its own."""
 
     rank: int | None
     kind: str
@@ -102,39 +102,39 @@ class Single(NamedTuple):
 
     @property
     def tensor(self) -> str:
-        """Its name in the rank's file."""
+        """The value's name in the rank's file."""
         return f"single.{self.kind}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A param group: its options (learning rate and so on), and the names of its parameters."""
+    """A param group: its options (learning rate and so on) and its parameters' names."""
 
     options: Any
-    """As `plain.encoded` has made them."""
+    """Encoded by `plain.encoded`."""
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One part of a model and the ranks that hold it."""
+class ModelPart:
+    """A model-parallel part of a model (or all of it), and the ranks that hold it."""
 
     ranks: tuple[int, ...]
-    """Their numbers in the world; elsewhere they are counted from 0, in this order."""
+    """Their ranks in the world; other fields count them from 0, in this order."""
     buckets: tuple[SavedBucket, ...]
-    stretches: tuple[Stretch, ...]
+    slices: tuple[SavedSlice, ...]
     singles: tuple[Single, ...]
     state: Mapping[str, Mapping[str, Any]]
-    """By parameter and key: optimizer state that is no tensor of elements, encoded."""
+    """Encoded optimizer state that is not per element, by parameter and key."""
     groups: tuple[SavedGroup, ...]
     aliases: Mapping[str, str]
-    """Further names of tied parameters, and the name that they are saved under."""
+    """Other names of tied parameters, mapped to the names they are saved under."""
 
 
-def part_as_json(part: Part) -> dict[str, Any]:
-    """What `part_of_json` turns back. Stretches and state that are alike are said once."""
+def part_as_json(part: ModelPart) -> dict[str, Any]:
+    """Encode a part as JSON, equal slices and state once; `part_of_json` reverses it."""
     rows: dict[tuple[str, int, str, str], list[list[int]]] = {}
-    for one in part.stretches:
+    for one in part.slices:
         key = (one.kind, one.bucket, DTYPES[one.dtype], DTYPES[one.stored])
         rows.setdefault(key, []).append([one.rank, one.start, one.numel, one.holders])
     alike: dict[str, list[str]] = {}
@@ -168,11 +168,11 @@ def part_as_json(part: Part) -> dict[str, Any]:
     }
 
 
-def part_of_json(content: Any) -> Part:
-    """A part as the index tells of it.
+def part_of_json(content: Any) -> ModelPart:
+    """Decode a part from the index.
 
     Raises:
-        ValueError, TypeError, KeyError: `part_as_json` has not made it.
+        ValueError, TypeError, KeyError: `part_as_json` did not produce it.
     """
     buckets = tuple(
         SavedBucket(
@@ -184,8 +184,8 @@ def part_of_json(content: Any) -> Part:
         )
         for row in content["buckets"]
     )
-    stretches = tuple(
-        Stretch(
+    slices = tuple(
+        SavedSlice(
             _count(rank),
             str(kind),
             _count(bucket),
@@ -208,10 +208,10 @@ def part_of_json(content: Any) -> Part:
         )
         for rank, kind, name, shape, word in content["singles"]
     )
-    return Part(
+    return ModelPart(
         ranks=tuple(_count(rank) for rank in content["ranks"]),
         buckets=buckets,
-        stretches=stretches,
+        slices=slices,
         singles=singles,
         state={str(name): dict(values) for names, values in content["state"] for name in names},
         groups=tuple(
@@ -230,14 +230,14 @@ def _slot_as_json(slot: Slot) -> list[Any]:
 def _slot_of_json(name: Any, shape: Any, group: Any, offset: Any, order: Any = ()) -> Slot:
     slot = Slot(str(name), _shape(shape), int(group), _count(offset), _shape(order))
     if slot.order and sorted(slot.order) != list(range(len(slot.shape))):
-        raise ValueError(f"{order} is no order of the dimensions of {name}")
+        raise ValueError(f"{order} is not a permutation of the dimensions of {name}")
     return slot
 
 
 def _joined(cuts: list[list[int]]) -> list[list[int]]:
-    """Cuts (rank, start, numel, holders), with even ones of consecutive ranks made one.
+    """Merge cuts (rank, start, numel, holders) of consecutive ranks that have the same numel.
 
-    So the index does not grow with the ranks; where there is one holder that is left out.
+    So the index does not grow with the ranks. A single holder is left out.
     """
     joined: list[list[int]] = []
     for cut in sorted(cuts):
@@ -252,7 +252,7 @@ def _joined(cuts: list[list[int]]) -> list[list[int]]:
 def merged_state(
     of_ranks: Iterable[Sequence[tuple[str, dict[str, Any]]]],
 ) -> dict[str, dict[str, Any]]:
-    """State of all parameters from what each rank has of its own; they agree where both have it."""
+    """Merge the ranks' parameter states; ranks that have the same state agree on it."""
     merged: dict[str, dict[str, Any]] = {}
     for rows in of_ranks:
         for name, values in rows:
@@ -262,13 +262,13 @@ def merged_state(
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _rounds(kind: Any, word: Any) -> torch.dtype:
     if kind != WEIGHT:
-        raise ValueError(f"{kind!r} is told to be the rounding of masters")
+        raise ValueError(f"{kind!r} is marked as rounded masters; only weights can be")
     return _dtype(word)
 
 

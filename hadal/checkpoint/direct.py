@@ -1,10 +1,10 @@
-"""Bytes on their way to a file and back, in blocks.
+"""Direct file I/O in blocks.
 
-They go past the system's cache where that can be: to find room in it takes longer than the disk
-does, and what was there is lost to the program. So whole blocks are written directly (O_DIRECT),
-and only what is left at the end by way of the cache; what is read comes from the cache as far as it
-is there. Blocks lie on huge pages: a disk takes such a one in a few requests, pages of the usual
-size in hundreds, which is two to four times as slow.
+Blocks bypass the system's cache if possible: making room in it takes longer than the disk does, and
+evicts what the program has there. So whole blocks are written directly (O_DIRECT) and only the rest
+at the end goes through the cache; reads use the cache for what it already has. Blocks are on huge
+pages: a disk needs only a few requests for such a block but hundreds for pages of the usual size,
+which is two to four times as slow.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from hadal.offload.extents import ALIGNMENT
 
 _BLOCK_NBYTES = 1 << 21
 _DIRECT_NBYTES = 1 << 18
-# So many that a block has left the processor's cache when it is filled again: where a core fills
-# it, as in a virtual machine, it would first have to fetch it from the core that looked at it.
+# Enough blocks that one has left the processor's cache before it is filled again: if a core fills
+# it, as in a virtual machine, it would first have to fetch it from the core that read it.
 _AHEAD = 5
-# Pages that are waited for, in a file that the cache has as it seems.
+# The number of cache misses to wait for, in a file that seems to be cached.
 _PATIENCE = 4
-# So many are kept before it is judged whether that takes too long.
+# The number of blocks to keep before judging whether keeping takes too long.
 _TRIED_BLOCKS = 8
 
 
 class Output:
-    """Collects bytes into blocks and writes these in order, to the descriptor of an empty file.
+    """A writer that collects bytes into blocks and writes them in order to an empty file.
 
-    With `doubled` one block is written by a thread while the next is filled. Leaving it as a
-    context writes what is left, and waits.
+    With `doubled` a thread writes one block while the next is filled. Leaving the context writes
+    the rest and waits.
     """
 
     def __init__(self, descriptor: int, *, doubled: bool) -> None:
@@ -72,10 +72,10 @@ class Output:
             self._memory.__exit__(None, None, None)
 
     def write(self, given: bytes | memoryview) -> None:
-        """Take bytes; they are copied.
+        """Copy bytes into the current block, and write it once it is full.
 
         Raises:
-            OSError: these, or those before, cannot be written.
+            OSError: these or earlier bytes cannot be written.
         """
         rest = memoryview(given)
         while rest:
@@ -87,7 +87,7 @@ class Output:
                 self._flush()
 
     def _flush(self) -> None:
-        """Begin to write the block that is full, and go on with the other."""
+        """Start writing the full block, and switch to the other."""
         if not self._has_begun:
             self._has_begun = True
             self._go_direct(True)
@@ -110,7 +110,7 @@ class Output:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
             except OSError as error:
-                # After a piece of odd length, or on a file system that wants larger ones.
+                # After a chunk of odd length, or on a file system that requires larger ones.
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
                 self._go_direct(False)
@@ -121,27 +121,27 @@ class Output:
 
 
 class Kept:
-    """A part of a file, held in memory from its first reading for the next one.
+    """A contiguous range of a file, kept in memory between its first read and the next.
 
-    `room` tells the bytes that may still be taken, in whole blocks; `apart` the (start, stop) of
-    extents of the file that are held in tensors of their own, for whoever wants to go on with them.
-    Memory has to be found, which may take longer than to read again (where a host has first to give
-    it to a virtual machine): once it does, no more is kept.
+    `room` is the number of bytes that may still be kept, in whole blocks; `apart` lists the
+    (start, stop) extents of the file that get tensors of their own, which callers may take over.
+    Allocating memory may take longer than reading again (if a host must first give it to a virtual
+    machine): once it does, no more is kept.
     """
 
     def __init__(self, room: int, apart: Iterable[tuple[int, int]] = ()) -> None:
         self.room = room
         self.start = self.stop = 0
-        """The bytes of the file that are here: [start, stop)."""
+        """The kept bytes of the file: [start, stop)."""
         self._apart = sorted(extent for extent in apart if extent[0] < extent[1])
         self._starts: list[int] = []
         self._pieces: list[Tensor] = []
         self._blocks = 0
-        """How many have been kept; the seconds for that, and those that it took to read them."""
+        """The number of kept blocks; then the seconds to keep them, and to read them."""
         self._keeping = self._reading = 0.0
 
     def between(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes [start, stop), which are all here."""
+        """Yield bytes [start, stop), which must all be kept."""
         number = bisect_right(self._starts, start) - 1
         while start < stop:
             piece, offset = self._pieces[number], start - self._starts[number]
@@ -151,16 +151,16 @@ class Kept:
             number += start == self._starts[number] + len(piece)
 
     def whole(self, start: int, stop: int) -> Tensor | None:
-        """One of the extents held apart: its bytes, 1-D uint8; None where it is not all here."""
+        """Return the bytes of an `apart` extent, 1-D uint8; None if not all of it is kept."""
         if not self.start <= start <= stop <= self.stop or (start, stop) not in self._apart:
             return None
         return self._pieces[bisect_right(self._starts, start) - 1]
 
     def take(self, block: memoryview, place: int, seconds: float) -> None:
-        """Keep a copy of the block at `place` of the file, if there is room for it.
+        """Keep a copy of the block at `place` of the file, read in `seconds`, if there is room.
 
-        It took so many seconds to read. The first may begin anywhere, as what came before may be in
-        the cache; what follows it is taken without a gap.
+        The first block may be anywhere, as those before it may come from the cache; the following
+        blocks must leave no gap.
         """
         if (self._starts and place != self.stop) or self.room < _BLOCK_NBYTES:
             return
@@ -179,20 +179,20 @@ class Kept:
         self._blocks += 1
         self._keeping += perf_counter() - began
         self._reading += seconds
-        # To read again takes more than to read once: the system is asked anew for every part.
+        # A second read costs more than the first: the system is asked again for every part.
         if self._blocks >= _TRIED_BLOCKS and self._keeping > 2 * self._reading:
             self.room = 0
 
     def _add_piece(self) -> None:
-        """Memory for what follows: an extent that is held apart, or a block up to the next one."""
+        """Allocate memory for the next bytes: an `apart` extent, or a block up to the next one."""
         start = self.stop
         following = bisect_left(self._apart, (start, start))
         begin, stop = (*self._apart, (sys.maxsize, sys.maxsize))[following]
         if begin == start:
             piece = torch.empty(stop - start, dtype=torch.uint8)
         else:
-            # Memory of its own, which the system has back when this is let go of. No disk reads
-            # into it: pages of the usual size are there at once, huge ones may have to be found.
+            # Its own memory, which returns to the system when freed. No disk reads into it, and
+            # pages of the usual size are available at once, while huge ones may have to be found.
             room = min(begin - start, _BLOCK_NBYTES)
             piece = torch.frombuffer(usual_pages(room), dtype=torch.uint8)
         self._starts.append(start)
@@ -202,13 +202,13 @@ class Kept:
 def blocks_of(
     descriptor: int, start: int, stop: int, kept: Kept | None = None
 ) -> Iterator[memoryview]:
-    """Bytes [start, stop) of a file in order; each block lasts until the next is asked for.
+    """Yield bytes [start, stop) of a file in order; each block is valid until the next one.
 
-    Some are read by a thread while another is looked at. What is kept is not read again, and what
-    does not come from the cache is kept, as far as there is room.
+    A thread reads some blocks while the caller uses another. Kept bytes are not read again, and
+    bytes that do not come from the cache are kept if there is room.
 
     Raises:
-        OSError: it cannot be read, or is shorter.
+        OSError: the file cannot be read, or is shorter.
     """
     low, high = (kept.start, kept.stop) if kept is not None else (stop, stop)
     low, high = min(max(low, start), stop), max(min(high, stop), start)
@@ -221,12 +221,12 @@ def blocks_of(
 
 
 def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = None) -> None:
-    """Fill `out` with the bytes of a file from `start` on; what is kept is not read again.
+    """Fill `out` with the bytes of a file from `start` on; kept bytes are not read again.
 
-    What lies in the cache is copied from there into its place.
+    Cached bytes are copied straight into `out`.
 
     Raises:
-        OSError: it cannot be read, or is shorter.
+        OSError: the file cannot be read, or is shorter.
     """
     stop, done = start + len(out), 0
     if kept is None or min(kept.stop, stop) <= max(kept.start, start):
@@ -242,7 +242,7 @@ def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = 
 
 
 def read_on(descriptor: int, wanted: bool) -> None:
-    """Whether the system reads more of an open file into its cache than is asked for."""
+    """Set whether the system reads ahead in an open file."""
     if hasattr(os, "posix_fadvise"):
         advice = os.POSIX_FADV_NORMAL if wanted else os.POSIX_FADV_RANDOM
         os.posix_fadvise(descriptor, 0, 0, advice)
@@ -254,9 +254,9 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
         return
     if start == stop:
         return
-    # A disk that finds the next request waiting does not pause between two of them.
+    # With the next request already queued, the disk does not pause between requests.
     with _blocks(1 + _AHEAD) as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
-        # Not its first byte: a file's header may be there alone.
+        # Not its first byte: perhaps only the file's header is cached.
         file, free = _Input(descriptor, min(start + _BLOCK_NBYTES, stop) - 1), deque(blocks)
         places = iter(range(start - start % ALIGNMENT, stop, _BLOCK_NBYTES))
         asked: deque[tuple[int, memoryview, Future[_Filled]]] = deque()
@@ -281,7 +281,7 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
 
 
 def _read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
-    """A short piece: it comes through the cache, which reads on for the next one."""
+    """Read a short range, through the cache, which reads ahead for the next one."""
     found = bytearray(stop - start)
     rest, place = memoryview(found), start
     while rest:
@@ -293,43 +293,43 @@ def _read_exactly(descriptor: int, start: int, stop: int) -> bytearray:
 
 
 def _up_to(block: memoryview, nbytes: int) -> memoryview:
-    """As much of a block as whole pages of so many bytes take."""
+    """Return as much of a block as `nbytes` take in whole pages."""
     return block[: nbytes + -nbytes % ALIGNMENT]
 
 
 class _Filled(NamedTuple):
-    """What has been read."""
+    """The outcome of filling a block."""
 
     nbytes: int
     was_cached: bool
-    """Whether all of it was in the cache."""
+    """True if all of it was in the cache."""
     seconds: float
 
 
 class _Input:
-    """A file as it is read: from the cache while it is there, then past it."""
+    """A reader that uses the cache while the file is in it, and then bypasses it."""
 
     def __init__(self, descriptor: int, place: int) -> None:
-        """Look whether the cache has `place`, a byte of the first block that will be read."""
+        """Check whether `place`, a byte of the first block to read, is cached."""
         self._descriptor = descriptor
         self.is_cached = hasattr(os, "RWF_NOWAIT")
-        """Whether all that was read was in the cache: it will be there again."""
+        """True while everything read was cached, so that it will be again."""
         self._is_direct = False
         self._misses = 0
-        # What misses the cache begins to be read into it, and what follows too, unless told so.
+        # A cache miss starts reading the page, and the following ones, into it unless advised.
         read_on(descriptor, False)
         self.is_cached = self.take_cached(memoryview(bytearray(1)), place) is not None
         read_on(descriptor, self.is_cached)
 
     def fill(self, block: memoryview, place: int) -> _Filled:
-        """Read from `place` on, where a page begins, until the block is full, or the file ends."""
+        """Read from `place`, a page's start, until the block is full or the file ends."""
         filled, began = 0, perf_counter()
         while self.is_cached and filled < len(block):
-            # A page first: what misses the cache begins to be read into it.
+            # One page first: a cache miss starts reading all of the request into the cache.
             limit = len(block) if filled else ALIGNMENT
             count = self.take_cached(block[filled:limit], place + filled)
             if count is None and self._misses < _PATIENCE:
-                # A page that is on its way, or being moved, is no reason to leave the cache.
+                # A page that is still being read, or moved, is no reason to leave the cache.
                 self._misses += 1
                 count = self._read(block[filled : filled + ALIGNMENT], place + filled)
             if count == 0:
@@ -345,13 +345,13 @@ class _Input:
         return _Filled(filled, self.is_cached, perf_counter() - began)
 
     def take_cached(self, block: memoryview, place: int) -> int | None:
-        """As much of a block as the cache has; None: nothing. 0: the file ends."""
+        """Read as much of a block as is cached; None: nothing is, 0: the file ends."""
         if not self.is_cached:
             return None
         try:
             return os.preadv(self._descriptor, [block], place, os.RWF_NOWAIT)
         except OSError as error:
-            # Not there; or a file system that cannot tell.
+            # Not cached, or a file system that does not support the flag.
             if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             return None
@@ -360,7 +360,7 @@ class _Input:
         try:
             return os.preadv(self._descriptor, [block], place)
         except OSError as error:
-            # A file system that wants larger pieces than pages.
+            # A file system that requires requests larger than pages.
             if error.errno != errno.EINVAL or not self._is_direct:
                 raise
             self._go_direct(False)
@@ -371,7 +371,7 @@ class _Input:
             self._is_direct = set_direct(self._descriptor, wanted)
 
 
-# Blocks that nobody uses: fresh memory is slow to fill. A forked process makes its own.
+# Unused blocks, kept because first writes to memory are slow. A forked process makes its own.
 _free: list[memoryview] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_free.clear)
@@ -379,7 +379,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def _blocks(count: int) -> Iterator[list[memoryview]]:
-    """Blocks of memory on huge pages, for as long as the context lasts."""
+    """Lend blocks of memory on huge pages for the duration of the context."""
     blocks = [_block() for _ in range(count)]
     try:
         yield blocks

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, without ranks: as a file, or as a state dict."""
+"""Export of a checkpoint's weights, without ranks: as files or as a state dict."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from hadal.checkpoint.source import Source
 from hadal.errors import CheckpointError
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
-"""What weights can be converted to, by the names that configurations have for them."""
+"""The dtypes that weights can be converted to, by their names in configurations."""
 _log = logging.getLogger(__name__)
 _CUT_NUMEL = 1 << 22
 
 
-class Stored(NamedTuple):
-    """A value as it shall be given out, and the kind that it is read from."""
+class ExportedValue(NamedTuple):
+    """A value to export, and the kind that it is read from."""
 
     value: Value
     kind: str
 
 
-def stored_values(
+def values_to_export(
     source: Source, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
-) -> list[Stored]:
-    """Weights and buffers in the order of the source; in their own dtype, or in that one.
+) -> list[ExportedValue]:
+    """Return the weights and buffers in the order of the source, in `dtype` or their own dtype.
 
-    Where the dtype is not the weights' own, they come from the masters. Buffers become wider, but
-    never narrower: what is fp32 beside 16-bit weights is so on purpose.
+    A weight whose own dtype is not wanted is read from its master. A buffer may become wider, but
+    never narrower: fp32 buffers beside 16-bit weights are deliberate.
 
     Raises:
-        CheckpointError: frozen parameters cannot be told from trained ones.
+        CheckpointError: the checkpoint does not distinguish frozen parameters from trained ones.
     """
     trained = {name for group in source.groups for name in group.names}
     if exclude_frozen and not trained:
         raise CheckpointError(
-            f"{source.path} does not tell which parameters were trained; leave frozen ones in"
+            f"{source.path} does not record which parameters were trained; include frozen ones"
         )
     found = []
     for (name, kind), entry in source.entries.items():
@@ -56,12 +56,12 @@ def stored_values(
             wanted = dtype if kind == WEIGHT else torch.promote_types(wanted, dtype)
         if wanted != entry.dtype and (name, MASTER) in source.entries:
             kind = MASTER
-        found.append(Stored(Value(name, entry.shape, wanted), kind))
+        found.append(ExportedValue(Value(name, entry.shape, wanted), kind))
     return found
 
 
-def tied_names(source: Source, stored: list[Stored]) -> dict[str, str]:
-    """Further names of what is given out."""
+def tied_names(source: Source, stored: list[ExportedValue]) -> dict[str, str]:
+    """Return the other names of the exported values, each with the name it is exported under."""
     kept = {one.value.name for one in stored}
     return {alias: name for alias, name in source.aliases.items() if name in kept}
 
@@ -75,13 +75,13 @@ def export(
     max_shard_nbytes: int,
     exclude_frozen: bool = False,
 ) -> list[Path]:
-    """Write the weights of a checkpoint in the layout of the Hugging Face hub.
+    """Write the weights of a checkpoint in the Hugging Face layout.
 
     Raises:
-        CheckpointError: it cannot be read or written.
+        CheckpointError: the checkpoint cannot be read, or the files cannot be written.
     """
-    _tell_of_masters(source, dtype)
-    stored = stored_values(source, dtype, exclude_frozen=exclude_frozen)
+    _warn_if_rounded(source, dtype)
+    stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
     kinds = {one.value.name: one.kind for one in stored}
     values = in_order(one.value for one in stored)
     return write_model(
@@ -101,8 +101,8 @@ def _cuts(source: Source, values: list[Value], kinds: Mapping[str, str]) -> Iter
             yield source.read(value.name, kinds[value.name], start, stop).to(value.dtype)
 
 
-def _tell_of_masters(source: Source, dtype: torch.dtype | None) -> None:
-    """Say where fp32 values are asked for and only rounded ones are there."""
+def _warn_if_rounded(source: Source, dtype: torch.dtype | None) -> None:
+    """Log a warning if fp32 values are requested and the checkpoint has only rounded ones."""
     kinds = {kind for _, kind in source.entries}
     narrow = [
         name
@@ -111,8 +111,8 @@ def _tell_of_masters(source: Source, dtype: torch.dtype | None) -> None:
     ]
     if dtype == torch.float32 and narrow and MASTER not in kinds:
         _log.warning(
-            "%s holds no fp32 masters that can be told by their names (DeepSpeed's stage 0 saves"
-            " none): the values given out are those of the 16-bit weights",
+            "%s holds no fp32 masters with names (DeepSpeed's stage 0 saves none): the exported"
+            " values are those of the 16-bit weights",
             source.path,
         )
 
@@ -120,19 +120,19 @@ def _tell_of_masters(source: Source, dtype: torch.dtype | None) -> None:
 class LazyTensor:
     """A tensor of a checkpoint that is read when `contiguous()` is called."""
 
-    def __init__(self, source: Source, stored: Stored) -> None:
+    def __init__(self, source: Source, stored: ExportedValue) -> None:
         self._source = source
         self._stored = stored
         self.shape = torch.Size(stored.value.shape)
         self.dtype = stored.value.dtype
 
     def contiguous(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Read the tensor and return it."""
         return read_whole(self._source, self._stored)
 
 
-def read_whole(source: Source, stored: Stored) -> Tensor:
-    """A value in memory of its own."""
+def read_whole(source: Source, stored: ExportedValue) -> Tensor:
+    """Read a whole value and return it."""
     value, kind = stored
     found = torch.empty(value.numel, dtype=value.dtype)
     for start in range(0, value.numel, _CUT_NUMEL):
@@ -144,9 +144,9 @@ def read_whole(source: Source, stored: Stored) -> Tensor:
 def state_dict_of(
     source: Source, dtype: torch.dtype | None, *, exclude_frozen: bool = False, lazy: bool = False
 ) -> dict[str, Tensor | LazyTensor]:
-    """All weights and buffers, under all their names; tied ones are one tensor."""
-    _tell_of_masters(source, dtype)
-    stored = stored_values(source, dtype, exclude_frozen=exclude_frozen)
+    """Return all weights and buffers under all their names; tied ones are one tensor."""
+    _warn_if_rounded(source, dtype)
+    stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
     state: dict[str, Tensor | LazyTensor] = {
         one.value.name: LazyTensor(source, one) if lazy else read_whole(source, one)
         for one in stored
@@ -155,6 +155,6 @@ def state_dict_of(
 
 
 def load_weights(model: nn.Module, source: Source) -> None:
-    """Put fp32 values into a model on the host; names that it lacks, or has beside, are left."""
+    """Load fp32 values into a model on the host; names that only one of the two has are ignored."""
     model.cpu()
     model.load_state_dict(state_dict_of(source, torch.float32), strict=False)

@@ -1,8 +1,8 @@
-"""Files that are known to be on disk, and to be what was written: syncs, checksums, renames.
+"""Durable, verified files: syncs, checksums and atomic renames.
 
-The checksum is XXH3 of 64 bits: it finds damage, at the speed of memory (CRC-32, which earlier
-versions wrote, takes several times as long); it is no proof against a forger, who could write
-another checkpoint altogether.
+The checksum is 64-bit XXH3: it finds damage at the speed of memory (CRC-32, which earlier versions
+wrote, takes several times as long). It is no protection against a forger, who could write another
+checkpoint altogether.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _READ_NBYTES = 1 << 20
 
 
 CHECKSUM = "xxh3_64"
-"""The one that files are written with."""
+"""The checksum that new files are written with."""
 
 
 class Seal(NamedTuple):
-    """What a file must be: its bytes, their checksum, and those of its first chunk alone."""
+    """A file's expected size and checksum, and those of its first chunk."""
 
     nbytes: int
     checksum: int
     head_nbytes: int
     head_checksum: int
     kind: str = CHECKSUM
-    """The checksum's: one of `CHECKSUMS`."""
+    """The kind of checksum: one of `CHECKSUMS`."""
 
     @property
     def numbers(self) -> list[int]:
-        """All but the kind, which is that of all files."""
+        """All fields but the kind, which is the same for all files."""
         return [self.nbytes, self.checksum, self.head_nbytes, self.head_checksum]
 
 
 class _Sum(Protocol):
-    """A checksum of what it has been given so far."""
+    """A running checksum."""
 
     def update(self, given: Chunk, /) -> None: ...
 
@@ -55,7 +55,7 @@ class _Sum(Protocol):
 
 
 class _Crc32:
-    """What files of formats before 6 were written with."""
+    """The checksum of formats before 6."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -72,8 +72,8 @@ CHECKSUMS = frozenset(_KINDS)
 
 
 @contextmanager
-def naming(path: Path, act: str) -> Iterator[None]:
-    """Turn what the system refuses inside the block into an error with the file and the reason."""
+def system_errors(path: Path, act: str) -> Iterator[None]:
+    """Re-raise system errors of the block as CheckpointError, with the file and the reason."""
     try:
         yield
     except CheckpointError:
@@ -90,10 +90,10 @@ _FAULTS: tuple[type[Exception], ...] = (
 
 
 @contextmanager
-def understanding(what: str, *more: type[Exception]) -> Iterator[None]:
-    """Turn what goes wrong with contents that are not as expected into an error: `what`, and why.
+def parsing_errors(what: str, *more: type[Exception]) -> Iterator[None]:
+    """Re-raise parsing errors of the block as CheckpointError, with `what` and the cause.
 
-    `more` are exceptions of a library that reads them.
+    `more` are exceptions of a library that parses the contents.
     """
     try:
         yield
@@ -104,21 +104,21 @@ def understanding(what: str, *more: type[Exception]) -> Iterator[None]:
 
 
 def new_mark() -> str:
-    """What tells the files of one save from those of all others; no random generator is moved."""
+    """Return a token unique to one save; it leaves the program's random generators unchanged."""
     return secrets.token_hex(8)
 
 
 def write_file(path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) -> Seal:
-    """Write a new file, wait until it is on disk, and look whether it is whole.
+    """Write a new file, wait until it is on disk, and check its size and first chunk.
 
-    With `doubled` what is there is written while more comes.
+    With `doubled` one block is written while the next is filled.
 
     Raises:
-        CheckpointError: it cannot be written, or does not read as it was written.
+        CheckpointError: it cannot be written, or does not read back as written.
     """
     nbytes = head_nbytes = head_checksum = 0
     found = _KINDS[CHECKSUM]()
-    with naming(path, "written"), open(path, "xb", buffering=0) as file:
+    with system_errors(path, "written"), open(path, "xb", buffering=0) as file:
         with Output(file.fileno(), doubled=doubled) as output:
             for number, chunk in enumerate(chunks):
                 for start in range(0, len(chunk), _READ_NBYTES):
@@ -136,40 +136,40 @@ def write_file(path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) ->
 
 
 def check_file(path: Path, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:
-    """Compare a file with its seal: its size and first chunk, or every byte of it.
+    """Compare a file with its seal: its size and first chunk, or, if `whole`, every byte.
 
-    What is read whole is kept, as far as `kept` has room.
+    The bytes read are kept as far as `kept` has room.
 
     Raises:
-        CheckpointError: it is missing, cannot be read, or is not what was written.
+        CheckpointError: the file is missing, cannot be read, or is damaged.
     """
-    with open_regular(path) as file, naming(path, "read"):
+    with open_regular(path) as file, system_errors(path, "read"):
         found = os.fstat(file.fileno()).st_size
         if found != seal.nbytes:
-            raise CheckpointError(f"{path} is damaged: {found} bytes, {seal.nbytes} were written")
+            raise CheckpointError(f"{path} is damaged: {found} bytes, expected {seal.nbytes}")
         nbytes, checksum = seal.nbytes, seal.checksum
         if not whole:
             nbytes, checksum = seal.head_nbytes, seal.head_checksum
             read_on(file.fileno(), False)
-        # In memory of constant size but for what is kept.
+        # Memory is constant, apart from the kept bytes.
         sum_of_it = _KINDS[seal.kind]()
         for block in blocks_of(file.fileno(), 0, nbytes, kept):
             sum_of_it.update(block)
         if sum_of_it.intdigest() != checksum:
             raise CheckpointError(
                 f"{path} is damaged, or belongs to another checkpoint or rank: its checksum is not"
-                " the one that the index holds; take another checkpoint"
+                " the one in the index; use another checkpoint"
             )
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to read; a pipe or a device in its place is refused, as it could block for ever.
+    """Open a file for reading; refuse a pipe or a device, which could block forever.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: there is no such regular file.
     """
-    with naming(path, "read"):
+    with system_errors(path, "read"):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError(f"{path} cannot be read: it is not a file")
         file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
@@ -178,20 +178,20 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """The contents of a file of at most `limit` bytes."""
-    with open_regular(path) as file, naming(path, "read"):
+    """Return the contents of a file of at most `limit` bytes."""
+    with open_regular(path) as file, system_errors(path, "read"):
         if os.fstat(file.fileno()).st_size > limit:
             raise CheckpointError(f"{path} is damaged: larger than {limit} bytes")
         return file.read()
 
 
 def check_inside(path: Path, root: Path) -> None:
-    """See that a path, its links followed, stays inside the folder `root`.
+    """Check that a path, with its links followed, stays inside the folder `root`.
 
     Raises:
-        CheckpointError: it leads out.
+        CheckpointError: the path leads out of `root`.
     """
-    with naming(path, "read"):
+    with system_errors(path, "read"):
         try:
             real = path.resolve()
         except RuntimeError as error:  # a loop of links, on older Pythons
@@ -204,9 +204,9 @@ def check_inside(path: Path, root: Path) -> None:
 
 
 def replace_file(path: Path, text: str, mark: str = "") -> None:
-    """Give a file another content: at every moment, and after a crash, it is the old or the new."""
+    """Replace a file's contents atomically: after a crash it has the old or the new contents."""
     draft = path.with_name(f".{path.name}.{mark or new_mark()}.partial")
-    with naming(path, "written"):
+    with system_errors(path, "written"):
         try:
             write_file(draft, [text.encode()])
             os.replace(draft, path)
@@ -218,12 +218,12 @@ def replace_file(path: Path, text: str, mark: str = "") -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until what was made, renamed or removed in a folder is on disk."""
+    """Wait until creations, renames and removals in a folder are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems sync folders by themselves, and have no call for it.
+        # Some network file systems sync folders by themselves and do not support the call.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,6 +1,6 @@
-"""Which saved value belongs to which of a model's: by name, as `load_state_dict` does it.
+"""Matching of saved values to a model's values by name, as `load_state_dict` does.
 
-Pure: names, shapes and options; no tensor is read.
+Pure functions of names, shapes and options; no tensor is read.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from hadal.zero.regroup import has_gone
 
 @dataclass(slots=True)
 class Fit:
-    """What was found for each of the model's names, and what was not."""
+    """The saved name of each of the model's values, and the mismatches."""
 
     found: dict[str, str] = field(default_factory=dict)
-    """By the model's name: the name under which it was saved."""
+    """The saved name by the model's name."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
 
     def refuse(self, source: Source, *, strict: bool) -> None:
-        """Raise where the checkpoint is of another model.
+        """Raise if the checkpoint belongs to another model.
 
         Raises:
-            CheckpointError: a shape differs, or, if `strict`, a name is missing or too many.
+            CheckpointError: a shape differs, or, if `strict`, a name is missing or unexpected.
         """
-        told = []
+        faults = []
         if self.misshapen:
-            told.append(f"shapes differ: {few(self.misshapen, joint='; ')}")
+            faults.append(f"shapes differ: {few(self.misshapen, joint='; ')}")
         if strict and self.missing:
-            told.append(f"the checkpoint lacks {few(self.missing)}")
+            faults.append(f"the checkpoint lacks {few(self.missing)}")
         if strict and self.unexpected:
-            told.append(f"the model lacks {few(self.unexpected)}")
-        if told:
-            remedy = "" if self.misshapen else " Give load_module_strict=False to load the rest."
+            faults.append(f"the model lacks {few(self.unexpected)}")
+        if faults:
+            remedy = "" if self.misshapen else " Pass load_module_strict=False to load the rest."
             raise CheckpointError(
-                f"{source.path} does not fit the model: {'. '.join(told)}.{remedy}"
+                f"{source.path} does not fit the model: {'. '.join(faults)}.{remedy}"
             )
 
 
@@ -60,7 +60,7 @@ def fit_names(wanted: Iterable[tuple[Sequence[str], tuple[int, ...], str]], sour
             continue
         used.add((name, kind))
         if entry.shape != shape:
-            fit.misshapen.append(f"{names[0]} is {shape}, and {entry.shape} in the checkpoint")
+            fit.misshapen.append(f"{names[0]} is {shape}, but {entry.shape} in the checkpoint")
         fit.found[names[0]] = name
     for name, kind in source.entries:
         there = WEIGHT if kind in (WEIGHT, MASTER) else kind
@@ -81,7 +81,7 @@ def _look_up(names: Sequence[str], kind: str, source: Source) -> tuple[str, Entr
 
 
 def exact_kind(name: str, source: Source, *, uses_masters: bool) -> str:
-    """Where a parameter's finest values are: in its master, if that is there and wanted."""
+    """Return the kind with a parameter's most precise values: its master if saved and wanted."""
     has_weight = (name, WEIGHT) in source.entries
     wants_master = uses_masters or not has_weight
     return MASTER if wants_master and (name, MASTER) in source.entries else WEIGHT
@@ -89,20 +89,21 @@ def exact_kind(name: str, source: Source, *, uses_masters: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GroupFit:
-    """What a param group takes over, and what it cannot."""
+    """The options that a param group loads, and those that it cannot."""
 
     options: dict[str, Any]
     disputed: tuple[str, ...] = ()
-    """Options on which the saved groups of its parameters differ: they stay as they are."""
+    """Options on which the saved groups of its parameters differ: these keep their values."""
 
 
 def fit_groups(
     groups: Sequence[Sequence[str]], saved: Sequence[SavedGroup], found: Mapping[str, str]
 ) -> list[GroupFit]:
-    """What each of the model's param groups, given by its names, takes over from saved ones.
+    """Return the options that each of the model's param groups loads from the saved groups.
 
-    A group takes what all groups agree on in which its parameters were saved. One without
-    parameters takes over from the group of its number, if there are as many.
+    Each group is given by its parameters' names. It loads the options on which all the saved groups
+    of its parameters agree. A group without parameters loads those of the saved group with its
+    index, if the number of groups is the same.
     """
     group_of = {name: number for number, group in enumerate(saved) for name in group.names}
     options = [dict(decoded(group.options)) for group in saved]

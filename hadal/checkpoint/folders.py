@@ -1,10 +1,10 @@
-"""One folder per checkpoint, complete or not there: how it comes, is replaced, found and removed.
+"""Checkpoint folders, complete or absent: created, replaced, found and removed atomically.
 
-A save writes into `.<tag>.<mark>.partial` and renames it when all is on disk. Where the tag was
-there before, the old folder stands as `.<tag>.<mark>.old` between two renames; where that is all
-that a crash has left, it is still found. What must go is renamed to `.<tag>.<mark>.dead` first, so
-that nobody takes half a folder for a checkpoint. One job saves into a folder at a time; several
-engines of it may, and others may read there, or write files beside the checkpoints, meanwhile.
+A save writes into `.<tag>.<mark>.partial` and renames it once all is on disk. If the tag existed
+before, its old folder is named `.<tag>.<mark>.old` between two renames; if a crash leaves only
+that, it is still found. A folder to remove is first renamed to `.<tag>.<mark>.dead`, so that
+nobody takes half a folder for a checkpoint. One job at a time may save into a folder, with
+several engines; other programs may read it, or write files beside the checkpoints, meanwhile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, is_deepspeed
 from hadal.checkpoint.files import (
     check_inside,
-    naming,
     new_mark,
     read_small,
     replace_file,
     sync_folder,
+    system_errors,
 )
 from hadal.errors import CheckpointError
 
@@ -37,25 +37,25 @@ _LEFTOVER = re.compile(
 )
 _OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors|index\.json")
 
-# How often a checkpoint that is not there is looked for, and the seconds between: it may be about
+# The number of attempts to find a missing checkpoint, and the seconds between them: it may be about
 # to be replaced, or `latest` about to name another.
 _LOOKS, _PAUSE_S = 3, 0.02
-# A file that nobody has written to for so long is nobody's draft any more.
+# A draft file that nobody has written to for this long is abandoned.
 _QUIET_S = 3600.0
-# The marks of saves of this process that have begun and have not ended.
+# The marks of this process's unfinished saves.
 _under_way: set[str] = set()
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file, by its number in the world."""
+    """Return the file name of a rank of the world."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def check_tag(tag: str) -> None:
-    """See that a tag can be the name of a folder here.
+    """Check that a tag can be the name of a checkpoint's folder.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: it cannot be.
     """
     plain = isinstance(tag, str) and tag.isprintable() and "/" not in tag and "\\" not in tag
     if not plain or not tag or tag.strip() != tag or tag.startswith(".") or tag == LATEST:
@@ -66,10 +66,10 @@ def check_tag(tag: str) -> None:
 
 
 def find(load_dir: Path, tag: str | None) -> Path | None:
-    """The folder of the checkpoint `tag`, or of the latest one; None where there is none.
+    """Return the folder of the checkpoint `tag`, or of the latest one; None if there is none.
 
     Raises:
-        CheckpointError: a tag was asked for that is not there, or `latest` names one.
+        CheckpointError: the checkpoint that `tag` or `latest` names does not exist.
     """
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointError):
@@ -84,9 +84,9 @@ def _found(load_dir: Path, tag: str | None) -> Path | None:
         latest = load_dir / LATEST
         if not os.path.lexists(latest) and not os.path.lexists(load_dir / LATEST_UNIVERSAL):
             return None
-        tag = _named(load_dir)
+        tag = _latest_name(load_dir)
         asked = f"checkpoint {tag!r}, which {latest} names,"
-    folder = _standing(load_dir, tag)
+    folder = _folder_of_tag(load_dir, tag)
     if folder is None:
         raise CheckpointError(
             f"no complete {asked} in {load_dir} ({load_dir / tag / INDEX} is missing)"
@@ -95,14 +95,14 @@ def _found(load_dir: Path, tag: str | None) -> Path | None:
     return folder
 
 
-def _named(load_dir: Path) -> str:
-    """The tag that `latest` names; the universal one where DeepSpeed has left only that."""
+def _latest_name(load_dir: Path) -> str:
+    """Return the tag that `latest` names, or `latest_universal` if only its checkpoint exists."""
     universal = load_dir / LATEST_UNIVERSAL
     if not os.path.lexists(universal):
         return _read_latest(load_dir)
     if os.path.lexists(load_dir / LATEST):
         tag = _read_latest(load_dir)
-        if _standing(load_dir, tag) is not None:
+        if _folder_of_tag(load_dir, tag) is not None:
             return tag
     return _read_latest(load_dir, LATEST_UNIVERSAL)
 
@@ -120,10 +120,10 @@ def _read_latest(load_dir: Path, name: str = LATEST) -> str:
     return tag
 
 
-def _standing(load_dir: Path, tag: str) -> Path | None:
-    """Where a tag's checkpoint is: under its name, or beside it if a replacement was cut short."""
+def _folder_of_tag(load_dir: Path, tag: str) -> Path | None:
+    """Return a tag's folder, or the `.old` one beside it that an interrupted replacement left."""
     folder = load_dir / tag
-    with naming(folder, "read"):
+    with system_errors(folder, "read"):
         try:
             check_tag(tag)
         except CheckpointError as error:
@@ -141,39 +141,39 @@ def _standing(load_dir: Path, tag: str) -> Path | None:
 
 
 def draft_of(save_dir: Path, tag: str, mark: str) -> Path:
-    """The folder that the save of this mark writes into."""
+    """Return the draft folder that the save of this mark writes into."""
     return save_dir / f".{tag}.{mark}.partial"
 
 
 def begin(save_dir: Path, tag: str, mark: str) -> Path:
-    """Clear away what dead saves have left, and make the folder that a save writes into.
+    """Sweep the leftovers of dead saves, and create the draft folder of a new save.
 
     Raises:
-        CheckpointError: the folder cannot be made, or something else has the tag's name.
+        CheckpointError: the folder cannot be created, or the tag's name is taken by another file.
     """
     folder = save_dir / tag
-    with naming(save_dir, "written"):
+    with system_errors(save_dir, "written"):
         save_dir.mkdir(parents=True, exist_ok=True)
         sweep(save_dir)
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        raise CheckpointError(f"{folder} cannot be written: it is there and is no folder")
+        raise CheckpointError(f"{folder} cannot be written: it exists and is not a directory")
     draft = draft_of(save_dir, tag, mark)
-    with naming(draft, "written"):
+    with system_errors(draft, "written"):
         _under_way.add(mark)
         draft.mkdir()
     return draft
 
 
 def commit(draft: Path, folder: Path) -> None:
-    """Give a complete draft its name; a folder of that name is replaced.
+    """Rename a complete draft to its final name, replacing a folder of that name.
 
-    Files in it that are no checkpoint's go over to the new folder.
+    Files of the old folder that belong to no checkpoint move to the new one.
 
     Raises:
-        CheckpointError: a rename was refused; the old folder has its name again.
+        CheckpointError: a rename failed; the old folder keeps its name.
     """
     old = draft.with_suffix(".old")
-    with naming(folder, "written"):
+    with system_errors(folder, "written"):
         sync_folder(draft)
         if folder.exists():
             os.rename(folder, old)
@@ -186,11 +186,11 @@ def commit(draft: Path, folder: Path) -> None:
         sync_folder(folder.parent)
         if old.exists():
             _retire(old, folder)
-    _end_of(draft)
+    _forget(draft)
 
 
 def set_latest(save_dir: Path, tag: str) -> None:
-    """Let `latest` name a checkpoint; it names the old or the new one at every moment."""
+    """Make `latest` name a checkpoint, atomically."""
     mark = new_mark()
     _under_way.add(mark)
     try:
@@ -200,7 +200,7 @@ def set_latest(save_dir: Path, tag: str) -> None:
 
 
 def latest_tag(save_dir: Path) -> str | None:
-    """What `latest` names; None where it names nothing that could be."""
+    """Return the tag that `latest` names; None if it cannot be read or is not a tag."""
     try:
         return _read_latest(save_dir)
     except CheckpointError:
@@ -208,7 +208,7 @@ def latest_tag(save_dir: Path) -> str | None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder; it is no checkpoint any more from the first moment on."""
+    """Remove a folder; a rename first makes it no checkpoint at once."""
     dead = folder
     if not folder.name.endswith(".dead"):
         tag = folder.name
@@ -217,46 +217,46 @@ def remove(folder: Path) -> None:
         dead = folder.with_name(f".{tag}.{new_mark()}.dead")
         os.rename(folder, dead)
     while os.path.lexists(dead):
-        with suppress(FileNotFoundError):  # somebody else removes it too
+        with suppress(FileNotFoundError):  # another process removes it too
             shutil.rmtree(dead)
 
 
 def discard(draft: Path) -> None:
-    """Remove the draft of a save that failed, as far as that is possible."""
+    """Remove the draft of a failed save, as far as possible."""
     with suppress(OSError):
         remove(draft)
-    _end_of(draft)
+    _forget(draft)
 
 
-def _end_of(draft: Path) -> None:
+def _forget(draft: Path) -> None:
     _under_way.discard(_mark_of(draft))
 
 
 def _mark_of(path: Path) -> str:
-    """Whose draft it is, by its name; empty where it is nobody's."""
+    """Return the mark in a draft's name; empty if there is none."""
     found = _LEFTOVER.fullmatch(path.name)
     return found["mark"] if found else ""
 
 
 def sweep(save_dir: Path) -> None:
-    """Bring back a checkpoint that was being replaced, and remove what else dead saves have left.
+    """Restore a checkpoint whose replacement was interrupted; remove other leftovers of dead saves.
 
-    What other saves of this process write stays, and single files that somebody, who exports
-    weights, has written to lately.
+    Drafts of other saves of this process are kept, and so are single files (an export's) that were
+    written to recently.
 
     Raises:
         OSError: something cannot be renamed or removed.
     """
     for path, tag, state in list(_leftovers(save_dir)):
         if _mark_of(path) not in _under_way:
-            with suppress(FileNotFoundError):  # somebody else was faster
+            with suppress(FileNotFoundError):  # another process was faster
                 _sweep_one(path, save_dir / tag, state)
 
 
 def _sweep_one(path: Path, folder: Path, state: str) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        # Saves alone write `latest`, and none of another process saves here.
+        # Only saves write `latest`, and no other process saves here.
         if folder.name == LATEST or time.time() - status.st_mtime > _QUIET_S:
             path.unlink()
     elif state == "old" and not os.path.lexists(folder):
@@ -269,7 +269,7 @@ def _sweep_one(path: Path, folder: Path, state: str) -> None:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    """The folders that have an index."""
+    """Return the folders that have an index."""
     return [path for path in save_dir.iterdir() if not _is_hidden(path) and _has_index(path)]
 
 
@@ -282,7 +282,7 @@ def _has_index(path: Path) -> bool:
 
 
 def _retire(old: Path, folder: Path) -> None:
-    """Remove a folder that another has replaced; the user's own files go over to that one."""
+    """Remove a folder that another has replaced; the user's own files move to that one."""
     for path in list(old.iterdir()):
         if not _OWN.fullmatch(path.name) and not os.path.lexists(folder / path.name):
             os.rename(path, folder / path.name)
@@ -290,7 +290,7 @@ def _retire(old: Path, folder: Path) -> None:
 
 
 def _leftovers(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Path, tag and state of everything that is not, or not any more, under its own name."""
+    """Yield (path, tag, state) of every draft, replaced folder and folder under removal."""
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""fp32 weights of a checkpoint, by the names that users of DeepSpeed know."""
+"""fp32 weights of a checkpoint, through functions with DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """All weights and buffers of a checkpoint, Hadal's or DeepSpeed's, in fp32 on the host.
+    """Return all weights and buffers of a checkpoint, Hadal's or DeepSpeed's, in fp32 on the host.
 
     Args:
-        checkpoint_dir: the folder that `save_checkpoint` wrote to, or one checkpoint in it.
+        checkpoint_dir: the folder given to `save_checkpoint`, or one checkpoint in it.
         tag: the checkpoint; by default the latest one.
-        exclude_frozen_parameters: leave out what was not trained.
-        lazy_mode: give objects that read their tensor when `contiguous()` is called.
-        part: which part, of a model that was saved in model-parallel parts.
+        exclude_frozen_parameters: leave out frozen parameters.
+        lazy_mode: return objects that read their tensor when `contiguous()` is called.
+        part: the part to read, if the model was saved in model-parallel parts.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
     source = opened(Path(checkpoint_dir), tag, part)
     state = state_dict_of(
@@ -44,13 +44,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None, part: int | None = None
 ) -> nn.Module:
-    """Put a checkpoint's fp32 weights into a model, which is moved to the host; return it.
+    """Load a checkpoint's fp32 weights into a model, move it to the host and return it.
 
-    Names that only one of the two has are left as they are. `part` says which part the model is of
-    one that was saved in model-parallel parts.
+    Names that only one of the two has are ignored. `part` selects the part to load, if the model
+    was saved in model-parallel parts.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
     source = opened(Path(checkpoint_dir), tag, part)
     load_weights(model, source)
@@ -67,20 +67,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     part: int | None = None,
 ) -> None:
-    """Write a checkpoint's fp32 weights as `pytorch_model.bin`, in several files where it is long.
+    """Write a checkpoint's fp32 weights as `pytorch_model.bin`, in several files if it is large.
 
     Args:
-        checkpoint_dir: the folder that `save_checkpoint` wrote to, or one checkpoint in it.
+        checkpoint_dir: the folder given to `save_checkpoint`, or one checkpoint in it.
         output_dir: the folder to write to.
-        max_shard_size: the longest file, as "5GB" or in bytes; None: one file.
-        safe_serialization: write `model.safetensors` instead, a small cut at a time.
+        max_shard_size: the largest file, as "5GB" or in bytes; None: one file.
+        safe_serialization: write `model.safetensors` instead, in small chunks.
         tag: the checkpoint; by default the latest one.
-        exclude_frozen_parameters: leave out what was not trained.
-        part: which part, of a model that was saved in model-parallel parts.
+        exclude_frozen_parameters: leave out frozen parameters.
+        part: the part to read, if the model was saved in model-parallel parts.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or the files cannot be written.
-        ValueError: `max_shard_size` is no size.
+        CheckpointError: there is no such checkpoint, it is damaged, or the files cannot be written.
+        ValueError: `max_shard_size` is not a size.
     """
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
@@ -104,7 +104,7 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
     part: int | None = None,
 ) -> None:
-    """The same in another dtype; None: each weight in its own."""
+    """Write a checkpoint's weights as above, in `dtype`; None keeps each weight's own dtype."""
     nbytes = nbytes_of("1000TB" if max_shard_size is None else max_shard_size)
     source = opened(Path(checkpoint_dir), tag, part)
     export(

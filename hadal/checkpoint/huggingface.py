@@ -1,7 +1,7 @@
-"""Weights in the layout of the Hugging Face hub, written as they come, one cut after the other.
+"""Writing of weights in the Hugging Face layout, as a stream of chunks.
 
 One `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
-`model.safetensors.index.json`. Tied parameters are written once; the header tells their further
+`model.safetensors.index.json`. Tied parameters are written once; the header lists their other
 names, as `safetensors.torch.load_model` reads them.
 """
 
@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.files import Chunk, naming, new_mark, replace_file, sync_folder, write_file
+from hadal.checkpoint.files import (
+    Chunk,
+    new_mark,
+    replace_file,
+    sync_folder,
+    system_errors,
+    write_file,
+)
 from hadal.checkpoint.shards import bytes_of, header_of
 from hadal.errors import CheckpointError
 
@@ -31,7 +38,7 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Value(NamedTuple):
-    """A tensor to be written."""
+    """The name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,20 +46,20 @@ class Value(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The number of bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def nbytes_of(size: str | int) -> int:
-    """A size in bytes: a number, or text as "5GB" (powers of 1000) or "2GiB" (of 1024).
+    """Convert a size to bytes: a number, or text such as "5GB" (base 1000) or "2GiB" (base 1024).
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `size` is neither.
     """
     found = _SIZE.fullmatch(str(size).strip())
     nbytes = 0
@@ -60,17 +67,17 @@ def nbytes_of(size: str | int) -> int:
         base = 1024 if found[3] else 1000
         nbytes = int(float(found[1]) * base ** _POWER[found[2].upper()])
     if nbytes < 1:
-        raise ValueError(f'a size must be a number of bytes, or text as "5GB", found {size!r}')
+        raise ValueError(f'a size must be a number of bytes or text such as "5GB", found {size!r}')
     return nbytes
 
 
 def in_order(values: Iterable[Value]) -> list[Value]:
-    """The order in which values are written: wide dtypes first, so that each one is aligned."""
+    """Return the values in the order of writing: wide dtypes first, so that each is aligned."""
     return sorted(values, key=lambda value: -value.dtype.itemsize)
 
 
 def shards_of(values: Sequence[Value], max_shard_nbytes: int) -> list[list[Value]]:
-    """Values in as many files as it takes; one that is larger than a file has one for itself."""
+    """Distribute values over files of at most that size; a larger value gets its own file."""
     shards: list[list[Value]] = [[]]
     nbytes = 0
     for value in values:
@@ -83,7 +90,7 @@ def shards_of(values: Sequence[Value], max_shard_nbytes: int) -> list[list[Value
 
 
 def names_of(filename: str, count: int) -> list[str]:
-    """The names of the files: that one, or one for each shard."""
+    """Return the file names: `filename` itself, or one name per shard."""
     if count == 1:
         return [filename]
     stem, ending = os.path.splitext(filename)
@@ -98,11 +105,11 @@ def write_model(
     aliases: Mapping[str, str],
     max_shard_nbytes: int,
 ) -> list[Path]:
-    """Write values into `folder`; files of an earlier export there are replaced.
+    """Write values into `folder`, replacing files of an earlier export.
 
-    `cuts` are the elements of all values, one after the other, in tensors that do not go across
-    two values. They are asked for as they are written. A file whose name does not end in
-    `.safetensors` is written by `torch.save`, from whole values.
+    `cuts` yields the elements of all values in order, in tensors that never span two values; they
+    are requested as they are written. If `filename` does not end in `.safetensors`, `torch.save`
+    writes whole values.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -113,13 +120,13 @@ def write_model(
     drafts = [folder / f".{name}.{mark}.partial" for name in names]
     is_safe = filename.endswith(".safetensors")
     write = _write_safetensors if is_safe else _write_pickle
-    with naming(folder, "written"):
+    with system_errors(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         for draft, shard in zip(drafts, shards, strict=True):
             kept = {value.name for value in shard}
             write(draft, shard, cuts, {a: name for a, name in aliases.items() if name in kept})
-        with naming(folder, "written"):
+        with system_errors(folder, "written"):
             _remove_earlier(folder, filename)
             for draft, name in zip(drafts, names, strict=True):
                 os.replace(draft, folder / name)
@@ -146,7 +153,7 @@ def _index(shards: Sequence[Sequence[Value]], names: Sequence[str], aliases: Any
 
 
 def _remove_earlier(folder: Path, filename: str) -> None:
-    """Remove what an earlier export of the same name has left, whatever its number of files."""
+    """Remove the files of an earlier export of the same name, however many there are."""
     stem, ending = os.path.splitext(filename)
     own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(ending)}(\.index\.json)?")
     for path in list(folder.iterdir()):
@@ -179,8 +186,8 @@ def _cuts_of(value: Value, cuts: Iterator[Tensor]) -> Iterator[Tensor]:
         left -= cut.numel()
         if left < 0 or cut.dtype != value.dtype:
             raise CheckpointError(
-                f"{value.name} was to be written as {value.numel} elements of {value.dtype}; there"
-                f" came {cut.numel()} of {cut.dtype}, {left} were left"
+                f"{value.name} must be written as {value.numel} elements of {value.dtype}, but a"
+                f" chunk of {cut.numel()} elements of {cut.dtype} leaves {left}"
             )
         yield cut
 
@@ -197,7 +204,7 @@ def _write_pickle(
             start += cut.numel()
         state[value.name] = whole.view(value.shape)
     state |= {alias: state[name] for alias, name in aliases.items()}
-    with naming(path, "written"), open(path, "xb") as file:
+    with system_errors(path, "written"), open(path, "xb") as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:  # a full disk, among others

@@ -1,4 +1,4 @@
-"""`index.json`: what a checkpoint is made of, as JSON that carries its own checksum."""
+"""`index.json`: the contents of a checkpoint, as JSON that carries its own checksum."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hadal.checkpoint.files import CHECKSUM, CHECKSUMS, Seal, check_inside, read
 from hadal.checkpoint.folders import INDEX
 from hadal.errors import CheckpointError
 
-# Since 7 a bucket's slots tell in which order their elements lie, where that is not row by row.
+# Since 7 a bucket's slots record the order of their elements if that is not row-major.
 FORMAT = 7
 _READ = (4, 5, 6, FORMAT)
 _HEAD = {"format": FORMAT, "checksum": CHECKSUM}
 _LIMIT = 1 << 30
-# The index's own is that of the file without this line: what a flipped bit leaves does not match.
+# The index's own checksum covers the file without this line, so a flipped bit never matches.
 _SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
 
 
 def write_index(folder: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint's index, the last of its files."""
-    # One line for each key: what is within is long, and read by programs.
+    """Write a checkpoint's index, which is the last of its files."""
+    # One line per key: the values are long, and only programs read them.
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
         for key, value in {**_HEAD, **content}.items()
@@ -35,10 +35,10 @@ def write_index(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """A checkpoint's index, known to be as it was written.
+    """Return a checkpoint's index, verified against its checksum.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a version that is not read here.
+        CheckpointError: it is missing, damaged, or of an unsupported version.
     """
     path = folder / INDEX
     check_inside(path, folder)
@@ -54,17 +54,17 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def strict_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """An object of JSON, without the infinities and NaNs that JSON does not have.
+    """Parse a JSON object; refuse the infinities and NaNs that JSON does not have.
 
     Raises:
-        CheckpointError: it is not one; `path` is named.
+        CheckpointError: the text is not such an object; the message names `path`.
     """
     try:
         content = json.loads(text, parse_constant=_not_finite)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: no object of JSON")
+        raise CheckpointError(f"{path} is damaged: expected a JSON object")
     return content
 
 
@@ -73,7 +73,7 @@ def _not_finite(word: str) -> NoReturn:
 
 
 def _refuse(path: Path, raw: bytes) -> NoReturn:
-    """Tell another version from damage."""
+    """Raise, distinguishing an unsupported version from damage."""
     try:
         content = json.loads(raw)
         version = content["format"] if isinstance(content, dict) else FORMAT
@@ -81,36 +81,36 @@ def _refuse(path: Path, raw: bytes) -> NoReturn:
         version = FORMAT
     if version not in _READ:
         raise CheckpointError(
-            f"{path} is of format {version!r}, this version of Hadal reads"
+            f"{path} has format {version!r}, but this version of Hadal reads formats"
             f" {', '.join(map(str, _READ))}; load it with the version that wrote it"
         )
     raise CheckpointError(
-        f"{path} is damaged: its checksum is not that of its contents; take another checkpoint"
+        f"{path} is damaged: its checksum does not match its contents; use another checkpoint"
     )
 
 
 def seals_of(content: dict[str, Any], names: list[str], path: Path) -> dict[str, Seal]:
-    """What each of the named files must be.
+    """Return the expected seal of each named file.
 
-    No other name is looked for, and none is taken from the index, so that it leads nowhere.
+    File names never come from the index, so a forged index cannot point to other files.
 
     Raises:
-        CheckpointError: the index tells of other files.
+        CheckpointError: the index lists other files.
     """
     files = content["files"]
-    told = [name for name in names if name not in files]
-    if told or len(files) != len(names):
+    missing = [name for name in names if name not in files]
+    if missing or len(files) != len(names):
         raise CheckpointError(
-            f"{path} is of the files {sorted(files)[:8]}, expected {sorted(names)[:8]}"
+            f"{path} lists the files {sorted(files)[:8]}, expected {sorted(names)[:8]}"
         )
     # Before format 6 there was one kind of checksum.
     kind = content.get("checksum", "crc32")
     if kind not in CHECKSUMS:
         raise CheckpointError(
-            f"{path} is of checksums {kind!r}, expected one of {', '.join(sorted(CHECKSUMS))}"
+            f"{path} uses checksum {kind!r}, expected one of {', '.join(sorted(CHECKSUMS))}"
         )
     if any(type(number) is not int or number < 0 for name in names for number in files[name]):
-        raise CheckpointError(f"{path} is damaged: sizes and checksums are whole numbers")
+        raise CheckpointError(f"{path} is damaged: sizes and checksums must be whole numbers")
     return {name: _seal(*files[name], kind=kind) for name in names}
 
 

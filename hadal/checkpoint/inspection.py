@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and whether it is whole."""
+"""Inspection of a folder of checkpoints: their contents, and damage."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hadal.errors import CheckpointError, HadalError
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a checkpoint holds of one kind in one dtype."""
+    """The values of one kind and dtype in a checkpoint."""
 
     kind: str
     dtype: str
     tensors: int
     numel: int
     nbytes: int
-    """Of what is stored: weights that are the rounding of their masters are not."""
+    """The stored bytes; weights that are their rounded masters are not stored."""
 
 
 @dataclass(slots=True)
-class Report:
-    """One checkpoint."""
+class CheckpointReport:
+    """The contents and faults of one checkpoint."""
 
     tag: str
     folder: str
@@ -44,60 +44,62 @@ class Report:
     stage: int | None = None
     world_size: int | None = None
     parts: int = 1
-    """Into how many model-parallel parts the model was cut."""
+    """The number of model-parallel parts."""
     global_steps: int | None = None
     saved_at: float | None = None
     parameters: int = 0
-    """Elements of all weights, tied ones once; what several parts hold counts in each."""
+    """Elements of all weights; tied ones count once, those in several parts once for each part."""
     file_count: int = 0
     file_nbytes: int = 0
     holdings: list[Holding] = field(default_factory=list)
     checked: bool = False
-    """Whether every byte was compared with its checksum."""
+    """True if every byte was compared with its checksum."""
     faults: list[str] = field(default_factory=list)
 
 
-def inspected(path: Path, tag: str | None = None, *, verify: bool = True) -> list[Report]:
-    """The checkpoint that is meant, or all in a folder, in the order of their steps.
+def inspected(path: Path, tag: str | None = None, *, verify: bool = True) -> list[CheckpointReport]:
+    """Inspect one checkpoint, or all in a folder in the order of their steps.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     if tag is not None or is_checkpoint(path):
         folder = folder_of(path, tag)
         return [_report(folder, _latest(folder.parent), verify)]
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the one that save_checkpoint wrote to")
+        raise CheckpointError(
+            f"{path} is not a directory; pass the directory given to save_checkpoint"
+        )
     found = [p for p in path.iterdir() if not p.name.startswith(".") and is_checkpoint(p)]
-    reports = [report for folder in found if (report := _standing_report(folder, verify))]
+    reports = [report for folder in found if (report := _stable_report(folder, verify))]
     if not reports:
-        folder_of(path)  # tells why
+        folder_of(path)  # raises with the reason
         raise CheckpointError(f"{path} holds no checkpoint")
-    # Now, as the job may have saved meanwhile.
+    # Read only now, as the job may have saved meanwhile.
     latest = _latest(path)
     for report in reports:
         report.is_latest = report.tag == latest
     is_here = latest is None or latest in {report.tag for report in reports}
     if not is_here and not is_checkpoint(path / str(latest)):
-        lost = f"{path / folders.LATEST} names {latest!r}, and no such checkpoint is there"
-        reports.append(Report(str(latest), str(path / str(latest)), True, faults=[lost]))
+        lost = f"{path / folders.LATEST} names {latest!r}, but there is no such checkpoint"
+        reports.append(CheckpointReport(str(latest), str(path / str(latest)), True, faults=[lost]))
     return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))
 
 
-def _standing_report(folder: Path, verify: bool) -> Report | None:
-    """None where the folder was removed meanwhile; anew where another has taken its place."""
+def _stable_report(folder: Path, verify: bool) -> CheckpointReport | None:
+    """Inspect a folder again if another replaces it meanwhile; None if it was removed."""
     while True:
-        before = _number_of(folder)
+        before = _identity_of(folder)
         report = _report(folder, None, verify)
         if before is None or not report.faults:
             break
-        if _number_of(folder) == before:
+        if _identity_of(folder) == before:
             break
     return report if before is not None else None
 
 
-def _number_of(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from all others that had its name; None where there is none."""
+def _identity_of(folder: Path) -> tuple[int, int] | None:
+    """Return a folder's identity, which another of the same name lacks; None if it is missing."""
     try:
         status = folder.stat()
     except OSError:
@@ -112,8 +114,8 @@ def _latest(folder: Path) -> str | None:
     return folders.latest_tag(folder)
 
 
-def _report(folder: Path, latest: str | None, verify: bool) -> Report:
-    report = Report(folder.name, str(folder), folder.name == latest)
+def _report(folder: Path, latest: str | None, verify: bool) -> CheckpointReport:
+    report = CheckpointReport(folder.name, str(folder), folder.name == latest)
     try:
         source = open_source(folder)
     except HadalError as error:
@@ -129,7 +131,7 @@ def _report(folder: Path, latest: str | None, verify: bool) -> Report:
     return report
 
 
-def _describe(report: Report, source: StoredSource | DeepSpeedSource) -> None:
+def _describe(report: CheckpointReport, source: StoredSource | DeepSpeedSource) -> None:
     report.stage, report.world_size = source.stage, source.world_size
     report.writer = "Hadal"
     if isinstance(source, DeepSpeedSource):
@@ -179,7 +181,7 @@ def _paths(source: StoredSource | DeepSpeedSource) -> list[Path]:
 
 
 def _damage(source: StoredSource | DeepSpeedSource) -> Iterator[str]:
-    """What is wrong with each file whose bytes are not those that were written."""
+    """Yield the fault of each file that is missing or damaged."""
     for path in _paths(source):
         try:
             check_inside(path, source.path)

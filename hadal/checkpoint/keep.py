@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the young, and all that were not saved as `latest`."""
+"""Retention: keep the newest and recent checkpoints, and those not saved as `latest`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A checkpoint stays that either of the two keeps; where both are None, all do."""
+    """Retention limits: a checkpoint that meets either is kept; if both are None, all are kept."""
 
     last: int | None = None
-    """As many of the newest ones."""
+    """Keep this many of the newest checkpoints."""
     hours: float | None = None
-    """All that are younger."""
+    """Keep checkpoints younger than this."""
 
 
 def prune(save_dir: Path, saved: str, keep: Keep) -> None:
-    """Remove checkpoints that are not to be kept; called by one rank, after a save.
+    """Remove old checkpoints that `keep` does not cover; one rank calls it after a save.
 
-    Only complete ones that were `latest` once are removed: a checkpoint saved with
-    `save_latest=False` is the caller's own. The one just saved, `saved`, and the one that
-    `latest` names always stay. What cannot be removed is told, and stays.
+    Only complete checkpoints that were once `latest` are removed: one saved with
+    `save_latest=False` belongs to the caller. The one just saved (`saved`) and the one that
+    `latest` names are never removed. A checkpoint that cannot be removed is logged and kept.
     """
     if keep.last is None and keep.hours is None:
         return
@@ -52,7 +52,7 @@ def prune(save_dir: Path, saved: str, keep: Keep) -> None:
 
 
 def _ages(save_dir: Path) -> list[tuple[float, str]]:
-    """Age in seconds and name of each complete checkpoint that was saved as the latest."""
+    """Return (age in seconds, name) of each complete checkpoint that was saved as the latest."""
     now, ages = time.time(), []
     for folder in folders.checkpoints(save_dir):
         try:
@@ -63,5 +63,5 @@ def _ages(save_dir: Path) -> list[tuple[float, str]]:
             if whole and content["was_latest"] is True:
                 ages.append((now - float(content["saved_at"]), folder.name))
         except (CheckpointError, OSError, KeyError, TypeError, ValueError, AttributeError):
-            continue  # no complete checkpoint of ours: left alone
+            continue  # not a complete checkpoint of ours: left alone
     return ages

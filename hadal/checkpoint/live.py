@@ -1,4 +1,4 @@
-"""The running side of a checkpoint: where values come from when saving, and go to when loading."""
+"""The running side of a checkpoint: the source of values in a save, the target in a load."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
 from hadal.zero.runtime import ZeroRuntime
 
-# What `torch.compile(model)` puts into the path of all that it wraps.
+# `torch.compile(model)` puts this into the path of everything it wraps.
 _WRAPPED = "_orig_mod"
-# Among the numbers of the engine; and beside them, the state of its listeners by name.
+# Keys of the saved engine state: its numbers include the counters; listeners' state is by name.
 COUNTERS, LISTENERS = "counters", "listeners"
 
 
 def plain_name(name: str) -> str:
-    """A full name, or a module's path, as it is where nothing is compiled: so it is saved."""
+    """Return a full name or a module's path as it is without `torch.compile`, as it is saved."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 def plain_slots(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """A bucket's slots, by the names that are saved."""
+    """Return a bucket's slots with the names that are saved."""
     return tuple(
         replace(slot, name=plain_name(slot.name)) if _WRAPPED in slot.name else slot
         for slot in slots
@@ -40,31 +40,31 @@ def plain_slots(slots: Sequence[Slot]) -> tuple[Slot, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says of saving and loading."""
+    """The configuration's settings for saving and loading."""
 
     verifies: bool = True
-    """Whether loading compares every byte with its checksum; else sizes and headers alone."""
+    """True if loading compares every byte with its checksum; otherwise only sizes and headers."""
     keep: Keep = field(default_factory=Keep)
     tag_validation: str = "Warn"
-    """What is done where ranks save under different tags: "Ignore", "Warn" or "Fail"."""
+    """Action if ranks save under different tags: "Ignore", "Warn" or "Fail"."""
     is_node_local: bool = False
-    """Whether each node has a folder of its own, which the other nodes do not see."""
+    """True if each node has its own folder, which other nodes do not see."""
     is_async: bool = False
-    """Whether a save returns when the state is copied to host memory, and is written meanwhile."""
+    """True if a save returns once the state is copied to host memory and a thread writes it."""
     uses_masters: bool = True
-    """Whether masters are loaded from saved ones; else from the weights."""
+    """True if masters are loaded from saved masters; otherwise from the weights."""
     writing: Writing = field(default_factory=Writing)
     gathers_weights: bool = False
-    """Whether partitioned weights are gathered to save the model alone."""
+    """True if partitioned weights are gathered to save the model alone."""
     cuts_weights: bool = False
-    """Whether weights are partitioned."""
+    """True if weights are partitioned."""
     stage: int = 0
-    """The usual name of how state is partitioned; told by those who read the folder."""
+    """The ZeRO stage, recorded for tools that read the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What belongs to a checkpoint in the running program."""
+    """The objects of the running program that a checkpoint saves and loads."""
 
     module: nn.Module
     runtime: ZeroRuntime
@@ -72,15 +72,15 @@ class Live:
     stepper: Stepper | None
     schedule: Any
     loader: Any
-    """The training loader; each rank's place in the data is its own."""
+    """The training loader; each rank has its own position in the data."""
     scalars: dict[str, Any]
-    """Numbers of the engine, in lists and dicts; what is loaded must be built alike."""
+    """The engine's numbers, in lists and dicts; loaded ones must have the same structure."""
     listeners: Mapping[str, Listener]
-    """By the names that their state is saved under."""
+    """The engine's listeners, by the names that their state is saved under."""
     world: Ranks
     """All ranks: they save and load together."""
     part: int = 0
-    """Which part of the model this rank holds; 0 where none is cut."""
+    """The model-parallel part that this rank holds; 0 if the model is whole."""
     parts: int = 1
     rules: Rules = Rules()
 
@@ -91,30 +91,30 @@ class Live:
 
     @property
     def loads_on_use(self) -> bool:
-        """Whether any state must be loaded before use (it is on a disk, or encoded)."""
+        """True if any state must be loaded before use (because it is on a disk, or encoded)."""
         return any(bucket.loads_on_use for bucket in self.runtime.buckets)
 
     def present(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """Have a bucket's weights, master and state in memory; what is written is kept."""
+        """Hold a bucket's weights, master and state in memory in a block; changes are kept."""
         if self.stepper is None or not bucket.trainable:
             return bucket.present()
         return self.stepper.present(bucket)
 
     def names(self) -> dict[nn.Parameter, list[str]]:
-        """All names of each parameter, as they are saved; a tied one has several."""
+        """Return all saved names of each parameter; a tied one has several."""
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(plain_name(name))
         return names
 
     def unmanaged(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that lie in no bucket, by their first names."""
+        """Yield the parameters that are in no bucket, by their first names."""
         for name, parameter in self.module.named_parameters():
             if parameter not in self.runtime.bucket_of:
                 yield plain_name(name), parameter
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """What `state_dict` calls buffers: those that are persistent, each once."""
+        """Yield the persistent buffers, each once, by the names of `state_dict`."""
         seen: set[Tensor] = set()
         for path, module in self.module.named_modules():
             for key, buffer in module._buffers.items():
@@ -124,28 +124,28 @@ class Live:
                 yield plain_name(f"{path}.{key}" if path else key), buffer
 
     def with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules that have more state than tensors (`get_extra_state`), by their paths."""
+        """Yield the modules with extra state (`get_extra_state`), by their paths."""
         for path, module in self.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield plain_name(path), module
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
-        """Whether updates change it."""
+        """Return whether updates change the parameter."""
         bucket = self.runtime.bucket_of.get(parameter)
         return parameter.requires_grad if bucket is None else bucket.trainable
 
     def frozen_names(self) -> Iterator[str]:
-        """All names of the parameters that are not trained."""
+        """Yield all names of the frozen parameters."""
         for parameter, names in self.names().items():
             if not self.is_trained(parameter):
                 yield from names
 
     def group_names(self) -> list[list[str]]:
-        """The full names of each param group's parameters, in the order of the buckets."""
+        """Return the full names of each param group's parameters, in the order of the buckets."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         names: list[list[str]] = [[] for _ in groups]
         for bucket in self.runtime.buckets:
-            # There may be what could be trained, and no optimizer.
+            # There may be trainable parameters and no optimizer.
             for slot in bucket.layout.slots if bucket.trainable and names else ():
                 names[slot.group].append(plain_name(slot.name))
         return names

@@ -1,6 +1,6 @@
-"""Loading: from a source that anybody has written, at any number of ranks, into what runs here.
+"""Loading: from a source of any writer and any number of ranks into the running program.
 
-First all is looked up, checked and tried on every rank; only then is anything changed on one.
+Every rank first looks up, checks and tries everything; only then does any rank change anything.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import understanding
+from hadal.checkpoint.files import parsing_errors
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
-from hadal.checkpoint.moments import MemoryPlan, plan_memory
+from hadal.checkpoint.moments import StatePlan, plan_state
 from hadal.checkpoint.opening import open_source
-from hadal.checkpoint.source import Own, Source
+from hadal.checkpoint.source import RankState, Source
 from hadal.checkpoint.stored import StoredSource
 from hadal.checkpoint.together import together
 from hadal.checkpoint.weights import Reading, plan_bucket
@@ -40,55 +40,55 @@ from hadal.errors import CheckpointError, few
 from hadal.zero.bucket import Bucket
 
 _log = logging.getLogger(__name__)
-# One part in so many of the host's free memory is used to read files only once.
+# This fraction (1/n) of the host's free memory may be used to avoid reading files twice.
 _SPARED = 4
 
 CustomLoad = Callable[..., Any]
 
 
 class Wanted(NamedTuple):
-    """What of a checkpoint is to be loaded."""
+    """The parts of a checkpoint to load."""
 
     strict: bool = True
     optimizer: bool = True
-    """Moments, the options of param groups, and the loss scale."""
+    """Optimizer state, the options of param groups, and the loss scale."""
     schedule: bool = True
     module_only: bool = False
-    """Weights, masters and buffers alone."""
+    """Load only weights, masters and buffers."""
     custom: CustomLoad | None = None
-    """Puts weights and buffers into the module in place of us."""
+    """A function that loads weights and buffers into the module instead of Hadal."""
 
 
 class Loaded(NamedTuple):
-    """What is left for the engine to take over."""
+    """The loaded values that the engine has to apply."""
 
     scalars: Any
-    """None where there are none, or none are wanted."""
+    """None if the checkpoint has none, or they are not wanted."""
     client_state: dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What will be changed on this rank."""
+class _LoadPlan:
+    """The changes to make on this rank."""
 
     fit: Fit
     readings: list[Reading] = field(default_factory=list)
     loaded_on_use: list[Bucket] = field(default_factory=list)
-    """Buckets on the disk: what to read into them is found again when they are in memory."""
+    """Buckets on disk: their reads are planned again once they are in memory."""
     wholes: list[tuple[Tensor, str, str]] = field(default_factory=list)
-    """Tensors outside of buckets, and the name and kind that each is read from."""
+    """Tensors outside buckets, with the saved name and kind of each."""
     groups: list[GroupFit] = field(default_factory=list)
-    memory: MemoryPlan = field(default_factory=MemoryPlan)
-    own: Own | None = None
+    memory: StatePlan = field(default_factory=StatePlan)
+    own: RankState | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
 
 
 def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
-    """The folder of the checkpoint `tag`, or of the latest one; None where there is none.
+    """Return the folder of the checkpoint `tag`, or of the latest; None if there is none.
 
     Raises:
-        CheckpointError: a tag was asked for that is not there, `latest` names a missing folder, or
-            the ranks find different ones.
+        CheckpointError: the checkpoint that `tag` or `latest` names does not exist, or the ranks
+            find different ones.
     """
     folder: Path | None = None
     with together(ranks, f"no checkpoint was loaded from {load_dir}"):
@@ -96,18 +96,18 @@ def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
     found = gather_objects(None if folder is None else folder.name, ranks)
     if len(set(found)) > 1:
         raise CheckpointError(
-            f"the ranks find different checkpoints in {load_dir}: {found}; all of them must see the"
-            " same one: name it, load_checkpoint(folder, tag)"
+            f"the ranks find different checkpoints in {load_dir}: {found}; they must all see the"
+            " same one: pass its tag, load_checkpoint(folder, tag)"
         )
     return folder
 
 
 def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
-    """Put a checkpoint's values where `live` points. All ranks must call it.
+    """Load a checkpoint into `live`. All ranks must call it.
 
     Raises:
-        CheckpointError: on every rank, with the file and the reason; nothing has changed, unless a
-            file went or changed after it had been verified, which is told.
+        CheckpointError: on every rank, with the file and the reason. Nothing has changed, unless
+            a file was removed or changed after it had been verified, which the message says.
     """
     live.runtime.reshard_all()
     world, what = live.world, f"checkpoint {folder} was not loaded"
@@ -130,7 +130,7 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
 
 
 def _room(world: Ranks) -> int:
-    """Host memory that this rank may take for a while, so that files are read once."""
+    """Return the host memory that this rank may use temporarily to read files only once."""
     return free_host_nbytes() // (_SPARED * (get_local_world_size() or world.size))
 
 
@@ -141,9 +141,9 @@ def load_from(
     what: str,
     verify: Callable[[], None] | None = None,
 ) -> Loaded:
-    """As `load`, from any source whose files have been looked at, or are by `verify`."""
+    """Load as `load` does, from any source; `verify` checks its files while the load is planned."""
     undo: list[Callable[[], None]] = []
-    plan: _Plan | None = None
+    plan: _LoadPlan | None = None
     try:
         with together(live.world, what):
             plan = _plan_while(verify, partial(_plan, source, live, wanted))
@@ -162,7 +162,7 @@ def load_from(
             act()
         raise
     assert plan is not None  # else it would have raised
-    _tell(source, plan, live, wanted)
+    _log_differences(source, plan, live, wanted)
     _change(source, plan, live, wanted)
     scalars = None if wanted.module_only else source.scalars
     return Loaded(scalars, plan.client_state)
@@ -171,10 +171,10 @@ def load_from(
 # ---- looking ahead -------------------------------------------------------------------------------
 
 
-def _plan_while(verify: Callable[[], None] | None, plan: Callable[[], _Plan]) -> _Plan:
-    """Plan while a thread verifies: the disk is what that waits for.
+def _plan_while(verify: Callable[[], None] | None, plan: Callable[[], _LoadPlan]) -> _LoadPlan:
+    """Plan while a thread verifies, which mostly waits for the disk.
 
-    Files that are damaged are told as that, whatever else could not be planned because of it.
+    Damage found by `verify` is raised in preference to a planning error that it causes.
     """
     if verify is None:
         return plan()
@@ -186,27 +186,27 @@ def _plan_while(verify: Callable[[], None] | None, plan: Callable[[], _Plan]) ->
             verified.result()
 
 
-def _plan(source: Source, live: Live, wanted: Wanted) -> _Plan:
-    with understanding(f"{source.path / folders.INDEX} is damaged"):
+def _plan(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
+    with parsing_errors(f"{source.path / folders.INDEX} is damaged"):
         return _planned(source, live, wanted)
 
 
-def _planned(source: Source, live: Live, wanted: Wanted) -> _Plan:
+def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
     if source.parts != live.parts:
         raise CheckpointError(
-            f"{source.path} holds a model that was cut in {source.parts} model-parallel parts, and"
-            f" this one is cut in {live.parts}; load it with the model-parallel size that saved it"
+            f"{source.path} holds a model in {source.parts} model-parallel parts, but this one"
+            f" has {live.parts}; load it with the model-parallel size that saved it"
         )
     if source.scalars is not None and not _are_known(source.scalars, live.scalars):
         raise ValueError(f"the engine's counters are {source.scalars}")
-    plan = _Plan(_fit(source, live))
+    plan = _LoadPlan(_fit(source, live))
     if wanted.custom is None:
         plan.fit.refuse(source, strict=wanted.strict)
         _plan_weights(source, plan, live)
     groups = live.group_names()
     plan.groups = fit_groups(groups, source.groups, plan.fit.found)
     if live.optimizer is not None and live.stepper is not None and _wants_optimizer(wanted):
-        plan.memory = plan_memory(live.optimizer, live.stepper.held(), plan.fit.found, source)
+        plan.memory = plan_state(live.optimizer, live.stepper.held(), plan.fit.found, source)
     plan.client_state = source.client_state()
     plan.own = source.own(live.ranks.rank % _ranks_of(source))
     if not wanted.module_only and plan.own is not None:
@@ -225,7 +225,7 @@ def _wants_optimizer(wanted: Wanted) -> bool:
 
 
 def _ranks_of(source: Source) -> int:
-    """The ranks that had saved one part."""
+    """Return the number of ranks that saved each part."""
     return source.world_size // source.parts
 
 
@@ -243,13 +243,13 @@ def _fit(source: Source, live: Live) -> Fit:
     return fit_names(wanted, source)
 
 
-def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
+def _plan_weights(source: Source, plan: _LoadPlan, live: Live) -> None:
     found = plan.fit.found
     for bucket in live.runtime.buckets:
         uses_masters = live.rules.uses_masters
         readings = plan_bucket(bucket, found, source, uses_masters=uses_masters)
         if bucket.loads_on_use:
-            deque(readings, maxlen=0)  # it raises what is to be raised
+            deque(readings, maxlen=0)  # only for the errors it raises
             plan.loaded_on_use.append(bucket)
         else:
             plan.readings += readings
@@ -262,7 +262,7 @@ def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
         if kind == WEIGHT and source.entries[saved, kind].dtype != value.dtype:
             raise CheckpointError(
                 f"{source.path}: {name} is {source.entries[saved, kind].dtype} in the checkpoint,"
-                f" and {value.dtype} in the model; it lies in no bucket, and is not converted"
+                f" but {value.dtype} in the model; it is in no bucket and is not converted"
             )
         source.expect(saved, kind, 0, value.numel())
         plan.wholes.append((value, saved, kind))
@@ -271,7 +271,7 @@ def _plan_weights(source: Source, plan: _Plan, live: Live) -> None:
 def _try_schedule(
     source: Source, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
 ) -> None:
-    """Load the schedule's state while all can still be taken back."""
+    """Load the schedule's state while everything can still be undone."""
     if not _wants_schedule(source, live, wanted):
         return
     schedule, optimizer = live.schedule, live.optimizer
@@ -296,18 +296,18 @@ def _wants_schedule(source: Source, live: Live, wanted: Wanted) -> bool:
 def _load_schedule(source: Source, live: Live) -> None:
     try:
         live.schedule.load_state_dict(deepcopy(source.schedule))
-    except Exception as error:  # whoever's schedule it is
+    except Exception as error:  # the schedule may be the user's own code
         raise CheckpointError(
             f"{source.path}: the state of the schedule does not fit {type(live.schedule).__name__}"
-            f" ({error!r}); give load_lr_scheduler_states=False"
+            f" ({error!r}); pass load_lr_scheduler_states=False"
         ) from error
-    # torch's schedules keep a rate for each group, and take any number of them.
+    # torch's schedules keep a rate per group and accept any number of them.
     rates = getattr(live.schedule, "base_lrs", None)
     groups = 0 if live.optimizer is None else len(live.optimizer.param_groups)
     if isinstance(rates, list) and len(rates) != groups:
         raise CheckpointError(
-            f"{source.path}: the schedule was that of {len(rates)} param groups, and there are"
-            f" {groups}; give load_lr_scheduler_states=False"
+            f"{source.path}: the saved schedule has {len(rates)} param groups, but there are"
+            f" {groups}; pass load_lr_scheduler_states=False"
         )
 
 
@@ -316,14 +316,14 @@ def _copied(value: Any) -> Any:
 
 
 def _try_loader(
-    source: Source, plan: _Plan, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
+    source: Source, plan: _LoadPlan, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
 ) -> None:
-    """Load the place in the data while all can still be taken back."""
+    """Load the position in the data while everything can still be undone."""
     if wanted.module_only or plan.own is None or plan.own.loader is None or live.loader is None:
         return
     state = dict(plan.own.loader)
     if _ranks_of(source) != live.ranks.size:
-        # What one replica's stream remembers says nothing of another number of replicas.
+        # One replica's stream state is meaningless with another number of replicas.
         state.pop("stream", None)
         state.pop("sampler", None)
     before = deepcopy(live.loader.state_dict())
@@ -332,16 +332,16 @@ def _try_loader(
 
 
 def _try_extra_state(
-    source: Source, plan: _Plan, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
+    source: Source, plan: _LoadPlan, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
 ) -> None:
-    """Load what modules keep beside tensors, while all can still be taken back."""
+    """Load the modules' extra state while everything can still be undone."""
     if plan.own is None or wanted.custom is not None:
         return
     for path, module in live.with_extra_state():
         if path not in plan.own.extra:
             if wanted.strict:
                 raise CheckpointError(
-                    f"{source.path} lacks the extra state of {path or 'the model'}; give"
+                    f"{source.path} lacks the extra state of {path or 'the model'}; pass"
                     " load_module_strict=False to load the rest"
                 )
             continue
@@ -353,7 +353,7 @@ def _try_extra_state(
 def _try_listeners(
     source: Source, live: Live, wanted: Wanted, undo: list[Callable[[], None]]
 ) -> None:
-    """Load the state of listeners while all can still be taken back."""
+    """Load the state of listeners while everything can still be undone."""
     for name, saved in _of_listeners(source, wanted).items():
         listener = live.listeners.get(name)
         if listener is None:
@@ -363,7 +363,7 @@ def _try_listeners(
             undo.append(partial(listener.load_state_dict, before))
         try:
             listener.load_state_dict(deepcopy(saved))
-        except Exception as error:  # whoever's listener it is
+        except Exception as error:  # the listener may be the user's own code
             raise CheckpointError(
                 f"{source.path}: the state of listener {name!r} does not fit"
                 f" {type(listener).__name__}: {error!r}; to load the rest, add the listener after"
@@ -372,7 +372,7 @@ def _try_listeners(
 
 
 def _of_listeners(source: Source, wanted: Wanted) -> Mapping[str, Any]:
-    """The saved state of listeners by name."""
+    """Return the saved state of listeners by name."""
     if wanted.module_only or source.scalars is None:
         return {}
     return source.scalars.get(LISTENERS) or {}
@@ -381,11 +381,11 @@ def _of_listeners(source: Source, wanted: Wanted) -> Mapping[str, Any]:
 # ---- changing ------------------------------------------------------------------------------------
 
 
-def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
+def _change(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
     if wanted.custom is not None:
         _load_by(wanted.custom, source, plan, live)
-    # Nobody goes on before all have read: what follows waits for others, and may remove the files.
-    with together(live.world, f"{source.path} was loaded in part only; load it again, or another"):
+    # No rank goes on before all have read: later steps wait for other ranks and may remove files.
+    with together(live.world, f"{source.path} was only partly loaded; load it again, or another"):
         _read(source, plan, live, wanted)
     live.runtime.after_load()
     if _wants_optimizer(wanted) and _fits_exchange(source, plan.own, live):
@@ -397,8 +397,8 @@ def _change(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
         randomness.restore(plan.own.random, live.ranks.rank // _ranks_of(source))
 
 
-def _read(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
-    """Read what files hold into its place."""
+def _read(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
+    """Read all planned values into their targets."""
     for reading in plan.readings:
         reading.run(source)
     for bucket in plan.loaded_on_use:
@@ -412,32 +412,32 @@ def _read(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
         _restore_optimizer(live, live.optimizer, source, plan)
 
 
-def _fits_exchange(source: Source, own: Own | None, live: Live) -> bool:
-    """Whether each rank goes on with what its own optimizer had still to send."""
+def _fits_exchange(source: Source, own: RankState | None, live: Live) -> bool:
+    """Return whether each rank can continue with its own optimizer's unsent updates."""
     if live.runtime.exchange is None or own is None or own.exchange is None:
         return False
     return _ranks_of(source) == live.ranks.size and live.runtime.exchange.fits(own.exchange)
 
 
-def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _Plan) -> None:
+def _restore_optimizer(live: Live, optimizer: Optimizer, source: Source, plan: _LoadPlan) -> None:
     for group, fit in zip(optimizer.param_groups, plan.groups, strict=True):
         _restore_group(group, fit.options)
-    restored = {memory.values for memory in plan.memory.memories}
+    restored = {memory.values for memory in plan.memory.states}
     for values in [*optimizer.state]:
         if values not in restored:
             del optimizer.state[values]
     bucket_of = {held.values: held.bucket for held in live.stepper.held()} if live.stepper else {}
-    # In the order of the buckets: each is read from the disk once, if it is there.
-    for bucket, memories in groupby(plan.memory.memories, lambda one: bucket_of[one.values]):
+    # In the order of the buckets: a bucket on disk is then loaded once.
+    for bucket, states in groupby(plan.memory.states, lambda one: bucket_of[one.values]):
         with live.present(bucket):
-            for memory in memories:
+            for memory in states:
                 memory.restore(optimizer, source)
 
 
-def _load_by(custom: CustomLoad, source: Source, plan: _Plan, live: Live) -> None:
-    """Let the caller put whole values into the module."""
+def _load_by(custom: CustomLoad, source: Source, plan: _LoadPlan, live: Live) -> None:
+    """Let the caller's function load whole values into the module."""
     state = {}
-    # It finds the names that the module has for them.
+    # The function gets the module's own names.
     values = (*live.module.named_parameters(), *live.module.named_buffers())
     called = {plain_name(name): name for name, _ in values}
     for name, saved in plan.fit.found.items():
@@ -459,67 +459,67 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-# ---- what is told --------------------------------------------------------------------------------
+# ---- reporting -----------------------------------------------------------------------------------
 
 
-def _tell(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> None:
-    """Say what differs from going on as before; rank 0 does."""
+def _log_differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> None:
+    """Log on rank 0 how the resumed run differs from the saved one."""
     if live.ranks.rank == 0 and live.part == 0:
         engine = [] if wanted.module_only else _differences_of_engine(source, live)
         for line in (*_differences(source, plan, live, wanted), *engine):
             _log.warning("%s: %s", source.path, line)
 
 
-def _differences(source: Source, plan: _Plan, live: Live, wanted: Wanted) -> list[str]:
-    told = []
+def _differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) -> list[str]:
+    lines = []
     if wanted.custom is None and not wanted.strict:
         if plan.fit.missing:
-            told.append(f"it lacks {few(plan.fit.missing)}, which keep their values")
+            lines.append(f"it lacks {few(plan.fit.missing)}: these keep their values")
         if plan.fit.unexpected:
-            told.append(f"{few(plan.fit.unexpected)} is not in the model, and is left out")
+            lines.append(f"not in the model and ignored: {few(plan.fit.unexpected)}")
     if plan.memory.forgotten:
-        told.append(
-            f"it holds no optimizer state of {few(plan.memory.forgotten)}: it begins with zeros"
+        lines.append(
+            f"it holds no optimizer state of {few(plan.memory.forgotten)}: this starts at zero"
         )
     disputed = {key for fit in plan.groups for key in fit.disputed}
     if disputed and _wants_optimizer(wanted):
-        told.append(
-            "the param groups are other ones; where those of one group here differed in"
-            f" {', '.join(sorted(disputed))}, these stay as they are"
+        lines.append(
+            "the param groups have changed; options on which the saved groups of one group"
+            f" disagree keep their values here: {', '.join(sorted(disputed))}"
         )
     has_masters = any(kind == MASTER for _, kind in source.entries)
     wants_masters = any(b.trainable and b.precision.keeps_master for b in live.runtime.buckets)
     if wants_masters and (not has_masters or not live.rules.uses_masters):
-        told.append("masters are taken from the saved weights")
+        lines.append("masters are initialized from the saved weights")
     if isinstance(source, DeepSpeedSource) and not wanted.module_only:
-        told += source.notes
+        lines += source.notes
     if plan.own is not None and not wanted.module_only:
-        told += _differences_of_place(source, plan.own, live)
+        lines += _differences_of_place(source, plan.own, live)
     own = plan.own if live.runtime.exchange is not None and _wants_optimizer(wanted) else None
     owes = own is not None and own.exchange is not None
     if owes and not _fits_exchange(source, own, live):
-        told.append(
-            "it was saved by other ranks, or from other buckets: what the signs of each rank had"
-            " lost (error feedback) fits none of these, and begins at zero"
+        lines.append(
+            "it was saved by other ranks or from other buckets: the saved error feedback does not"
+            " fit, and starts at zero"
         )
-    return told
+    return lines
 
 
-def _differences_of_place(source: Source, own: Own, live: Live) -> list[str]:
-    told = []
+def _differences_of_place(source: Source, own: RankState, live: Live) -> list[str]:
+    lines = []
     if (own.loader is None) != (live.loader is None):
         holder, lacks = ("engine", "checkpoint") if own.loader is None else ("checkpoint", "engine")
-        told.append(
-            f"the {holder} has a training loader and the {lacks} has none; the place in the data is"
-            " not restored (make the loader before load_checkpoint)"
+        lines.append(
+            f"the {holder} has a training loader but the {lacks} has none; the position in the data"
+            " is not restored (create the loader before load_checkpoint)"
         )
     saved, here = _ranks_of(source), live.ranks.size
     if saved != here:
-        told.append(
-            f"saved by {saved} ranks and loaded by {here}: ranks have the random generators of the"
-            " saved ranks of their numbers, further ranks new ones made of these"
+        lines.append(
+            f"saved by {saved} ranks and loaded by {here}: each rank restores the random generators"
+            " of the saved rank of its number; additional ranks get new ones derived from these"
         )
-    return told
+    return lines
 
 
 def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:
@@ -527,29 +527,29 @@ def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:
     counters, known = set(saved.get(COUNTERS, {})), set(live.scalars[COUNTERS])
     if counters and counters != known:
         yield (
-            f"it lacks the counters {sorted(known - counters)}, which begin at zero, and has"
-            f" {sorted(counters - known)}, which are left out"
+            f"it lacks the counters {sorted(known - counters)}, which start at zero, and has"
+            f" {sorted(counters - known)}, which are ignored"
         )
     states = set(saved.get(LISTENERS, {}))
     stateful = {name for name, one in live.listeners.items() if one.state_dict() is not None}
     if states - set(live.listeners):
         yield (
             f"it holds the state of listeners {few(sorted(states - set(live.listeners)))}, which"
-            " the engine does not have; add them before load_checkpoint"
+            " the engine lacks; add them before load_checkpoint"
         )
     if stateful - states:
-        yield f"it lacks the state of listeners {few(sorted(stateful - states))}: they begin anew"
+        yield f"it lacks the state of listeners {few(sorted(stateful - states))}: they start anew"
 
 
 def _are_known(found: Any, wanted: Mapping[str, Any]) -> bool:
-    """Whether the engine's numbers are there, and the state of listeners, if any, by name."""
+    """Return whether all the engine's numbers are present, and any listeners' state is by name."""
     if not isinstance(found, dict) or not isinstance(found.get(LISTENERS, {}), dict):
         return False
     return wanted.keys() <= found.keys() and _is_like(found, wanted)
 
 
 def _is_like(found: Any, wanted: Any) -> bool:
-    """Whether both are built alike, as far as both have the same keys: lists, finite numbers."""
+    """Return whether shared keys have the same structure: lengths, and finite numbers."""
     if isinstance(wanted, dict):
         return isinstance(found, dict) and all(
             _is_like(found[key], value) for key, value in wanted.items() if key in found

@@ -1,7 +1,7 @@
-"""What the optimizer remembers, from a checkpoint: laid out as it is stepped here.
+"""Optimizer state from a checkpoint, arranged for the tensors that are stepped here.
 
-Parameters of one group are stepped together where the optimizer is elementwise: they share counts
-of steps and the like, which must therefore have been saved alike.
+An elementwise optimizer steps the parameters of a group together. They share step counts and the
+like, so these must have been saved with equal values.
 """
 
 from __future__ import annotations
@@ -17,76 +17,76 @@ from torch.optim import Optimizer
 from hadal.checkpoint.contents import MASTER, WEIGHT, state_key, state_kind
 from hadal.checkpoint.live import plain_slots
 from hadal.checkpoint.source import Entry, Source
-from hadal.checkpoint.weights import Copy, CopyStretch, Reading
+from hadal.checkpoint.weights import Copy, CopySlice, Reading
 from hadal.errors import CheckpointError
-from hadal.optim.pieces import Held
+from hadal.optim.pieces import HeldTensor
 from hadal.zero.layout import Slot
 
-# These remember the same under the same keys.
+# The optimizers of a family keep the same state under the same keys.
 _FAMILIES = (frozenset({"Adam", "AdamW", "UncorrectedAdam"}),)
 
 
 @dataclass(slots=True)
-class Memory:
-    """The state of one tensor that the optimizer steps, not yet read."""
+class TensorState:
+    """The state to read for one tensor that the optimizer steps."""
 
     values: nn.Parameter
     counts_on: torch.device
-    """Where counts of steps lie: on the host, unless a kernel of the device reads them."""
+    """The device of step counts: the host, unless a device kernel reads them."""
     tensors: dict[str, Entry] = field(default_factory=dict)
-    """By key: shape and dtype here."""
+    """The shape and dtype here, by key."""
     readings: dict[str, list[tuple[str, str, int, int, int, Slot]]] = field(default_factory=dict)
-    """By key: (saved name, kind, start, numel, offset here, slot) of what to read of a flat cut."""
+    """Reads for a flat slice, by key: (saved name, kind, start, numel, offset here, slot)."""
     wholes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By key: saved name and kind of what a whole parameter has."""
-    stretch: tuple[tuple[Slot, ...], int] | None = None
-    """The slots of the bucket that was saved alike, and where in it the tensor begins."""
+    """Reads for a whole parameter, by key: (saved name, kind)."""
+    same_layout: tuple[tuple[Slot, ...], int] | None = None
+    """The slots of the saved bucket with the same layout, and the tensor's start in it."""
     plain: dict[str, Any] = field(default_factory=dict)
 
     def restore(self, optimizer: Optimizer, source: Source) -> None:
-        """Give it to the optimizer; what must be copied goes into its tensors, where they fit."""
+        """Give the optimizer the state, read into its own tensors if these fit."""
         present = optimizer.state.pop(self.values, {})
         state: dict[str, Any] = {}
         for key, entry in self.tensors.items():
-            taken = self._taken(key, entry, source)
-            if taken is not None:
-                state[key] = taken
+            kept = self._take(key, entry, source)
+            if kept is not None:
+                state[key] = kept
                 continue
             target = present.get(key)
             fits = isinstance(target, Tensor) and Entry(tuple(target.shape), target.dtype) == entry
             if not fits or target is None or target.device != self.values.device:
                 target = self._made(entry)
-            if self.stretch is None:
+            if self.same_layout is None:
                 target.zero_()
             state[key] = target
             for reading in self._readings_of(key, target):
                 reading.run(source)
         for key, value in self.plain.items():
-            # Its own: a count that two share would go on twice an update.
+            # A copy for each: a count that two tensors share would advance twice per update.
             is_tensor = isinstance(value, Tensor)
             state[key] = value.to(self.counts_on, copy=True) if is_tensor else value
         if state:
             optimizer.state[self.values] = state
 
     def _made(self, entry: Entry) -> Tensor:
-        """Memory for a value, with the strides of the tensor that it belongs to."""
+        """Allocate a value, with the strides of the tensor that it belongs to."""
         if entry.shape == tuple(self.values.shape):
             return torch.empty_like(self.values, dtype=entry.dtype)
         return torch.empty(entry.shape, dtype=entry.dtype, device=self.values.device)
 
-    def _taken(self, key: str, entry: Entry, source: Source) -> Tensor | None:
-        """What was read of it while files were compared, where no copy is needed."""
-        if self.stretch is None or self.values.device.type != "cpu" or self.values.is_pinned():
+    def _take(self, key: str, entry: Entry, source: Source) -> Tensor | None:
+        """Return the value as kept by verification, if it can be used without a copy."""
+        if self.same_layout is None or self.values.device.type != "cpu" or self.values.is_pinned():
             return None
-        slots, start = self.stretch
-        found = source.taken(state_kind(key), slots, start, start + entry.numel)
+        slots, start = self.same_layout
+        found = source.take_slice(state_kind(key), slots, start, start + entry.numel)
         fits = found is not None and found.dtype == entry.dtype
         return found.view(entry.shape) if fits and found is not None else None
 
     def _readings_of(self, key: str, target: Tensor) -> Iterable[Reading]:
-        if self.stretch is not None:
-            slots, start = self.stretch
-            return [CopyStretch(target, state_kind(key), slots, start)]
+        if self.same_layout is not None:
+            slots, start = self.same_layout
+            return [CopySlice(target, state_kind(key), slots, start)]
         if key in self.wholes:
             return [Copy(target, *self.wholes[key], 0)]
         return [
@@ -96,28 +96,28 @@ class Memory:
 
 
 @dataclass(slots=True)
-class MemoryPlan:
-    """What to restore, and the parameters of which nothing is known."""
+class StatePlan:
+    """The state to restore, and the parameters without saved state."""
 
-    memories: list[Memory] = field(default_factory=list)
+    states: list[TensorState] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
 
-def plan_memory(
-    optimizer: Optimizer, holds: Iterable[Held], found: Mapping[str, str], source: Source
-) -> MemoryPlan:
-    """What to read into the optimizer's state on this rank.
+def plan_state(
+    optimizer: Optimizer, holds: Iterable[HeldTensor], found: Mapping[str, str], source: Source
+) -> StatePlan:
+    """Plan the reads of the optimizer's state on this rank.
 
     Raises:
-        CheckpointError: another optimizer's, values that parameters stepped together cannot share,
-            or files that do not hold them.
+        CheckpointError: the state belongs to another optimizer, parameters stepped together have
+            different values of shared state, or the files lack the state.
     """
     _check_kind(optimizer, source)
     kinds: dict[str, list[str]] = {}
     for name, kind in source.entries:
         if state_key(kind) is not None:
             kinds.setdefault(name, []).append(kind)
-    plan = MemoryPlan()
+    plan = StatePlan()
     if not kinds and not source.state:
         return plan
     for held in holds:
@@ -138,9 +138,9 @@ def plan_memory(
         plan.forgotten += lacking
         group = optimizer.param_groups[held.group]
         on_device = group.get("fused") or group.get("capturable")
-        memory = Memory(held.values, held.values.device if on_device else torch.device("cpu"))
+        memory = TensorState(held.values, held.values.device if on_device else torch.device("cpu"))
         memory.plain = _shared(known.values(), source)
-        plan.memories.append(memory)
+        plan.states.append(memory)
         if held.slot is None:
             _plan_flat(memory, held, members, known, kinds, source)
         else:
@@ -157,13 +157,13 @@ def _check_kind(optimizer: Optimizer, source: Source) -> None:
     if there in (None, here) or any({here, there} <= family for family in _FAMILIES):
         return
     raise CheckpointError(
-        f"{source.path} holds the state of {there}, and the optimizer here is {here}; choose the"
-        " same one, or give load_optimizer_states=False to begin with the weights alone"
+        f"{source.path} holds the state of {there}, but the optimizer here is {here}; use the"
+        " same one, or pass load_optimizer_states=False to load the weights alone"
     )
 
 
 def _shared(names: Iterable[str], source: Source) -> dict[str, Any]:
-    """State without elements that parameters stepped together share."""
+    """Return the state that is not per element, which parameters stepped together share."""
     shared: dict[str, Any] = {}
     first: dict[str, str] = {}
     for name in names:
@@ -173,21 +173,21 @@ def _shared(names: Iterable[str], source: Source) -> dict[str, Any]:
             elif not bool(shared[key] == value):
                 raise CheckpointError(
                     f"{source.path}: {key} is {shared[key]} for {first[key]} and {value} for"
-                    f" {name}, which are stepped together here; put them into param groups of"
-                    " their own, or give load_optimizer_states=False"
+                    f" {name}, which are stepped together here; put them into separate param"
+                    " groups, or pass load_optimizer_states=False"
                 )
     return shared
 
 
 def _plan_flat(
-    memory: Memory,
-    held: Held,
+    memory: TensorState,
+    held: HeldTensor,
     members: Sequence[Slot],
     known: Mapping[str, str],
     kinds: Mapping[str, Sequence[str]],
     source: Source,
 ) -> None:
-    """A flat cut: the elements that lie here of each parameter, zeros where none are known."""
+    """Plan a flat slice: this rank's elements of each parameter; zeros if it has no saved state."""
     layout, state_dtype = held.bucket.layout, held.bucket.precision.state_dtype
     slots = plain_slots(layout.slots)
     for slot in members:
@@ -196,16 +196,16 @@ def _plan_flat(
             assert key is not None  # only such kinds are collected
             if entry.shape != slot.shape:
                 raise CheckpointError(
-                    f"{source.path}: {kind} of {slot.name} has shape {entry.shape}, and the"
-                    f" parameter {slot.shape}; give load_optimizer_states=False"
+                    f"{source.path}: {kind} of {slot.name} has shape {entry.shape}, but the"
+                    f" parameter has {slot.shape}; pass load_optimizer_states=False"
                 )
             dtype = state_dtype if entry.dtype.is_floating_point else entry.dtype
             memory.tensors[key] = Entry(tuple(held.values.shape), dtype)
     stop = held.start + held.values.numel()
     if all(known.get(slot.name) == slot.name for slot in members):
         kinds_here = map(state_kind, memory.tensors)
-        if all(source.has_stretch(kind, slots, held.start, stop) for kind in kinds_here):
-            memory.stretch = (slots, held.start)
+        if all(source.has_slice(kind, slots, held.start, stop) for kind in kinds_here):
+            memory.same_layout = (slots, held.start)
             return
     for fragment in layout.fragments(held.start, stop):
         slot = slots[fragment.slot]
@@ -218,14 +218,14 @@ def _plan_flat(
 
 
 def _plan_whole(
-    memory: Memory,
-    held: Held,
+    memory: TensorState,
+    held: HeldTensor,
     slot: Slot,
     known: Mapping[str, str],
     kinds: Mapping[str, Sequence[str]],
     source: Source,
 ) -> None:
-    """A whole parameter; state in the saved master's dtype goes along with the master's."""
+    """Plan a whole parameter; state in the saved master's dtype takes the dtype of values here."""
     name = known.get(slot.name)
     if name is None:
         return

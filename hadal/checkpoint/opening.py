@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, whoever wrote it, and its values as a source."""
+"""Finding the checkpoint that a path refers to, and opening it as a source."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from hadal.errors import CheckpointError, NotBuiltYetError
 
 
 def folder_of(path: Path, tag: str | None = None) -> Path:
-    """The folder of a checkpoint: `path` itself, or the one in it that `tag` or `latest` names.
+    """Return a checkpoint's folder: `path` itself, or the one in it that `tag` or `latest` names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     if tag is None and is_checkpoint(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the one that save_checkpoint wrote to")
+        raise CheckpointError(
+            f"{path} is not a directory; pass the directory given to save_checkpoint"
+        )
     found = folders.find(path, tag)
     if found is None:
         raise CheckpointError(
-            f"{path / folders.LATEST} is missing, and {path} is no checkpoint; give a tag, or the"
+            f"{path / folders.LATEST} is missing, and {path} is not a checkpoint; pass a tag or the"
             " folder of one checkpoint"
         )
     return found
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one checkpoint."""
+    """Return whether a folder is a checkpoint, rather than a folder of them."""
     return (folder / folders.INDEX).is_file() or is_deepspeed(folder)
 
 
 def open_source(
     folder: Path, part: int = 0, names: Sequence[Sequence[str]] | None = None
 ) -> StoredSource | DeepSpeedSource:
-    """The values of a checkpoint: of one part of its model, where that was cut.
+    """Open a checkpoint; `part` selects one part of a model saved in model-parallel parts.
 
-    `names` tells the parameters of each param group to a checkpoint that lacks them.
+    `names` lists the parameters of each param group, for a checkpoint that does not store them.
 
     Raises:
-        CheckpointError: it is damaged, or none.
+        CheckpointError: it is damaged, or not a checkpoint.
     """
     if (folder / folders.INDEX).is_file():
         return StoredSource(folder, part)
@@ -53,11 +55,11 @@ def open_source(
 
 
 def opened(path: Path, tag: str | None = None, part: int | None = None) -> Source:
-    """The values of the checkpoint that a path and a tag mean; of one part, of a model in parts.
+    """Open the checkpoint that a path and a tag refer to, or one part of it.
 
     Raises:
-        CheckpointError: it is damaged, or none, or has no such part.
-        NotBuiltYetError: it holds several parts, and none is named.
+        CheckpointError: it is damaged, not a checkpoint, or has no such part.
+        NotBuiltYetError: it holds several parts, and `part` is None.
     """
     source = open_source(folder_of(path, tag), part or 0)
     parts = source.parts
@@ -65,9 +67,9 @@ def opened(path: Path, tag: str | None = None, part: int | None = None) -> Sourc
         source.close()
         raise NotBuiltYetError(
             f"{source.path} holds a model in {parts} model-parallel parts, and joining them is not"
-            f" built yet; take them one by one: part= (--part of a command) 0 to {parts - 1}"
+            f" built yet; read them one by one: pass part= (--part of a command) 0 to {parts - 1}"
         )
     if part is not None and not 0 <= part < parts:
         source.close()
-        raise CheckpointError(f"{source.path} holds a whole model: it has no part {part}")
+        raise CheckpointError(f"{source.path} holds a whole model and has no part {part}")
     return source

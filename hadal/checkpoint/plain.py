@@ -1,9 +1,9 @@
-"""State as JSON and back: what a schedule, a loader or a caller remembers, without code or loss.
+"""State as JSON and back, without code or loss: that of a schedule, a loader or the caller.
 
-JSON has lists, text keys and finite numbers only. What else there is stands in an object with one
-key that says so: `{"tuple": [...]}`, `{"dict": [[key, value], ...]}`, `{"counter": ...}`,
-`{"float": "inf"}`. Tensors and arrays stand beside the JSON, under names: `{"tensor": name}`,
-`{"array": name}`.
+JSON has lists, text keys and finite numbers only. Any other value becomes an object with one key
+that names its kind: `{"tuple": [...]}`, `{"dict": [[key, value], ...]}`, `{"counter": ...}`,
+`{"float": "inf"}`. Tensors and arrays are stored beside the JSON and referred to by name:
+`{"tensor": name}`, `{"array": name}`.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _WORDS = (bool, int, float, str, type(None))
 
 
 def encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None = None) -> Any:
-    """What `decoded` turns back: plain values, lists, tuples and dicts of them.
+    """Encode plain values, and lists, tuples and dicts of them; `decoded` reverses it.
 
-    A number of numpy is taken as a number. Where `tensors` is given, tensors and arrays are put
-    into it; else a tensor of one element is taken as its number.
+    A numpy scalar becomes a number. If `tensors` is given, tensors and arrays are put into it;
+    otherwise a tensor of one element becomes its number.
 
     Raises:
-        CheckpointError: anything else; `where` is named with the place in it.
+        CheckpointError: anything else; the message gives `where` and the position in it.
     """
     try:
         return _encoded(value, where, tensors)
     except RecursionError:
         raise CheckpointError(
-            f"{where} is nested too deep for a checkpoint, or holds itself"
+            f"{where} is nested too deep for a checkpoint, or contains itself"
         ) from None
 
 
 def encoded_state(value: Any, where: str) -> Any:
-    """As `encoded`, where a tensor of no dimension keeps its dtype; `decoded_state` turns back."""
+    """Encode as `encoded`, but a 0-dim tensor keeps its dtype; `decoded_state` reverses it."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in DTYPES:
         return {"scalar": [DTYPES[value.dtype], encoded(value.item(), where)]}
     return encoded(value, where)
 
 
 def decoded_state(value: Any) -> Any:
-    """What `encoded_state` was given; tensors on the host.
+    """Return the value given to `encoded_state`; tensors are on the host.
 
     Raises:
-        ValueError, TypeError, KeyError: `encoded_state` has not made it.
+        ValueError, TypeError, KeyError: `encoded_state` did not produce it.
     """
     if isinstance(value, dict) and "scalar" in value:
         name, number = value["scalar"]
@@ -85,9 +85,9 @@ def _encoded(value: Any, where: str, tensors: MutableMapping[str, Tensor] | None
     if tensors is not None and isinstance(value, (Tensor, np.ndarray)):
         return _set_aside(value, where, tensors)
     raise CheckpointError(
-        f"{where} is of type {_type_of(value)}, which a checkpoint cannot hold; give numbers,"
+        f"{where} is of type {_type_of(value)}, which a checkpoint cannot hold; use numbers,"
         f" text, lists and dicts{'' if tensors is None else ', tensors or arrays of numbers'}"
-        f"{' (state_dict() of it, for example)' if hasattr(value, 'state_dict') else ''}"
+        f"{' (its state_dict(), for example)' if hasattr(value, 'state_dict') else ''}"
     )
 
 
@@ -101,14 +101,14 @@ def _set_aside(
             value = torch.from_numpy(np.array(value, order="C"))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{where} is an array of {value.dtype}, which a checkpoint cannot hold; give an"
+                f"{where} is an array of {value.dtype}, which a checkpoint cannot hold; use an"
                 " array of numbers in this machine's byte order"
             ) from error
     plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
     if not plain or value.dtype not in DTYPES or value.device.type == "meta":
         raise CheckpointError(
             f"{where} is a {type(value).__name__} of {value.dtype}, {value.layout}, on"
-            f" {value.device}, which a checkpoint cannot hold; give a dense tensor of numbers"
+            f" {value.device}, which a checkpoint cannot hold; use a dense tensor of numbers"
         )
     name = f"plain.{len(tensors)}"
     tensors[name] = value.detach().resolve_conj().resolve_neg()
@@ -121,10 +121,10 @@ def _type_of(value: Any) -> str:
 
 
 def decoded(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """What `encoded` was given; tensors on the host, in memory of their own.
+    """Return the value given to `encoded`; tensors are copies on the host.
 
     Raises:
-        ValueError, TypeError, KeyError: `encoded` has not made it.
+        ValueError, TypeError, KeyError: `encoded` did not produce it.
     """
     if isinstance(value, list):
         return [decoded(item, tensors) for item in value]
@@ -139,6 +139,6 @@ def decoded(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
         copy = (tensors or {})[items].clone()
         return copy if kind == "tensor" else copy.numpy()
     if kind not in ("dict", "counter"):
-        raise ValueError(f"no kind of value is called {kind!r}")
+        raise ValueError(f"unknown kind of value {kind!r}")
     pairs = {decoded(key): decoded(item, tensors) for key, item in items}
     return Counter(pairs) if kind == "counter" else pairs

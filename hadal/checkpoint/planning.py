@@ -1,6 +1,6 @@
-"""What to read from which stored chunk, by the planner of `torch.distributed.checkpoint`.
+"""Read planning: which stored chunk holds which elements, by torch's checkpoint planner.
 
-Every value is a 1-D tensor here, whatever its shape: row by row, as it lies in a flat buffer.
+Every value is treated as 1-D here, in row-major order, as in a flat buffer.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 
 
 class Cut(NamedTuple):
-    """Consecutive elements to be read from one chunk."""
+    """Consecutive elements to read from one chunk."""
 
     chunk: int
-    """Its number among the chunks."""
+    """The chunk's number."""
     start: int
     """The first element, counted from the chunk's start."""
     target: int
-    """Where it goes to, counted from the start of what is wanted."""
+    """The first element's position in the requested range."""
     numel: int
 
 
 def cuts_of(name: str, chunks: Sequence[tuple[int, int]], start: int, numel: int) -> list[Cut]:
-    """How elements [start, start + numel) come from chunks, each given by its (start, numel)."""
-    # Only a load needs them, and they take longer to import than all of Hadal.
+    """Return the cuts that make up elements [start, start + numel); a chunk is (start, numel)."""
+    # Only a load needs these modules, and they take longer to import than all of Hadal.
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         TensorProperties,

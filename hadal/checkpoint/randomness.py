@@ -1,4 +1,4 @@
-"""The program's own random generators: Python's, numpy's, torch's and that of the accelerator."""
+"""The program's random generators: Python's, numpy's, torch's and the accelerator's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hadal.device import current_device, random_state, set_random_state
 
 
 def states() -> dict[str, Any]:
-    """Where each generator stands, as numbers, tuples, arrays and tensors."""
+    """Return the state of each generator as numbers, tuples, arrays and tensors."""
     device = current_device()
     return {
         "python": random.getstate(),
@@ -24,27 +24,27 @@ def states() -> dict[str, Any]:
 
 
 def check(saved: dict[str, Any]) -> None:
-    """Raise where `restore` would, and change nothing.
+    """Raise if `restore` would raise, and change nothing.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError: a state is not one of its generator's.
+        ValueError, TypeError, KeyError, RuntimeError: a state does not belong to its generator.
     """
     random.Random().setstate(saved["python"])
     np.random.RandomState().set_state(saved["numpy"])
     torch.Generator().set_state(saved["torch"])
-    present, told = random_state(current_device()), saved["accelerator"]
-    if present is None or told is None:
+    present, state = random_state(current_device()), saved["accelerator"]
+    if present is None or state is None:
         return
-    if told.shape != present.shape or told.dtype != present.dtype:
-        raise ValueError("the state of the accelerator's generator is that of another kind")
+    if state.shape != present.shape or state.dtype != present.dtype:
+        raise ValueError("the saved generator state belongs to another kind of accelerator")
 
 
 def restore(saved: dict[str, Any], copy: int = 0) -> None:
-    """Let every generator go on where it stood; the accelerator's, if both sides have one.
+    """Restore the state of every generator; the accelerator's only if both sides have one.
 
-    Ranks that were not there begin as copies of one that was. Each copy but the first (0) draws
-    other numbers: its generators are seeded with the checksum of torch's saved state and its
-    number.
+    Ranks that the saved job did not have start as copies of a saved rank. Copy 0 continues that
+    rank's numbers; any other copy draws different ones, seeded with the checksum of torch's saved
+    state and the copy's number.
     """
     if copy:
         seed = zlib.crc32(saved["torch"].numpy().tobytes() + copy.to_bytes(4, "little"))

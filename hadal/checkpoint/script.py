@@ -1,4 +1,4 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py`: users of DeepSpeed look for them beside checkpoints."""
+"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect beside checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 def place_scripts(save_dir: Path) -> None:
-    """Put them into a folder of checkpoints, where they are not there; what fails is told.
+    """Write the scripts that are missing from a folder of checkpoints; log a warning on failure.
 
-    They are no part of a checkpoint: nothing is read from them, and no checksum covers them.
+    They are not part of a checkpoint: nothing is read from them, and no checksum covers them.
     """
     for name, text in SCRIPTS.items():
         path = save_dir / name
@@ -41,4 +41,4 @@ def place_scripts(save_dir: Path) -> None:
                 replace_file(path, text)
                 path.chmod(path.stat().st_mode | 0o100)
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is not placed: %s", path, error)
+            _log.warning("%s was not written: %s", path, error)

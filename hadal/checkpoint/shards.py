@@ -1,8 +1,8 @@
-"""Tensors in a safetensors file: written piece by piece, read where they lie.
+"""Tensors in a safetensors file: written chunk by chunk, read through a memory map.
 
 The format is a length (8 bytes, little endian), a JSON header of that length, and all tensors one
-after the other. It is written here, not by the library, so that no second copy of all tensors
-is made and the checksum is that of the bytes as they are handed out.
+after the other. Hadal writes it itself, not through the library, so that no second copy of all
+tensors is made and the checksum covers the bytes as they are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hadal.checkpoint.direct import read_on
-from hadal.checkpoint.files import Chunk, Seal, open_regular, understanding, write_file
+from hadal.checkpoint.files import Chunk, Seal, open_regular, parsing_errors, write_file
 from hadal.checkpoint.index import strict_json
 from hadal.errors import CheckpointError
 from hadal.offload.tensors import StoredSlice
@@ -49,13 +49,13 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How files are written."""
+    """Settings for writing files."""
 
     buffer_nbytes: int = 1 << 26
-    """Bytes that are copied from a device, summed and written at a time."""
+    """The number of bytes that are copied from a device, summed and written at a time."""
     is_doubled: bool = True
-    """Whether one such buffer is written while the next is filled."""
-    tells_speed: bool = False
+    """True if one such buffer is written while the next is filled."""
+    logs_speed: bool = False
 
 
 def write_tensors(
@@ -64,12 +64,12 @@ def write_tensors(
     texts: Mapping[str, str],
     writing: Writing | None = None,
 ) -> Seal:
-    """Write tensors of any device, and texts into the header; a buffer at a time is copied.
+    """Write tensors of any device, and texts into the header, one buffer at a time.
 
-    What is on another disk is read from there, as much at a time.
+    Tensors that are stored on disk are read in chunks of the same size.
 
     Raises:
-        CheckpointError: the file cannot be written, or a tensor is of a dtype without a name.
+        CheckpointError: the file cannot be written, or a tensor has a dtype without a name.
     """
     # Wide dtypes first, so that each tensor begins at a multiple of its elements' size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -90,7 +90,7 @@ def _chunks(
             flat = tensor.detach().reshape(-1)
             pieces: Iterable[Tensor] = flat.split(max(1, nbytes // tensor.element_size()))
         else:
-            # A piece may still be written when the next is read.
+            # A chunk may still be being written when the next is read.
             pieces = (part.clone() for part in tensor.parts(nbytes))
         yield from map(bytes_of, pieces)
 
@@ -100,10 +100,10 @@ def header_of(
     rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
     texts: Mapping[str, str],
 ) -> bytes:
-    """How a file begins: name, shape and dtype of the tensors that follow, in order, and texts.
+    """Return a file's header: name, shape and dtype of the tensors that follow in order, and texts.
 
     Raises:
-        CheckpointError: a dtype has no name in the format; `path` is named.
+        CheckpointError: a dtype has no name in the format; the message names `path`.
     """
     header: dict[str, object] = {"__metadata__": dict(texts)}
     end = 0
@@ -121,55 +121,55 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-class Row(NamedTuple):
-    """A tensor as a file's header tells it."""
+class HeaderRow(NamedTuple):
+    """A tensor's entry in a file's header."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Its first byte in the file."""
+    """The tensor's first byte in the file."""
     stop: int
 
 
 class Header(NamedTuple):
-    """How a file begins."""
+    """A file's header."""
 
     texts: Mapping[str, str]
-    rows: Mapping[str, Row]
+    rows: Mapping[str, HeaderRow]
 
 
 def read_header(path: Path, nbytes: int) -> Header:
-    """What the first `nbytes` of a file say; nothing else of it is read, nor into the cache.
+    """Read a file's header, its first `nbytes`; nothing else is read, nor brought into the cache.
 
     Raises:
-        CheckpointError: it cannot be read, or says it in another way.
+        CheckpointError: the file cannot be read, or its header is malformed.
     """
     with open_regular(path) as file:
         read_on(file.fileno(), False)
         head = file.read(nbytes)
-    with understanding(f"{path} is damaged"):
+    with parsing_errors(f"{path} is damaged"):
         rows = strict_json(head[8:], path)
         texts = rows.pop("__metadata__", {})
         return Header(texts, {name: _row_of(row, len(head)) for name, row in rows.items()})
 
 
-def _row_of(row: Mapping[str, Any], begin: int) -> Row:
+def _row_of(row: Mapping[str, Any], begin: int) -> HeaderRow:
     first, last = row["data_offsets"]
-    return Row(row["dtype"], tuple(row["shape"]), begin + first, begin + last)
+    return HeaderRow(row["dtype"], tuple(row["shape"]), begin + first, begin + last)
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """The bytes of a 1-D tensor that has elements."""
+    """Return the bytes of a non-empty 1-D tensor."""
     return flat.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the host, mapped where the system can; and the header's texts.
+    """Return a file's tensors, on the host and mapped if the system can, and its header's texts.
 
-    They are to be copied: what is mapped hangs on the file.
+    Callers must copy the tensors: mapped memory depends on the file.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such file.
+        CheckpointError: the file cannot be read, or has another format.
     """
     try:
         with safe_open(path, "pt") as file:

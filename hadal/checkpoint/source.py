@@ -1,7 +1,7 @@
-"""What a checkpoint holds, whoever wrote it: named values that are read a few elements at a time.
+"""The common interface to a checkpoint of any writer: named values, read a slice at a time.
 
 A `Source` needs no model, no ranks and no memory beyond what is read. Hadal's own folders are one
-(`stored.py`); whatever else can be told in these words loads by the same way.
+(`stored.py`); any format that implements the protocol loads in the same way.
 """
 
 from __future__ import annotations
@@ -19,111 +19,110 @@ from hadal.checkpoint.contents import SavedGroup
 from hadal.zero.layout import Slot
 
 OWN = "hadal"
-"""The header's text of what each rank has for itself."""
+"""The header key of the rank's own state."""
 
 
 class Entry(NamedTuple):
-    """A value that a source holds: its whole shape, and its dtype."""
+    """The full shape and the dtype of a value in a source."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_rounded: bool = False
-    """Whether all of a weight is the rounding of its master, which is read in its place."""
+    """True if the whole weight is its rounded master: the master is read instead."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """What one rank had for itself."""
+class RankState:
+    """The state that one rank saved for itself."""
 
     loader: Any
     random: dict[str, Any]
     extra: dict[str, Any]
-    """By a module's path: its extra state."""
+    """Each module's extra state, by its path."""
     exchange: Any = None
-    """What an optimizer that sends by itself remembered; None: there was no such."""
+    """The exchange state of an optimizer that communicates by itself; None: there was none."""
 
 
 class Source(Protocol):
-    """Named values and what else training needs.
+    """Named values and the other state of training.
 
-    `entries` tells what there is: by name and kind ("weight", "master", "buffer", "state.<key>").
-    A trained parameter has a weight, a master beside it where it was not the weight itself, and
-    state for each of the optimizer's keys; state of another shape than its parameter's is a value
-    of that shape.
+    `entries` lists the values by name and kind ("weight", "master", "buffer", "state.<key>"). A
+    trained parameter has a weight, a master if that was kept beside the weight, and state for each
+    of the optimizer's keys; state of another shape than its parameter's has that shape.
     """
 
     path: Path
-    """The folder, or file: named in errors."""
+    """The folder or file, for error messages."""
     entries: Mapping[tuple[str, str], Entry]
     aliases: Mapping[str, str]
-    """Further names of tied parameters, and the names that `entries` has for them."""
+    """Other names of tied parameters, mapped to their names in `entries`."""
     state: Mapping[str, Mapping[str, Any]]
-    """By parameter and key: state without elements: numbers, 0-dim tensors (counts of steps)."""
+    """State that is not per element (numbers, 0-dim step counts), by parameter and key."""
     groups: Sequence[SavedGroup]
     optimizer: str | None
-    """The optimizer's class; None where that is not known."""
+    """The optimizer's class name; None if unknown."""
     scalars: Any
-    """The engine's counters and loss scale; None where there are none."""
+    """The engine's counters and loss scale; None if there are none."""
     schedule: Any
-    """The schedule's state; None where there is none."""
+    """The schedule's state; None if there is none."""
     world_size: int
-    """Ranks that saved it."""
+    """The number of ranks that saved it."""
     parts: int
-    """Into how many model-parallel parts the model was cut."""
+    """The number of model-parallel parts."""
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
-        """See that elements can be read, before anything is changed.
+        """Check that elements can be read, before anything is changed.
 
         Raises:
-            CheckpointError: they cannot; the file is named.
+            CheckpointError: they cannot; the message names the file.
         """
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a value, in row-major order: 1-D, on the host, not to be kept.
+        """Return elements [start, stop) of a value in row-major order: 1-D, on the host, temporary.
 
         Raises:
-            CheckpointError: they cannot be read; the file is named.
+            CheckpointError: they cannot be read; the message names the file.
         """
 
     def read_own(self, name: str, kind: str, rank: int) -> Tensor:
-        """A whole value, in its shape: a rank's own (counted within the part), where each has one.
+        """Return a whole value in its shape; if each rank has its own, that of `rank` of the part.
 
         Raises:
-            CheckpointError: it cannot be read; the file is named.
+            CheckpointError: it cannot be read; the message names the file.
         """
 
-    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
-        """Whether elements [start, stop) of a bucket that is laid out like `slots` lie in a row.
+    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Return whether elements [start, stop) of a bucket with the layout `slots` are contiguous.
 
-        Where no bucket was laid out so its parameters are read one by one.
+        If no saved bucket has that layout, its parameters are read one by one.
 
         Raises:
-            CheckpointError: they should, and cannot be read; the file is named.
+            CheckpointError: they are, but cannot be read; the message names the file.
         """
 
-    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
-        """Read them into `out`, 1-D; zeros where no parameter lies.
+    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Read them into `out` (1-D); elements that belong to no parameter become zero.
 
         Raises:
-            CheckpointError: they cannot be read; the file is named.
+            CheckpointError: they cannot be read; the message names the file.
         """
 
-    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
-        """The same elements, on the host, in memory that is the caller's from now on.
+    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
+        """Return the same elements in host memory that the caller then owns.
 
-        None where they would have to be copied: `read_stretch` does so.
+        None if they would have to be copied: `read_slice` does that.
         """
 
-    def own(self, rank: int) -> Own | None:
-        """What a rank had for itself (counted within the part); None where that is not known."""
+    def own(self, rank: int) -> RankState | None:
+        """Return the own state of a rank of the part; None if it was not saved."""
 
     def client_state(self) -> dict[str, Any]:
-        """The caller's own values, in memory of their own."""
+        """Return the caller's own values, as copies."""
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""

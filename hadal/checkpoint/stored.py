@@ -1,4 +1,4 @@
-"""Hadal's own folders as a `Source`: the index says which file has what, and where in it."""
+"""Hadal's own checkpoints as a `Source`: the index maps values to ranges of the rank files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import (
     MASTER,
-    Part,
+    ModelPart,
     SavedGroup,
+    SavedSlice,
     Single,
-    Stretch,
     part_of_json,
     state_key,
 )
 from hadal.checkpoint.direct import Kept, blocks_of, read_into
-from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, understanding
+from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, parsing_errors
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
 from hadal.checkpoint.plain import decoded, decoded_state
 from hadal.checkpoint.planning import cuts_of
 from hadal.checkpoint.shards import DTYPES, Header, read_header, read_tensors
-from hadal.checkpoint.source import OWN, Entry, Own
+from hadal.checkpoint.source import OWN, Entry, RankState
 from hadal.device.memory import is_host_memory
 from hadal.errors import CheckpointError
 from hadal.offload.buffers import memory_of
@@ -44,7 +44,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Chunk(NamedTuple):
-    """A part of a value in a stored tensor: its `start` lies at `offset` of that."""
+    """A part of a value in a stored tensor: element `start` of the value is at `offset`."""
 
     start: int
     numel: int
@@ -52,17 +52,17 @@ class _Chunk(NamedTuple):
     tensor: str
     offset: int
     stored: torch.dtype
-    """Its dtype there: the master's, where the value is its rounding."""
+    """The stored dtype: the master's if the value is its rounding."""
 
 
 class StoredSource:
-    """A folder that `save_checkpoint` has written; one part of it, where the model was cut.
+    """A checkpoint that `save_checkpoint` wrote, or one model-parallel part of it.
 
-    Files are known by the index alone, looked at when they are first needed (size and header), and
-    compared whole by `verify`.
+    Only the index is read at first; a file's size and header are checked when it is first needed,
+    and all its bytes by `verify`.
 
     Raises:
-        CheckpointError: the index is missing, damaged, or tells of what cannot be.
+        CheckpointError: the index is missing, damaged, or inconsistent.
     """
 
     def __init__(self, folder: Path, part: int = 0) -> None:
@@ -76,7 +76,7 @@ class StoredSource:
         ranks = sorted(rank for one in parts for rank in one.ranks)
         self.world_size, self.parts = content["world_size"], len(parts)
         if ranks != list(range(len(ranks))) or len(ranks) != self.world_size or not ranks:
-            raise ValueError(f"world_size is {self.world_size!r}, and the ranks are {ranks[:8]}")
+            raise ValueError(f"world_size is {self.world_size!r}, but the ranks are {ranks[:8]}")
         names = [rank_file(rank) for rank in ranks]
         has_client = CLIENT in content["files"]
         self._seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
@@ -90,10 +90,10 @@ class StoredSource:
         self._client = content["client_state"]
         if not 0 <= part < len(parts):
             raise CheckpointError(
-                f"{self.path} holds a model in {len(parts)} model-parallel parts, and part {part}"
-                " is asked for; load it with the model-parallel size that saved it"
+                f"{self.path} holds a model in {len(parts)} model-parallel parts, but part {part}"
+                " is requested; load it with the model-parallel size that saved it"
             )
-        self.part: Part = parts[part]
+        self.part: ModelPart = parts[part]
         self.groups: Sequence[SavedGroup] = self.part.groups
         self.aliases: Mapping[str, str] = self.part.aliases
         self.state: Mapping[str, Mapping[str, Any]] = {
@@ -104,9 +104,9 @@ class StoredSource:
         self._kept: dict[str, Kept] = {}
         self._looked_at: set[str] = set()
         self._headers: dict[str, Header] = {}
-        # The latest value that was saved in another order than row by row; and which it is.
+        # The latest value that was not saved in row-major order, with its (name, kind).
         self._in_rows: tuple[tuple[str, str], Tensor] | None = None
-        self._runs: dict[tuple[str, int], list[Stretch]] = {}
+        self._runs: dict[tuple[str, int], list[SavedSlice]] = {}
         self._bucket_like = {
             _layout_of(bucket.slots): number for number, bucket in enumerate(self.part.buckets)
         }
@@ -114,34 +114,34 @@ class StoredSource:
         self._entries: dict[tuple[str, str], Entry] = {}
         self.entries: Mapping[tuple[str, str], Entry] = self._entries
         self._enter_singles()
-        self._enter_stretches()
+        self._enter_slices()
 
     # ---- what there is ---------------------------------------------------------------------------
 
     def _enter(self, name: str, kind: str, entry: Entry, place: tuple[int, int] | Single) -> None:
         if (name, kind) in self.entries:
-            raise ValueError(f"{kind} of {name} is told twice")
+            raise ValueError(f"{kind} of {name} is listed twice")
         self._entries[name, kind] = entry
         self._place[name, kind] = place
 
     def _enter_singles(self) -> None:
         for one in self.part.singles:
             if one.rank is not None and one.rank >= len(self.part.ranks):
-                raise ValueError(f"{one.tensor} lies on rank {one.rank}")
+                raise ValueError(f"{one.tensor} is on rank {one.rank}")
             self._enter(one.name, one.kind, Entry(one.shape, one.dtype), one)
 
-    def _enter_stretches(self) -> None:
-        for one in self.part.stretches:
+    def _enter_slices(self) -> None:
+        for one in self.part.slices:
             if not 0 < one.holders <= len(self.part.ranks) - one.rank:
-                raise ValueError(f"{one.tensor} lies on rank {one.rank + max(one.holders, 1) - 1}")
+                raise ValueError(f"{one.tensor} is on rank {one.rank + max(one.holders, 1) - 1}")
             self._runs.setdefault((one.kind, one.bucket), []).append(one)
         self._expect_masters()
         for (kind, number), run in self._runs.items():
             run.sort(key=lambda one: one.start)
             if run[-1].stop > self.part.buckets[number].numel:
-                raise ValueError(f"{kind} of bucket {number} is longer than that")
+                raise ValueError(f"{kind} of bucket {number} is longer than the bucket")
             if any(one.stop > after.start for one, after in pairwise(run)):
-                raise ValueError(f"{kind} of bucket {number} is told twice")
+                raise ValueError(f"{kind} of bucket {number} is listed twice")
             starts = [one.start for one in run]
             for index, slot in enumerate(self.part.buckets[number].slots):
                 found = _overlapping(run, starts, slot.offset, slot.stop)
@@ -158,8 +158,8 @@ class StoredSource:
                     )
 
     def _expect_masters(self) -> None:
-        """See that the index tells of the masters that weights are the rounding of."""
-        for one in self.part.stretches:
+        """Check that the index lists the masters that weights are the rounding of."""
+        for one in self.part.slices:
             masters = self._runs.get((MASTER, one.bucket), ())
             if one.rounds and not any(
                 (known.numel, known.dtype) == (one.numel, one.rounds)
@@ -168,7 +168,7 @@ class StoredSource:
                 and one.stop <= known.stop
                 for known in masters
             ):
-                raise ValueError(f"{one.tensor}, whose rounding weights are, is not told of")
+                raise ValueError(f"{one.tensor}, the masters of rounded weights, is not listed")
 
     def _chunks_of(self, name: str, kind: str) -> list[_Chunk]:
         place = self._place[name, kind]
@@ -184,16 +184,16 @@ class StoredSource:
     # ---- reading ---------------------------------------------------------------------------------
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
-        """See that the files that hold these elements have them, by their headers."""
+        """Check by the files' headers that the elements can be read."""
         slot = self._reordered(name, kind)
         bounds = (start, stop) if slot is None else (0, slot.numel)
         for chunk, _, _, _ in self._cuts(name, kind, *bounds):
             self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, chunk.stored)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements of a value; a view of the mapped file where one stored tensor holds them.
+        """Return elements of a value; a view of the mapped file if one stored tensor holds them.
 
-        Of what was saved in another order than row by row all is read, and kept until the next.
+        A value that was not saved in row-major order is read whole, and kept until the next one.
         """
         slot = self._reordered(name, kind)
         if slot is None:
@@ -205,7 +205,7 @@ class StoredSource:
         return self._in_rows[1][start:stop]
 
     def _reordered(self, name: str, kind: str) -> Slot | None:
-        """How a value was saved, where that is in another order than row by row."""
+        """Return the slot of a value that was not saved in row-major order, else None."""
         place = self._place[name, kind]
         if isinstance(place, Single):
             return None
@@ -213,7 +213,7 @@ class StoredSource:
         return slot if slot.is_reordered else None
 
     def _read_as_stored(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements of a value, counted as they lie in the file."""
+        """Return elements of a value, in the order of the file."""
         cuts, dtype = self._cuts(name, kind, start, stop), self.entries[name, kind].dtype
         if len(cuts) == 1:
             return self._cut(*cuts[0][:2], stop - start).to(dtype)
@@ -223,7 +223,7 @@ class StoredSource:
         return found
 
     def read_own(self, name: str, kind: str, rank: int) -> Tensor:
-        """A rank's own values where each has its own; else the values. Whole, in their shape."""
+        """Return a whole value in its shape; if each rank has its own, that of `rank`."""
         place = self._place[name, kind]
         if not isinstance(place, Single):
             entry = self.entries[name, kind]
@@ -234,19 +234,19 @@ class StoredSource:
         return self._whole(path, place.tensor)
 
     def _whole(self, name: str, tensor: str) -> Tensor:
-        """A tensor of a file, in its shape."""
+        """Read a whole tensor of a file, in its shape."""
         with self._reading(name), open_regular(self.path / name) as file:
             row = self._header_of(name).rows[tensor]
             dtype = _TORCH_DTYPES[row.dtype]
-            # Before there is memory for it: a header can tell of any size.
+            # Checked before allocating: a damaged header can claim any size.
             self._expect_tensor(name, tensor, dtype)
             found = torch.empty(row.shape, dtype=dtype)
             out = memory_of(found.view(-1).view(torch.uint8))
             read_into(out, file.fileno(), row.begin, self._kept.get(name))
             return found
 
-    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
-        """Whether a bucket that is laid out like `slots` was saved, and its files are there."""
+    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Return whether a bucket with the layout `slots` was saved; check its files' headers."""
         number = self._bucket_like.get(_layout_of(slots))
         needed = (slot for slot in slots if max(slot.offset, start) < min(slot.stop, stop))
         if (kind, number) not in self._runs or any(
@@ -257,8 +257,8 @@ class StoredSource:
             self._expect_tensor(self._file_of(one), one.tensor, one.stored, (one.numel,))
         return True
 
-    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
-        """Read elements of a saved bucket into `out`, straight where it can take them."""
+    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Read elements of a saved bucket into `out`, directly if dtype and device allow."""
         done, stop = start, start + out.numel()
         for one in self._saved_by_ranks(kind, slots, start, stop):
             first, last = max(one.start, start), min(one.stop, stop)
@@ -267,8 +267,8 @@ class StoredSource:
             done = last
         out[done - start :].zero_()
 
-    def _read_part(self, one: Stretch, first: int, out: Tensor) -> None:
-        """Elements of what one rank has of a bucket, from `first` on."""
+    def _read_part(self, one: SavedSlice, first: int, out: Tensor) -> None:
+        """Read elements of one rank's slice of a bucket, from `first` on."""
         name = self._file_of(one)
         with self._reading(name), open_regular(self.path / name) as file:
             low = self._begin_of(name, one.tensor) + (first - one.start) * one.stored.itemsize
@@ -285,18 +285,18 @@ class StoredSource:
 
     def _saved_by_ranks(
         self, kind: str, slots: Sequence[Slot], start: int, stop: int
-    ) -> list[Stretch]:
-        """What single ranks have of elements [start, stop) of the bucket laid out like `slots`."""
+    ) -> list[SavedSlice]:
+        """Return the single ranks' slices of elements [start, stop) of the matching bucket."""
         number = self._bucket_like.get(_layout_of(slots))
         run = self._runs.get((kind, -1 if number is None else number), ())
         found = _overlapping(run, [one.start for one in run], start, stop)
         return [one for several in found for one in several.between(start, stop)]
 
-    def _file_of(self, one: Stretch) -> str:
+    def _file_of(self, one: SavedSlice) -> str:
         return rank_file(self.part.ranks[one.rank])
 
-    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
-        """What `verify` has kept, where it is the whole of what one rank has stored."""
+    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> Tensor | None:
+        """Return the elements as `verify` has kept them, if they are one rank's whole slice."""
         for one in self._saved_by_ranks(kind, slots, start, stop):
             name = self._file_of(one)
             if (one.start, one.stop) == (start, stop) and name in self._kept:
@@ -304,25 +304,25 @@ class StoredSource:
                 return None if found is None else found.view(one.dtype)
         return None
 
-    def _extent_of(self, name: str, one: Stretch) -> tuple[int, int]:
-        """The bytes of a file that hold what one rank has of a stretch."""
+    def _extent_of(self, name: str, one: SavedSlice) -> tuple[int, int]:
+        """Return the (start, stop) of the bytes of one rank's slice in its file."""
         begin = self._begin_of(name, one.tensor)
         return begin, begin + one.numel * one.stored.itemsize
 
     def _remembered(self, name: str) -> Iterator[tuple[int, int]]:
-        """The bytes of a file that hold what the optimizer remembers of buckets."""
-        for several in self.part.stretches:
+        """Yield the (start, stop) of the bytes of a file that hold optimizer state of buckets."""
+        for several in self.part.slices:
             for one in several.between(several.start, several.stop):
                 is_here = self._file_of(one) == name and one.tensor in self._header_of(name).rows
                 if is_here and state_key(one.kind) is not None:
                     yield self._extent_of(name, one)
 
     def _begin_of(self, name: str, tensor: str) -> int:
-        """Where a tensor's bytes begin in a file."""
+        """Return the position of a tensor's first byte in a file."""
         return self._header_of(name).rows[tensor].begin
 
     def _header_of(self, name: str) -> Header:
-        """What a file says that it has; read once."""
+        """Return a file's header, which is read once."""
         if name not in self._headers:
             self._look_at(name)
             self._headers[name] = read_header(self.path / name, self._seals[name].head_nbytes)
@@ -331,11 +331,11 @@ class StoredSource:
     def _cuts(
         self, name: str, kind: str, start: int, stop: int
     ) -> list[tuple[_Chunk, int, int, int]]:
-        """What to read: a chunk, where in it, where that goes to, and how many elements."""
+        """Return what to read: (chunk, offset in it, position in the target, numel)."""
         entry, chunks = self.entries[name, kind], self._chunks_of(name, kind)
         if not 0 <= start <= stop <= entry.numel:
             raise CheckpointError(
-                f"{self.path}: elements {start} to {stop} of {kind} of {name} are asked for, which"
+                f"{self.path}: elements {start} to {stop} of {kind} of {name} are requested, which"
                 f" has {entry.numel}"
             )
         extents = [(chunk.start, chunk.numel) for chunk in chunks]
@@ -354,19 +354,19 @@ class StoredSource:
             cut: Tensor = stored[offset : offset + numel]
             return cut
 
-    def own(self, rank: int) -> Own | None:
-        """A rank's random generators, place in the data, and modules' extra state."""
+    def own(self, rank: int) -> RankState | None:
+        """Return a rank's random generators, loader position and modules' extra state."""
         path = rank_file(self.part.ranks[rank])
         with self._reading(path):
             saved = strict_json(self._header_of(path).texts[OWN], self.path / path)
-            tensors = _Lazily(self._header_of(path).rows, partial(self._whole, path))
+            tensors = _LazyTensors(self._header_of(path).rows, partial(self._whole, path))
             values = [saved[key] for key in ("loader", "random", "extra")]
-            # Earlier versions had no such optimizers.
+            # Earlier versions did not save this.
             values.append(saved.get("exchange"))
-            return Own(*(decoded(value, tensors) for value in values))
+            return RankState(*(decoded(value, tensors) for value in values))
 
     def client_state(self) -> dict[str, Any]:
-        """The caller's own values."""
+        """Return the caller's own values."""
         tensors: Mapping[str, Tensor] = {}
         if CLIENT in self._seals:
             self._look_at(CLIENT)
@@ -378,22 +378,21 @@ class StoredSource:
 
     @property
     def files(self) -> Mapping[str, Seal]:
-        """The files of all ranks, and what each of them must be."""
+        """The files of all ranks, with their seals."""
         return self._seals
 
     def verify(
         self, share: int = 0, shares: int = 1, *, spread: bool = True, room: int = 0
     ) -> None:
-        """Compare files with their checksums, byte for byte: every `shares`-th one from `share` on.
+        """Compare every byte of files with their checksums: each `shares`-th file from `share` on.
 
-        Where the files of other ranks are not seen here (`spread` false), all that are needed
-        have been looked at, and are compared. Up to `room` bytes of what is read are kept until
-        `close`, so that they are not read again.
+        With `spread` false (this rank does not see other ranks' files) it verifies the files it has
+        used so far. It keeps up to `room` bytes until `close`, so that they are not read again.
 
         Raises:
-            CheckpointError: one is missing or is not what was written.
+            CheckpointError: a file is missing or damaged.
         """
-        # Those of the ranks first: at the same world size each compares its own.
+        # The rank files first: at the same world size each rank verifies its own.
         names = sorted(self._seals, key=lambda name: (name == CLIENT, name))[share::shares]
         if not spread:
             names = sorted(self._looked_at)
@@ -410,15 +409,15 @@ class StoredSource:
             if name not in self._here and not (self.path / name).exists():
                 raise CheckpointError(
                     f"{self.path / name} is on another node: the checkpoint was saved with"
-                    " checkpoint.use_node_local_storage. Load it by as many ranks on the same nodes"
-                    " and at the same stage, or bring the files of all nodes into one folder"
+                    " checkpoint.use_node_local_storage. Load it with the same number of ranks on"
+                    " the same nodes at the same stage, or copy all nodes' files into one folder"
                 )
             check_inside(self.path / name, self.path)
             check_file(self.path / name, self._seals[name], whole=False)
             self._looked_at.add(name)
 
     def _open(self, name: str) -> Any:
-        """A file, mapped; few are kept open at a time."""
+        """Return an open, mapped file; only a few stay open."""
         if name in self._files:
             self._files.move_to_end(name)
             return self._files[name]
@@ -443,22 +442,22 @@ class StoredSource:
             nbytes = prod(found.shape) * dtype.itemsize
             if found.stop - found.begin != nbytes or found.stop > self._seals[name].nbytes:
                 raise ValueError(
-                    f"{tensor} needs {nbytes} bytes, and lies from {found.begin} to {found.stop} of"
+                    f"{tensor} needs {nbytes} bytes, but has bytes {found.begin} to {found.stop} of"
                     f" a file of {self._seals[name].nbytes}"
                 )
 
     def _reading(self, name: str) -> AbstractContextManager[None]:
-        return understanding(f"{self.path / name} is damaged", SafetensorError)
+        return parsing_errors(f"{self.path / name} is damaged", SafetensorError)
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self._files.clear()
         self._kept.clear()
         self._in_rows = None
 
 
-class _Lazily(Mapping[str, Tensor]):
-    """The tensors of a file, each of which is read when it is asked for."""
+class _LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a file, each read on access."""
 
     def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         self._names = names
@@ -475,16 +474,16 @@ class _Lazily(Mapping[str, Tensor]):
 
 
 def _overlapping(
-    run: Sequence[Stretch], starts: Sequence[int], low: int, high: int
-) -> Sequence[Stretch]:
-    """Of stretches that are sorted by their starts, those that have elements in [low, high)."""
+    run: Sequence[SavedSlice], starts: Sequence[int], low: int, high: int
+) -> Sequence[SavedSlice]:
+    """Return the slices, from a list sorted by start, that have elements in [low, high)."""
     first = max(bisect_right(starts, low) - 1, 0)
     found = run[first : max(bisect_left(starts, high), first)]
     return [one for one in found if max(one.start, low) < min(one.stop, high)]
 
 
-def _chunks(run: Sequence[Stretch], starts: Sequence[int], slot: Slot) -> Iterator[_Chunk]:
-    """The chunks of a parameter in stretches that are sorted by their starts."""
+def _chunks(run: Sequence[SavedSlice], starts: Sequence[int], slot: Slot) -> Iterator[_Chunk]:
+    """Yield the chunks of a parameter in slices that are sorted by start."""
     for several in _overlapping(run, starts, slot.offset, slot.stop):
         for one in several.between(slot.offset, slot.stop):
             first, last = max(one.start, slot.offset), min(one.stop, slot.stop)

@@ -1,4 +1,4 @@
-"""What ranks do together around files: agree, and fail as one."""
+"""Collective handling of file operations: ranks agree, and fail together."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SHOWN = 4
 
 @contextmanager
 def together(ranks: Ranks, what: str) -> Iterator[None]:
-    """Run a block without collectives; where it raises on one rank, raise on all, and say why."""
+    """Run a block without collectives; if it raises on one rank, raise on all with the reason."""
     fault: Exception | None = None
     try:
         yield
-    except Exception as error:  # of whatever kind: the others must not wait for this rank
+    except Exception as error:  # any kind: the other ranks must not wait for this one
         fault = error
     if not any(gather_codes(int(fault is not None), ranks)):
         return
-    told = None if fault is None else str(fault)
+    message = None if fault is None else str(fault)
     if fault is not None and not isinstance(fault, HadalError):
-        told = f"{type(fault).__name__}: {fault}"
-    raise CheckpointError(f"{what}: {listed(gather_objects(told, ranks))}") from fault
+        message = f"{type(fault).__name__}: {fault}"
+    raise CheckpointError(f"{what}: {listed(gather_objects(message, ranks))}") from fault
 
 
 def listed(faults: Sequence[str | None]) -> str:
-    """What went wrong on which ranks, once for all that say the same; None: nothing."""
+    """Format the faults of all ranks, each text once with its ranks; None means no fault."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(faults):
         if text is not None:
@@ -50,16 +50,16 @@ def _named(ranks: list[int], world_size: int) -> str:
 
 
 def compare_tags(tag: str, validation: str, ranks: Ranks) -> None:
-    """Compare a tag between the ranks: "Warn", "Fail" or, without a look, "Ignore".
+    """Compare the ranks' tags; `validation` is "Warn", "Fail" or "Ignore" (no comparison).
 
     Raises:
-        CheckpointError: the ranks have different ones, and that shall be an error.
+        CheckpointError: the tags differ and `validation` is "Fail".
     """
     if validation == "Ignore":
         return
     tags: list[str] = gather_objects(tag, ranks)
     if len(set(tags)) > 1:
-        told = f"the ranks save under different tags: {tags}; give the same tag on every rank"
+        message = f"the ranks save under different tags: {tags}; pass the same tag on every rank"
         if validation == "Fail":
-            raise CheckpointError(told)
-        _log.warning("%s (rank 0's is taken)", told)
+            raise CheckpointError(message)
+        _log.warning("%s (rank 0's tag is used)", message)

@@ -1,8 +1,8 @@
-"""Weights and masters from a checkpoint: what is to be read into which bucket.
+"""Planning of the reads that fill weights and masters from a checkpoint, bucket by bucket.
 
-A master takes the saved master, or the weight where there was none. A weight takes the saved weight
-where that has its dtype, bit for bit; else, and where that is the same, it is rounded from the
-master here, as a step would do it.
+A master is read from the saved master, or from the weight if no master was saved. A weight is read
+bit for bit from the saved weight if that has its dtype; otherwise, or if the result is the same, it
+is rounded from the master here, as a step would do it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hadal.zero.views import flattened
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of one saved value, and where they go to."""
+    """A read of elements of one saved value into a target."""
 
     target: Tensor
-    """In its place: 1-D, as elements lie in memory, or the whole value in its shape."""
+    """The tensor to fill: 1-D in memory order, or the whole value in its shape."""
     name: str
     kind: str
     start: int
     slot: Slot | None = None
-    """Tells the order of a 1-D target's elements; None: row by row."""
+    """The slot that gives the element order of a 1-D target; None: row-major."""
 
     def expect(self, source: Source) -> None:
-        """See that it can be read."""
+        """Check that the elements can be read."""
         source.expect(self.name, self.kind, *self._needed)
 
     def run(self, source: Source) -> None:
-        """Read it."""
+        """Read the elements."""
         found = source.read(self.name, self.kind, *self._needed)
         if self._reordered is not None:
             whole = flattened(found.view(self._reordered.shape), self._reordered)
@@ -53,15 +53,15 @@ class Copy:
 
     @property
     def _needed(self) -> tuple[int, int]:
-        """What must be read: of a value that lies here in another order all of it."""
+        """The (start, stop) to read; all of a value that is stored here in another order."""
         if self._reordered is not None:
             return 0, self._reordered.numel
         return self.start, self.start + self.target.numel()
 
 
 @dataclass(frozen=True, slots=True)
-class CopyStretch:
-    """Elements of a saved bucket that is laid out like one here, and where they go to."""
+class CopySlice:
+    """A read of elements of a saved bucket that has the same layout as the target's bucket."""
 
     target: Tensor
     kind: str
@@ -69,38 +69,38 @@ class CopyStretch:
     start: int
 
     def run(self, source: Source) -> None:
-        """Read them."""
-        source.read_stretch(self.kind, self.slots, self.start, self.target)
+        """Read the elements."""
+        source.read_slice(self.kind, self.slots, self.start, self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Weights that are rounded from masters which have been read before.
+    """Weights rounded from masters that were read before.
 
-    Or masters from weights of their own dtype.
+    Also used for masters that are copied from weights of the same dtype.
     """
 
     target: Tensor
     master: Tensor
 
     def run(self, source: Source) -> None:
-        """Round them."""
+        """Round the values."""
         self.target.copy_(self.master)
 
 
-Reading = Copy | CopyStretch | Rounding
+Reading = Copy | CopySlice | Rounding
 
 
 def plan_bucket(
     bucket: Bucket, found: Mapping[str, str], source: Source, *, uses_masters: bool
 ) -> Iterator[Reading]:
-    """What to read into a bucket's weights and its master on this rank.
+    """Yield the reads that fill a bucket's weights and master on this rank.
 
-    `found` has the saved name of each parameter; those that it lacks keep their values. While the
-    bucket is on the disk this checks; inside `present` it tells what to run.
+    `found` maps each parameter to its saved name; parameters that it lacks keep their values. While
+    the bucket is on disk the reads only check; inside `present` they can run.
 
     Raises:
-        CheckpointError: something of it cannot be read.
+        CheckpointError: a value cannot be read.
     """
     slots = plain_slots(bucket.layout.slots)
     names = {slot.name: found[slot.name] for slot in slots if slot.name in found}
@@ -132,7 +132,7 @@ def plan_bucket(
 
 
 def _target(values: Tensor | StoredSlice | None) -> Tensor:
-    """The tensor to read into; what is on the disk is only planned for until it is loaded."""
+    """Return the tensor to read into; a meta tensor while the values are on disk."""
     assert values is not None  # it is trained
     if isinstance(values, Tensor):
         return values
@@ -154,15 +154,15 @@ def _plan_run(
     names: Mapping[str, str],
     source: Source,
 ) -> Iterator[Reading]:
-    """What to read of the parameters that `kinds` tells."""
+    """Yield the reads of the parameters in `kinds`, into one shard."""
     slots, (start, stop) = plain_slots(bucket.layout.slots), bucket.span
     alike = set(kinds.values())
     same = len(kinds) == len(slots) and all(name == saved for name, saved in names.items())
     if same and len(alike) == 1:
         kind = alike.pop()
         dtypes = {source.entries[name, kind].dtype for name in names}
-        if dtypes == {target.dtype} and source.has_stretch(kind, slots, start, stop):
-            yield CopyStretch(target, kind, slots, start)
+        if dtypes == {target.dtype} and source.has_slice(kind, slots, start, stop):
+            yield CopySlice(target, kind, slots, start)
             return
     for fragment in bucket.layout.fragments(start, stop):
         name = slots[fragment.slot].name

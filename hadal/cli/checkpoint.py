@@ -15,7 +15,7 @@ from hadal.errors import HadalError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hadal.checkpoint.inspection import Report
+    from hadal.checkpoint.inspection import CheckpointReport
 
 _FAULTY = 1
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -108,7 +108,7 @@ def run_inspect(parsed: argparse.Namespace) -> int:
     return _FAULTY if any(report.faults for report in reports) else 0
 
 
-def _show(reports: list[Report]) -> None:
+def _show(reports: list[CheckpointReport]) -> None:
     from rich.console import Console
 
     console = Console()
@@ -121,7 +121,7 @@ def _show(reports: list[Report]) -> None:
             print(f"damaged: {fault}")
 
 
-def _overview(reports: list[Report]) -> Table:
+def _overview(reports: list[CheckpointReport]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
@@ -140,7 +140,7 @@ def _overview(reports: list[Report]) -> Table:
     return table
 
 
-def _contents(report: Report) -> Table:
+def _contents(report: CheckpointReport) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
@@ -156,7 +156,7 @@ def _contents(report: Report) -> Table:
     return table
 
 
-def _health(report: Report) -> str:
+def _health(report: CheckpointReport) -> str:
     if report.faults:
         return "[red]damaged[/red]"
     return "[green]whole[/green]" if report.checked else "not checked"

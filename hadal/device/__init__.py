@@ -1,4 +1,4 @@
-"""One face for cuda, xpu, npu and cpu: nothing outside this folder names a kind of device."""
+"""A common interface to cuda, xpu, npu and cpu: no code outside this folder names a device kind."""
 
 from hadal.device.accelerator import (
     accelerator_kind,

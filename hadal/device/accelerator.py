@@ -1,4 +1,4 @@
-"""Which device this process computes on, through `torch.accelerator`."""
+"""Selection of the device that this process computes on, through `torch.accelerator`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed
 
 from hadal.errors import UsageError
 
-# The kind of device that the user has chosen, if he has.
+# The kind of device that the user has chosen, if any.
 _chosen: list[str] = []
 
 
 def accelerator_kind() -> str | None:
-    """The kind of the accelerator that is computed on: `cuda`, `xpu`, ...; None on CPUs."""
+    """Return the kind of the accelerator in use: `cuda`, `xpu`, ...; None on CPUs."""
     if _chosen[-1:] == ["cpu"] or not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
@@ -23,7 +23,7 @@ def accelerator_kind() -> str | None:
 
 
 def choose_kind(kind: str) -> None:
-    """Compute on CPUs although there is an accelerator, or be sure of the one there is.
+    """Choose the kind of device: "cpu" in spite of an accelerator, or the accelerator's own.
 
     Raises:
         UsageError: torch finds no accelerator of this kind.
@@ -32,14 +32,14 @@ def choose_kind(kind: str) -> None:
     there = ["cpu"] if found is None else ["cpu", found.type]
     if kind not in there:
         raise UsageError(
-            f"the device chosen is {kind!r}, and torch finds {' and '.join(there)} here; choose one"
-            f" of these, or install the torch that is made for {kind}"
+            f"the device chosen is {kind!r}, but torch finds {' and '.join(there)} here; choose one"
+            f" of these, or install the torch build for {kind}"
         )
     _chosen[:] = [kind]
 
 
 def current_device() -> torch.device:
-    """The device that this process's tensors live on."""
+    """Return the device of this process's tensors."""
     kind = accelerator_kind()
     if kind is None:
         return torch.device("cpu")
@@ -47,7 +47,7 @@ def current_device() -> torch.device:
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """Make the accelerator number `local_rank` of this host the current one, and return it.
+    """Make accelerator number `local_rank` of this host the current one, and return it.
 
     With fewer accelerators than local ranks the ranks share them, round robin.
     """
@@ -57,19 +57,19 @@ def rank_device(local_rank: int) -> torch.device:
 
 
 def collective_backend() -> str:
-    """The process-group backend for the current device: its own, or gloo on a CPU."""
+    """Return the process-group backend for the current device: its own, or gloo on a CPU."""
     kind = current_device().type
     if kind == "cpu":
         return "gloo"
     own = torch.distributed.get_default_backend_for_device(kind)
-    # Host tensors travel too (agreements between ranks), and only gloo carries them.
+    # Ranks exchange host tensors too (to agree on things), which only gloo supports.
     return f"cpu:gloo,{kind}:{own}"
 
 
 def device_identity(device: torch.device) -> str:
-    """A name that one accelerator has in every process of its host; empty if it has none.
+    """Return a name of an accelerator that is the same in all processes of its host, or "".
 
-    Its index is none: each process may see devices of its own (CUDA_VISIBLE_DEVICES).
+    An index is not: each process may see other devices (CUDA_VISIBLE_DEVICES).
     """
     if device.type == "cpu":
         return ""
@@ -79,9 +79,9 @@ def device_identity(device: torch.device) -> str:
 
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """In which dtype many numbers are added up there: float64, or float32 where it has no other.
+    """Return the dtype for long sums on a device: float64, or float32 if it lacks float64.
 
-    Some of Intel's GPUs have not, nor have Apple's; Ascend's have it for few operations.
+    Some Intel GPUs and Apple's lack it; Ascend's have it for few operations.
     """
     try:
         torch.ones(2, dtype=torch.float64, device=device).sqrt().sum().item()

@@ -1,4 +1,4 @@
-"""Backward passes under the caller's function modes."""
+"""Backward passes under the caller's function modes, and queries about a running one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ unwatched = torch._C.DisableTorchFunction
 
 
 def backward_watched(root: Tensor, retain_graph: bool) -> None:
-    """As `root.backward(retain_graph=...)`, but function modes see what Python does meanwhile.
+    """Run `root.backward(retain_graph=...)` such that function modes see its Python operations.
 
-    Torch's own method is an operation that modes may take over: it runs with the mode taken off.
+    torch's own method is an operation that a mode may override, so it runs with the mode disabled.
     """
     torch.autograd.graph._engine_run_backward(
         (root,),
@@ -28,32 +28,32 @@ def backward_watched(root: Tensor, retain_graph: bool) -> None:
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:
-    """Call `act` when the backward that runs now, and has called this, is through.
+    """Call `act` at the end of the backward that runs now on this thread.
 
-    Not called where it raises. What `act` raises, it raises.
+    It is not called if the backward raises. The backward raises what `act` raises.
     """
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward."""
+    """Return whether this thread runs a backward."""
     return graph_task() != -1
 
 
 def graph_task() -> int:
-    """The number of the backward that this thread runs: one inside another has its own."""
+    """Return the number of the backward that this thread runs; a nested one has its own."""
     return int(torch._C._current_graph_task_id())
 
 
 def is_in_node() -> bool:
-    """Whether this thread runs an operation of a backward: a second backward may run in it."""
+    """Return whether this thread runs an operation of a backward, perhaps with one nested in it."""
     return torch._C._current_autograd_node() is not None
 
 
 def will_collect(parameter: Tensor) -> bool:
-    """Whether the backward that runs now will bring the parameter, a leaf, a gradient.
+    """Return whether the current backward will accumulate a gradient in `parameter`, a leaf.
 
-    Not so where gradients are only computed for somebody (`torch.autograd.grad`).
+    False if gradients are only returned to the caller (`torch.autograd.grad`).
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     return bool(torch._C._will_engine_execute_node(node))

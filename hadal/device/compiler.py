@@ -1,4 +1,4 @@
-"""Keeping torch's compiler out of the way of those who do not compile."""
+"""Avoidance of the cost of torch's compiler for programs that do not compile."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 @contextmanager
 def spared_import() -> Iterator[None]:
-    """Make an optimizer inside it without importing torch's compiler, which takes about a second.
+    """Create an optimizer in the block without importing torch's compiler, which takes a second.
 
-    `Optimizer.add_param_group` is kept out of compiled graphs by a wrapper that imports the
+    `Optimizer.add_param_group` is excluded from compiled graphs by a wrapper that imports the
     compiler at its first call, unless it finds the attribute set here. Nothing is compiled while
-    an optimizer is made. Where torch does it otherwise, this changes nothing.
+    an optimizer is created. If a version of torch does it otherwise, this has no effect.
     """
     plain = inspect.unwrap(Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(plain, "__dynamo_disable"):
@@ -32,15 +32,15 @@ def spared_import() -> Iterator[None]:
 
 
 def has_compiled() -> bool:
-    """Whether torch's compiler has compiled anything in this process, and may run it again."""
+    """Return whether torch's compiler has compiled anything in this process."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return bool(getattr(frames, "FRAME_COUNTER", 0))
 
 
 def before_compiling(act: Callable[[], None]) -> None:
-    """Call `act` each time that torch's compiler begins; nothing where it is not imported yet.
+    """Call `act` each time torch's compiler starts; do nothing if it is not imported yet.
 
-    A reset of the compiler forgets it.
+    A reset of the compiler removes the callback.
     """
     handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if handler is not None and _told(act) not in handler.start_callbacks:

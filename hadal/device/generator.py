@@ -1,4 +1,4 @@
-"""Where the random generator of an accelerator stands."""
+"""The state of an accelerator's random generator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> Tensor | None:
-    """The state of the device's default generator (uint8, on the host); None on a CPU."""
+    """Return the state of the device's default generator (uint8, on the host); None on a CPU."""
     if device.type == "cpu":
         return None
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -15,6 +15,6 @@ def random_state(device: torch.device) -> Tensor | None:
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Let the device's default generator go on from there; nothing to do on a CPU."""
+    """Set the state of the device's default generator; do nothing on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state, device)

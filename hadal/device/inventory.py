@@ -1,4 +1,4 @@
-"""What this machine has to compute and talk with, as words for people."""
+"""Descriptions of this machine's devices and of torch's capabilities, for people."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from hadal.device.kernels import has_fused_kernels
 
 
 def devices() -> list[str]:
-    """Each accelerator's name and memory."""
+    """Return each accelerator's name and memory."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.get_device_module(current_device())
     found = []
     for index in range(torch.accelerator.device_count()):
-        told = kind.get_device_properties(index) if hasattr(kind, "get_device_properties") else None
-        name = getattr(told, "name", current_device().type)
-        memory = getattr(told, "total_memory", None)
+        properties = (
+            kind.get_device_properties(index) if hasattr(kind, "get_device_properties") else None
+        )
+        name = getattr(properties, "name", current_device().type)
+        memory = getattr(properties, "total_memory", None)
         found.append(name if memory is None else f"{name}, {memory / 1e9:.1f} GB")
     return found
 
 
 def backends() -> list[str]:
-    """The process-group backends that this torch has been built with."""
+    """Return the process-group backends that this torch was built with."""
     if not dist.is_available():
         return []
     return [
@@ -36,24 +38,24 @@ def backends() -> list[str]:
 
 
 def built_with() -> str:
-    """What this torch has been built for."""
-    told = {
+    """Return the platforms that this torch was built for."""
+    versions = {
         "CUDA": torch.version.cuda,
         "ROCm": torch.version.hip,
         "XPU": getattr(torch.version, "xpu", None),
     }
-    found = [f"{name} {version}" for name, version in told.items() if version]
+    found = [f"{name} {version}" for name, version in versions.items() if version]
     return ", ".join(found) or "CPU only"
 
 
 def lacks_fused_kernels() -> str:
-    """Why optimizers run without torch's fused kernels; empty where they run with them."""
+    """Return why optimizers run without torch's fused kernels; empty if they use them."""
     device = current_device()
     return "" if has_fused_kernels(device) else f"torch has none for {device.type}"
 
 
 def lacks_compiler() -> str:
-    """Why `engine.compile` cannot work here; empty where nothing is seen to stand against it."""
+    """Return why `engine.compile` cannot work here; empty if no obstacle is known."""
     if current_device().type == "cpu":
         found = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
         return "" if found else "torch needs a C++ compiler for CPUs: install g++"

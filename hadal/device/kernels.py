@@ -1,15 +1,14 @@
-"""torch's own fused kernels that have no public name yet, each behind one function with a test.
+"""torch's fused kernels that have no public name yet, each behind one tested function.
 
-The lists of a call are equally long, and so are the tensors at one place of all of them: 1-D, of
-one dtype, on one device. `divisor` is a float32 scalar tensor there by which gradients are divided
-first; they are then overwritten with the quotients. `overflowed` is such a scalar too: if it is 1,
-nothing changes. A step is a float32 scalar tensor that already counts this update and is not
-changed, so that one update can be made in several blocks. The arithmetic is done in float32 where
-the tensors have 16 bits.
+The lists of a call have equal length, and so have the tensors at one index of all lists: 1-D, of
+one dtype, on one device. `divisor` is a float32 scalar tensor on it; the kernel divides gradients
+by it and overwrites them with the quotients. `overflowed` is such a scalar too: if it is 1, nothing
+changes. A step is a float32 scalar tensor that already counts this update and is not changed, so
+that one update can run in several blocks. The arithmetic is in float32 if the tensors have 16 bits.
 
-An element gets the same bits wherever it lies in a call. On CPUs torch computes the elements behind
-the last whole vector one by one, with other roundings (without fused multiply-adds) than those in
-vectors; so they are copied to a vector of their own.
+An element gets the same bits at any position in a call. On CPUs torch computes the elements after
+the last full vector one by one, with other rounding (without fused multiply-adds) than those in
+vectors, so they are copied to a full vector of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 Tensors = Sequence[Tensor]
 
-# Of the longest vectors of any CPU (AVX-512); shorter ones divide them.
+# The longest vectors of any CPU (AVX-512), a multiple of shorter ones.
 _VECTOR_NBYTES = 64
 
 
@@ -62,7 +61,7 @@ class AdagradRule(NamedTuple):
 
 
 def has_fused_kernels(device: torch.device) -> bool:
-    """Whether torch has the kernels below for this kind of device."""
+    """Return whether torch has the kernels below for this kind of device."""
     return device.type in _get_fused_kernels_supported_devices()
 
 
@@ -76,9 +75,9 @@ def fused_adam_(
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """One Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update in place, one kernel.
+    """Do one Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) update, in one kernel.
 
-    With an infinite step moments are not corrected: b^inf is 0, so 1 - b^inf is exactly 1.
+    An infinite step disables bias correction: b^inf is 0, so 1 - b^inf is exactly 1.
     """
     kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     largest = [] if max_second_moments is None else [max_second_moments]
@@ -111,10 +110,10 @@ def fused_sgd_(
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """One SGD update in place, with momentum (Sutskever 2013) where there is some, one kernel.
+    """Do one SGD update in place, with momentum (Sutskever 2013) if given, in one kernel.
 
-    In the first update the momentum becomes the gradient, whatever it held. Not for tensors of 16
-    bits: there the kernel for CPUs of torch 2.13 skips elements, and reads beyond the end.
+    In the first update the momentum becomes the gradient, whatever it held. Tensors of 16 bits are
+    not supported: torch 2.13's CPU kernel skips elements of theirs and reads beyond the end.
     """
     owned = [] if momenta is None else [momenta]
     with _whole_vectors([parameters, gradients, *owned]) as (pieces, _):
@@ -143,7 +142,7 @@ def fused_adagrad_(
     divisor: Tensor | None = None,
     overflowed: Tensor | None = None,
 ) -> None:
-    """One Adagrad (Duchi et al. 2011) update in place, one kernel."""
+    """Do one Adagrad (Duchi et al. 2011) update in place, in one kernel."""
     with _whole_vectors([parameters, gradients, square_sums]) as (pieces, numbers):
         torch._fused_adagrad_(
             pieces[0],
@@ -162,9 +161,9 @@ def fused_adagrad_(
 
 @contextmanager
 def _whole_vectors(lists: Sequence[Tensors]) -> Iterator[tuple[list[list[Tensor]], list[int]]]:
-    """The tensors of equally long lists as pieces that are whole vectors on a CPU.
+    """Split the tensors of lists of equal length into pieces that are full vectors on a CPU.
 
-    Changes reach the tensors. Beside the pieces of each list, the place in it that each comes from.
+    Changes are written back to the tensors. Yields the pieces of each list, and their list indices.
     """
     pieces: list[list[Tensor]] = [[] for _ in lists]
     numbers: list[int] = []

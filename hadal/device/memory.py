@@ -1,4 +1,4 @@
-"""Memory of the host and of the device: how much is in use, and what becomes of freed memory."""
+"""Memory of the host and the device: its use, its allocation, and the fate of freed memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hadal.errors import OffloadError
 
 _STATM = Path("/proc/self/statm")
 _MEMINFO = Path("/proc/meminfo")
-# Of what limits a container, in the second and the first form: the limit, and what is in use.
+# Limit and usage files of a container, for cgroups v2 and v1.
 _LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -29,28 +29,28 @@ _LIMITS = (
     ),
 )
 
-# glibc's mallopt(3): from how many bytes on memory is asked of the system and given back on its
-# own, and how much may lie free at the end of the heap (-1: all that does).
+# glibc's mallopt(3): the size from which an allocation is mapped from the system and unmapped on
+# its own, and how much may stay free at the end of the heap (-1: any amount).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MMAP_NBYTES = 1 << 30
-# Of cudaHostRegister: locked for every device.
+# A flag of cudaHostRegister: locked for all devices.
 _PORTABLE = 1
 _OLDER_MMAP_NBYTES = 1 << 25
-# Shared memory, the default, may be short, and has pages of the usual size.
+# Shared memory, the default, may be scarce, and has pages of the usual size.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class MemoryUse(NamedTuple):
-    """Bytes in use: all that this process holds on the host, torch's tensors on the device."""
+    """Bytes in use: this process's memory on the host, torch's tensors on the device."""
 
     host: int
     device: int
     device_peak: int
-    """The most since the peak was last reset; 0 on a CPU, like `device`."""
+    """The maximum since the peak was last reset; 0 on a CPU, like `device`."""
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """What is in use now."""
+    """Return the memory in use now."""
     if device.type == "cpu":
         return MemoryUse(_resident_nbytes(), 0, 0)
     return MemoryUse(
@@ -61,25 +61,25 @@ def memory_use(device: torch.device) -> MemoryUse:
 
 
 class MemoryThere(NamedTuple):
-    """Bytes that a device has, and those of them that are free."""
+    """The total and the free bytes of a device."""
 
     total: int
     free: int
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes in use now where tensors of `device` lie."""
+    """Return the bytes in use now in the memory of `device`."""
     use = memory_use(device)
     return use.host if device.type == "cpu" else use.device
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use there: of a device since its peak was last reset."""
+    """Return the peak bytes in use; for an accelerator since its peak was last reset."""
     return _most_resident_nbytes() if device.type == "cpu" else memory_use(device).device_peak
 
 
 def total_memory(device: torch.device) -> MemoryThere:
-    """How much memory there is, on the device or on the host of a CPU."""
+    """Return the memory of a device, or of the host for a CPU."""
     if device.type != "cpu":
         free, total = torch.accelerator.get_memory_info(device)
         return MemoryThere(total, free)
@@ -89,7 +89,7 @@ def total_memory(device: torch.device) -> MemoryThere:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Count the device's peak from here; a CPU has none."""
+    """Reset the device's peak; a CPU has none."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
 
@@ -99,11 +99,11 @@ _of_the_parent: list[mmap.mmap] = []
 
 
 def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
-    """Zeroed memory that begins on a page, for devices and disks to copy into by themselves.
+    """Allocate zeroed, page-aligned memory for direct transfers by devices and disks.
 
-    A forked process does not get it, and must not touch it: the kernel ends a process that does.
-    A fork would otherwise copy all pages that a device has locked, and could move a page away from
-    under a transfer (open(2) on O_DIRECT). Where the system knows no MADV_DONTFORK, forks share it.
+    A forked process does not inherit it and must not touch it: the kernel kills one that does.
+    Otherwise a fork would copy all pages that a device has locked, and could move a page during a
+    transfer (open(2) on O_DIRECT). On systems without MADV_DONTFORK, forks share it.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), **_PRIVATE)
     for name in ("MADV_DONTFORK", *(["MADV_HUGEPAGE"] if on_huge_pages else [])):
@@ -115,7 +115,7 @@ def unforked_memory(nbytes: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 
 
 def _keep_the_parents() -> None:
-    """In a forked process: never unmap the parent's memory, in whose place other memory may be."""
+    """Never unmap the parent's memory in a forked process: other memory may be at its address."""
     _of_the_parent.extend(_unforked)
 
 
@@ -124,14 +124,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """Bytes of host memory that the accelerator copies by itself; they begin on a page.
+    """Allocate page-aligned pinned host memory, which the accelerator copies by itself.
 
-    CUDA locks memory that is there already. torch's own pool rounds each piece up to a power of
-    two, so that gradients of many gigabytes would take up to twice their bytes. A forked process
-    must not touch them (`unforked_memory`).
+    CUDA locks existing memory. torch's own pool rounds each allocation up to a power of two, so
+    gradients of many gigabytes would take up to twice their size. A forked process must not touch
+    it (`unforked_memory`).
 
     Raises:
-        OffloadError: the system locks no more.
+        OffloadError: the system refuses to lock more memory.
     """
     if not nbytes or torch.accelerator.current_accelerator() != torch.device("cuda"):
         page = resource.getpagesize()
@@ -142,28 +142,28 @@ def page_locked(nbytes: int) -> torch.Tensor:
     code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), nbytes, _PORTABLE))
     if code:
         raise OffloadError(
-            f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); give the"
-            " process more memory that it may lock (`ulimit -l`, a container's limit), or set"
-            " pin_memory false"
+            f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {code}); raise the"
+            " limit of locked memory (`ulimit -l`, a container's limit), or set pin_memory to"
+            " false"
         )
     weakref.finalize(memory, _unlock, whole.data_ptr()).atexit = False
     return whole
 
 
 def _unlock(address: int) -> None:
-    torch.accelerator.synchronize()  # nothing copies there any more
+    torch.accelerator.synchronize()  # no copy to it is under way any more
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def is_host_memory(device: torch.device) -> bool:
-    """Whether tensors of `device` lie in the memory of the host."""
+    """Return whether tensors of `device` are in host memory."""
     return device.type == "cpu"
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors in host memory, of equally many bytes, hold the same ones.
+    """Return whether two contiguous host tensors of equal size hold the same bytes.
 
-    By the C library, where that can be called: `torch.equal` takes four times as long.
+    It calls the C library if possible: `torch.equal` takes four times as long.
     """
     compare = _memcmp()
     if compare is None:
@@ -174,7 +174,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 @cache
 def _memcmp() -> Callable[[int, int, int], int] | None:
     try:
-        # Other threads stay out meanwhile: to hand them the interpreter's lock would take longer.
+        # Without releasing the GIL, as handing it over would take longer than the call.
         function = ctypes.PyDLL(None).memcmp
     except (OSError, TypeError, AttributeError):
         return None
@@ -184,9 +184,9 @@ def _memcmp() -> Callable[[int, int, int], int] | None:
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
-    """A 1-D tensor in host memory, uninitialised; page-locked, if asked, for an accelerator.
+    """Allocate an uninitialised 1-D tensor in host memory, pinned on request for an accelerator.
 
-    Page-locked memory does not exist in a forked process (`unforked_memory`).
+    A forked process does not inherit pinned memory (`unforked_memory`).
     """
     if pinned and torch.accelerator.is_available():
         return page_locked(numel * dtype.itemsize).view(dtype)
@@ -194,7 +194,7 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch
 
 
 def free_host_nbytes() -> int:
-    """Bytes of host memory that can still be taken, within a container's limit; 0: not known."""
+    """Return the free bytes of host memory, within a container's limit; 0 if unknown."""
     try:
         rows = dict(line.split(":") for line in _MEMINFO.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
@@ -207,14 +207,14 @@ def free_host_nbytes() -> int:
 
 
 def keep_freed_memory(device: torch.device) -> bool:
-    """Let this process keep host memory that it frees, where that is what it computes in.
+    """Let this process keep host memory that it frees, if it computes on the CPU.
 
-    By default the C library gives large pieces back to the system at once and asks for them anew
-    in the next step: every page is then cleared and mapped again, which takes longer than to gather
-    or to add up what is in it. Nothing is done where the C library is not glibc.
+    By default the C library returns large blocks to the system at once and requests them again in
+    the next step: each page is then cleared and mapped again, which takes longer than gathering or
+    adding up its contents. Does nothing if the C library is not glibc.
 
     Returns:
-        Whether it is kept.
+        Whether freed memory is kept.
     """
     library = _glibc() if device.type == "cpu" else None
     if library is None:
@@ -228,7 +228,7 @@ def keep_freed_memory(device: torch.device) -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give the system all memory of the host that lies free."""
+    """Return all freed host memory to the system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -243,7 +243,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def _resident_nbytes() -> int:
-    """Resident memory; where the system does not tell, the most there has been."""
+    """Return the resident memory, or its peak if the system does not report the current value."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     except OSError:

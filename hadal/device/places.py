@@ -1,4 +1,4 @@
-"""Parameters that keep being the objects they are wherever their values lie."""
+"""Parameters that keep their Python identity when their values move between devices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def look_at(parameter: Tensor, values: Tensor) -> None:
-    """Let a leaf look at other values, on whichever device: `parameter.data = values`.
+    """Point a leaf at other values, on any device: `parameter.data = values`.
 
-    Torch refuses that between the host and a device that has joined it from outside (PrivateUse1,
-    as Ascend's NPUs do). What the two Python objects stand for is swapped there.
+    torch refuses that between the host and an out-of-tree device (PrivateUse1, such as Ascend's
+    NPUs). In that case the implementations of the two Python objects are swapped.
     """
     if parameter.device.type == values.device.type or _may_be_assigned(parameter, values):
         parameter.data = values
@@ -18,7 +18,7 @@ def look_at(parameter: Tensor, values: Tensor) -> None:
     hooks, later_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     other = values.detach().requires_grad_(parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, other)
-    # Torch keeps them on either side; these lines tell its own side of them once more.
+    # torch keeps hooks in both objects; these lines register them again on its own side.
     if hooks:
         parameter._backward_hooks = hooks
     if later_hooks:
@@ -26,15 +26,15 @@ def look_at(parameter: Tensor, values: Tensor) -> None:
 
 
 def number_of_users(values: Tensor) -> int:
-    """How many tensors use the memory of `values`, also that autograd saved."""
-    with torch._C.DisableTorchFunction():  # it is no read
+    """Return how many tensors use the memory of `values`, including those saved by autograd."""
+    with torch._C.DisableTorchFunction():  # not a read that modes should see
         storage = values.untyped_storage()
-    # One more is the object that stands for the memory here.
+    # The storage object here counts as one more.
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def _may_be_assigned(parameter: Tensor, values: Tensor) -> bool:
-    # Not by asking torch: what such a device answers there, assignments do not obey.
+    # By trying it: torch's own query gives answers for such a device that assignments contradict.
     probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     try:
         probe.data = values

@@ -1,4 +1,4 @@
-"""Values of an accelerator, read on the host: at once, or started now and taken later."""
+"""Reading an accelerator's values on the host: at once, or started now and finished later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hadal.device.waits import waiting_for
 
 
 def read_on_host(tensor: Tensor, what: str) -> Tensor:
-    """The values of a tensor in host memory, where the host must have them now.
+    """Return the values of a tensor in host memory, waiting for them.
 
     On an accelerator the host waits for everything queued before; `what` names the values ("the
     norm of the gradients") if that takes too long. A tensor in host memory is returned as it is.
@@ -22,7 +22,7 @@ def read_on_host(tensor: Tensor, what: str) -> Tensor:
 
 
 class Reading:
-    """Values of a tensor on their way to host memory, for whoever takes them later."""
+    """A copy of a tensor's values to host memory that is under way."""
 
     __slots__ = ("_event", "_values", "_what")
 
@@ -33,20 +33,20 @@ class Reading:
 
     @property
     def is_over(self) -> bool:
-        """Whether the values are in host memory: `values` does not wait then."""
+        """True if the values are in host memory, so that `values` does not wait."""
         return self._event.is_over
 
     def values(self) -> Tensor:
-        """The values in host memory, as they were when the reading was started."""
+        """Return the values in host memory, as they were when the copy was started."""
         self._event.wait_on_host(self._what)
         return self._values
 
 
 def start_reading(tensor: Tensor, what: str) -> Reading:
-    """Begin to copy a small tensor to pinned host memory, behind what its device has queued.
+    """Start copying a small tensor to pinned host memory, after the work queued on its device.
 
-    The host goes on; later changes of the tensor are not seen. `what` names the values if the wait
-    for them takes too long.
+    The host does not wait; later changes of the tensor are not seen. `what` names the values if the
+    wait for them takes too long.
     """
     if tensor.device.type in WITHOUT_STREAMS:
         return Reading(read_on_host(tensor, what).clone(), Event(), what)

@@ -1,4 +1,4 @@
-"""Points in the work of a device, to measure without waiting for it."""
+"""Timestamps in the work of a device, for measuring without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class Stamp:
-    """A point in time on a CPU; on an accelerator, a point in the current stream's work.
+    """A point in time on a CPU; on an accelerator, a point in the work of the current stream.
 
-    An accelerator reaches it by itself: nothing is waited for, here or when it is read.
+    Neither recording nor reading it waits for the accelerator.
     """
 
     __slots__ = ("_event", "_seconds")
@@ -27,11 +27,11 @@ class Stamp:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has come to it."""
+        """True if the device has reached it."""
         return self._event is None or bool(self._event.query())
 
     def seconds_since(self, earlier: Stamp) -> float:
-        """The time between two points that are reached, of one device."""
+        """Return the seconds between two points of one device that have been reached."""
         if self._event is None:
             return self._seconds - earlier._seconds
         return float(earlier._event.elapsed_time(self._event)) / 1000.0

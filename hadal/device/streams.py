@@ -1,4 +1,4 @@
-"""What a device does beside its own work: copies between its memory and the host's."""
+"""Streams for copies between device and host, beside the device's own work."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ WITHOUT_STREAMS = ("cpu", "mps")
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device goes on beside what it was given in another order."""
+    """Return whether a device can run several streams of work at the same time."""
     return device.type not in WITHOUT_STREAMS
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a graph of the device's work is being captured: events from outside have no place.
+    """Return whether a graph of the device's work is being captured; it cannot use outside events.
 
-    Torch lets all that was started before a capture come to its end.
+    torch lets all earlier work finish before a capture.
     """
     asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 
 class Event:
-    """A point in the order of a stream.
+    """A point in a stream.
 
-    Where a device has none, everything before it is over when it is made.
+    On a device without streams, everything before it is finished when it is created.
     """
 
     def __init__(
@@ -41,32 +41,32 @@ class Event:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything before it is done."""
+        """True if everything before it is finished."""
         return self._event is None or bool(self._event.query())
 
     def wait_on_host(self, what: str = "copies between the device and the host") -> None:
-        """Wait until it is over: host memory may be read, written and given to others then."""
+        """Wait for it on the host: host memory may then be read, written and reused."""
         if self._event is not None and not self._event.query():
             with waiting_for(what):
                 self._event.synchronize()
 
     def wait_on_device(self) -> None:
-        """Let what the device is given from now on wait for it. This process goes on."""
+        """Make the device's later work wait for it. The host does not wait."""
         if self._event is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def hold(self, stream: torch.Stream) -> None:
-        """Let what a stream is given from now on wait for it."""
+        """Make a stream's later work wait for it."""
         if self._event is not None:
             stream.wait_event(self._event)
 
 
 class SideStream:
-    """Work of a device in an order of its own, beside what it is given otherwise.
+    """A stream of a device beside its current one.
 
-    Whoever starts something here keeps its tensors until an event behind it is over, or until the
-    device has been told to wait for one: memory that is let go of may be given to others at once.
-    On a CPU, and on a device without streams, everything is done when it is started.
+    The caller keeps the tensors of work that it starts here until a later event is over, or until
+    the device has been told to wait for one: freed memory may be reused at once. On a CPU, and on a
+    device without streams, all work is done immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,42 +74,42 @@ class SideStream:
         self._stream = None if device.type in WITHOUT_STREAMS else torch.Stream(device)
 
     def follow_device(self) -> None:
-        """Begin nothing more before the device has done all that it was given so far."""
+        """Make later work of this stream wait for the device's work so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def follow(self, event: Event) -> None:
-        """Begin nothing more before an event of another stream is over."""
+        """Make later work of this stream wait for an event of another stream."""
         if self._stream is not None:
             event.hold(self._stream)
 
     def copy(self, out: Tensor, values: Tensor) -> None:
-        """Copy `values` into `out`, of one dtype; host memory must be page-locked not to wait."""
+        """Copy `values` into `out` of the same dtype; with unpinned host memory the host waits."""
         with self.current():
             out.copy_(values, non_blocking=self._stream is not None)
 
     def keep(self, values: Tensor) -> None:
-        """Let a tensor's memory be nobody else's before all that was started so far is over."""
+        """Prevent reuse of a tensor's memory before all work started so far is finished."""
         if self._stream is not None:
             values.record_stream(self._stream)
 
     def free(self, values: Tensor) -> None:
-        """Give a tensor's memory back to the device when all that was started so far is over.
+        """Free a tensor's memory on the device once all work started so far is finished.
 
-        The tensor is empty at once; whoever gives its storage room again gets other memory.
+        The tensor is empty at once; resizing its storage again allocates other memory.
         """
         self.keep(values)
         values.untyped_storage().resize_(0)
 
     def event(self) -> Event:
-        """The point behind all that was started so far."""
+        """Return the point after all work started so far."""
         if self._stream is None:
             return Event()
         return Event(self._stream.record_event(), self._device)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What the device is given inside takes its place in this order, collectives too."""
+        """Make this the current stream in a block, for collectives too."""
         if self._stream is None:
             yield
             return

@@ -14,7 +14,7 @@ import torch
 from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
-from hadal.checkpoint.saving import Order
+from hadal.checkpoint.saving import SaveRequest
 from hadal.checkpoint.together import compare_tags
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
@@ -77,7 +77,7 @@ class Checkpoints:
                 " engine.step() that ended in an update",
                 name,
             )
-        order = Order(
+        order = SaveRequest(
             Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
         )
         self._saver.save(order, self._session.live())

@@ -1,1 +1,1 @@
-"""Hosts and processes: what `hadal run` starts where, and how it ends."""
+"""The launcher behind `hadal run`: it starts processes on hosts, watches and ends them."""

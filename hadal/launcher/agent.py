@@ -1,8 +1,8 @@
 """torch's elastic agent on a host of an elastic job (`python -m hadal.launcher.agent SHARE`).
 
-Its rounds are decided by the command that started all this, which knows first which hosts are
-there. torch's own rendezvous starts ranks anew when a host comes or a rank fails, but not when a
-host is lost without a word: ranks that wait for it would wait on.
+The command that started the job decides its rounds, as it is the first to know which hosts are
+available. torch's own rendezvous restarts ranks when a host joins or a rank fails, but not when a
+host is lost silently: ranks that wait for it would wait forever.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from hadal.launcher.processes import exit_code, follow_parent
 _NAME = "hadal"
 _LOOK_S = 0.2
 _PIECE_NBYTES = 1 << 16
-# The command counts how often ranks fail, and ends the job: the agents of all hosts together know
-# less than it does.
+# The command counts failures and ends the job, as it knows more than the agents of all hosts.
 _ANY_NUMBER = 1 << 30
 
 
 class Rounds(RendezvousHandler):
-    """Asks the command for each round, and is told by it when one is over."""
+    """A rendezvous that requests each round from the command, which also announces its end."""
 
     def __init__(self, share: Share) -> None:
         self._wait = timedelta(seconds=max(10.0, share.program.lost_s))
@@ -53,36 +52,36 @@ class Rounds(RendezvousHandler):
         self._is_over = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Ask for a round and wait for it."""
+        """Request a round and wait for it."""
         while True:
             told = self._asked()
             try:
                 return self._joined(told)
-            except DistError:  # its first host is lost already: there will be another round
+            except DistError:  # its first host is already lost: there will be another round
                 continue
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 where the round is over."""
+        """Return a number above 0 if the round is over."""
         self._listen(0.0)
         return int(self._is_over)
 
     def get_backend(self) -> str:
-        """The name under which torch finds this class."""
+        """Return the name under which torch finds this class."""
         return _NAME
 
     def get_run_id(self) -> str:
-        """There is but one job."""
+        """Return a constant: there is only one job."""
         return _NAME
 
     def is_closed(self) -> bool:
-        """The command ends a job by a signal."""
+        """Return False: the command ends a job by a signal."""
         return False
 
     def set_closed(self) -> None:
-        """The command ends a job by a signal."""
+        """Do nothing: the command ends a job by a signal."""
 
     def shutdown(self) -> bool:
-        """The agent ends with its process."""
+        """Return True: the agent ends with its process."""
         return True
 
     def _asked(self) -> Round:
@@ -101,12 +100,12 @@ class Rounds(RendezvousHandler):
             else TCPStore(told.address, told.port, is_master=False, timeout=self._wait)
         )
         store = PrefixStore(f"round {told.number}", shared)
-        # Ranks get a port of their own each time: an old one may still be held.
+        # Ranks get a new port each time: the old one may still be in use.
         met = RendezvousStoreInfo.build(told.node_rank, store, told.address)
         return RendezvousInfo(store, told.node_rank, told.nodes, met)
 
     def _listen(self, seconds: float) -> None:
-        """Take the words that have come."""
+        """Read the command's messages."""
         ready, _, _ = select.select([0], [], [], seconds)
         if not ready:
             return
@@ -123,7 +122,7 @@ class Rounds(RendezvousHandler):
 
 
 def main(words: list[str]) -> int:
-    """Run a host's ranks, round after round."""
+    """Run a host's ranks, round by round."""
     share = share_in("".join(words))
     rendezvous_handler_registry.register(_NAME, lambda _: Rounds(share))
     config = LaunchConfig(

@@ -1,4 +1,4 @@
-"""From what the command line says to a job: which hosts, which slots, and how they are reached."""
+"""Translation of the command line into a job: hosts, slots, and the ways to start them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DEFAULT_PORT = 29500
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
 RESTARTS = 3
-"""How often the ranks of an elastic job may fail of themselves."""
+"""The default number of restarts of an elastic job's ranks."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Where there is none of these, there is no accelerator, and torch need not be asked (2 seconds).
+# Without any of these there is no accelerator, and torch need not be asked (2 seconds).
 _DEVICE_FILES = ("nvidia0", "nvidiactl", "kfd", "dri", "davinci0", "accel", "hl0", "dxg")
 _COUNT = "import torch; print(torch.accelerator.device_count())"
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the command line says, flag by flag."""
+    """The values of the command line's flags."""
 
     words: tuple[str, ...]
     hostfile: str = DEFAULT_HOSTFILE
@@ -60,32 +60,32 @@ class Choices:
     max_restarts: int | None = None
     as_deepspeed: bool = False
     world_sizes: tuple[int, ...] = ()
-    """The numbers of ranks that the program's configuration can train; empty: any."""
+    """The world sizes that the program's configuration allows; empty: any."""
     pause_s: float = 0.0
-    """How long it wants ranks to train before hosts that have come are taken in."""
+    """The seconds that ranks train before new hosts are taken in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job, and how its hosts are reached."""
+    """A job, and the ways to start its hosts."""
 
     job: Job
     ways: dict[str, Way]
     address: str
     notes: tuple[str, ...]
-    """What the user did not say, and may want to know."""
+    """Notes for the user on choices made for them."""
 
     @property
     def names_hosts(self) -> bool:
-        """Each host has a name here, and a process of its own."""
+        """True if each host has its own process, so that output needs host names."""
         return len(self.ways) > 1
 
 
 def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Plan:
-    """Decide what runs where.
+    """Plan a job from the choices.
 
     Raises:
-        LaunchError: the choices contradict each other, or what is there.
+        LaunchError: the choices contradict each other, or the available hosts.
     """
     _refuse(choices)
     if choices.elastic_training:
@@ -133,7 +133,7 @@ def _job(
     )
 
 
-# ---- what is refused -------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------
 
 
 def _refuse(choices: Choices) -> None:
@@ -187,7 +187,7 @@ def _elastic(choices: Choices, variables: Mapping[str, str], pool: Pool) -> Elas
 
 
 def _without_effect(choices: Choices, is_one: bool) -> list[str]:
-    """The flags that are given, and speak of what this job does not have."""
+    """Return the given flags that have no effect on this job."""
     by_ssh = choices.launcher == "ssh" and not choices.no_ssh and not is_one
     idle = {
         "--launcher": is_one and choices.launcher != "ssh",
@@ -202,7 +202,7 @@ def _without_effect(choices: Choices, is_one: bool) -> list[str]:
     return [flag for flag, is_idle in idle.items() if is_idle]
 
 
-# ---- which slots -----------------------------------------------------------------------------
+# ---- slots -----------------------------------------------------------------------------------
 
 
 def _hostfile(choices: Choices, folder: Path) -> Pool | None:
@@ -224,7 +224,7 @@ def _narrowed(choices: Choices, pool: Pool) -> Pool:
 
 
 def _here(choices: Choices, variables: Mapping[str, str]) -> tuple[Pool, tuple[str, ...], bool]:
-    """This machine's slots; what to tell of them; whether ranks must be shown them."""
+    """Return this machine's slots, notes on them, and whether to set the ranks' visible devices."""
     shown = variables.get(_VISIBLE, "").strip()
     filters = choices.include or choices.exclude
     if filters:
@@ -258,7 +258,7 @@ def _hosts_in(text: str) -> list[str]:
 
 
 def _highest(choices: Choices) -> int:
-    """How many slots this machine counts as: its accelerators, or on CPUs as many as are named."""
+    """Return the number of this machine's slots: its accelerators, or on CPUs the named slots."""
     count = devices_here()
     if count:
         return count
@@ -272,7 +272,7 @@ def _highest(choices: Choices) -> int:
 
 
 def _localised(pool: Pool, choices: Choices) -> Pool:
-    """Filter this machine's slots by names that it has, all of which mean `localhost`."""
+    """Filter this machine's slots; all its names mean `localhost`."""
 
     def renamed(text: str) -> str:
         parts = (part.partition(":") for part in text.split("@"))
@@ -287,14 +287,14 @@ def _localised(pool: Pool, choices: Choices) -> Pool:
 
 @cache
 def devices_here() -> int:
-    """How many accelerators torch sees on this machine."""
+    """Return the number of accelerators that torch sees on this machine."""
     if not any(Path("/dev", name).exists() for name in _DEVICE_FILES):
         return 0
     asked = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, cwd="/")
     return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
 
 
-# ---- how they are reached --------------------------------------------------------------------
+# ---- ways to start hosts ---------------------------------------------------------------------
 
 
 def _is_one(choices: Choices, pool: Pool, *, is_told: bool) -> bool:
@@ -328,7 +328,7 @@ def _ways(choices: Choices, job: Job, is_one: bool) -> dict[str, Way]:
 
 
 def _own_host(choices: Choices, pool: Pool) -> str:
-    """Which host of the hostfile this machine is told to be."""
+    """Return the host of the hostfile that --node_rank selects for this machine."""
     if not choices.master_addr:
         raise LaunchError("--no_ssh: say where rank 0's host is, by --master_addr")
     rank = choices.node_rank
@@ -343,7 +343,7 @@ def _own_host(choices: Choices, pool: Pool) -> str:
 def _by_slurm(
     choices: Choices, variables: Mapping[str, str], folder: Path, hostfile: Pool | None
 ) -> Plan:
-    """Slurm knows the hosts, so that a hostfile is not needed: numbers are."""
+    """Plan a job for Slurm, which knows the hosts: it needs only numbers, not a hostfile."""
     if hostfile is not None:
         pool = _narrowed(choices, hostfile)
         nodes: tuple[str, ...] = (f"--nodelist={','.join(pool)}",)
@@ -381,7 +381,7 @@ def _number(variables: Mapping[str, str], *keys: str) -> int | None:
     return next((int(number) for number in found), None)
 
 
-# ---- what they run ---------------------------------------------------------------------------
+# ---- programs --------------------------------------------------------------------------------
 
 
 def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Program:
@@ -418,7 +418,7 @@ def _env_names(variables: Mapping[str, str]) -> Sequence[str]:
 
 
 def _passed_on(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """What other hosts get of this one's environment; the job's folder comes first for imports."""
+    """Return the variables to pass on to other hosts, with the job's folder first on PYTHONPATH."""
     told = passed_on(variables)
     paths = filter(None, (str(folder), told.get("PYTHONPATH", "")))
     return {**told, "PYTHONPATH": ":".join(paths)}

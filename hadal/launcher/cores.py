@@ -1,4 +1,4 @@
-"""How the cores of a host are shared out to its ranks (arithmetic)."""
+"""Assignment of a host's cores to its ranks (arithmetic)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_cores(text: str) -> tuple[int, ...]:
     """Read a list of cores: `0-3,8` is 0, 1, 2, 3, 8.
 
     Raises:
-        LaunchError: the text is no such list, or names a core twice.
+        LaunchError: the text is not such a list, or names a core twice.
     """
     cores: list[int] = []
     for part in text.split(","):
@@ -28,7 +28,7 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 
 def cores_of(local_rank: int, local_size: int, cores: Iterable[int]) -> tuple[int, ...]:
-    """One rank's cores: an equal run of neighbours; what does not divide stays free.
+    """Return one rank's cores: equal consecutive ranges; the remainder stays unused.
 
     Raises:
         LaunchError: there are fewer cores than ranks.

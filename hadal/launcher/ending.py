@@ -1,4 +1,4 @@
-"""How a job ended: who failed first, what to show of it, and the exit code (no processes here)."""
+"""The end of a job: the first failure, the report of it, and the exit code (arithmetic)."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from hadal.launcher.processes import exit_code
 
 TRACEBACK = b"Traceback (most recent call last):"
 BY_TORCH = re.compile(rb"(?m)^\[rank\d+\]: ?")
-"""What torch writes before each line of a traceback, once ranks have met."""
+"""torch's prefix on each line of a traceback, once ranks have joined a process group."""
 _LAST_LINES = 20
 _WORDLESS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank that failed of itself."""
+    """The failure of a rank that nobody had asked to end."""
 
     rank: int
     host: str
     code: int
     at: float
-    """When its traceback began to come, or where there is none its end."""
+    """The time at which its traceback began, or, without one, of its end."""
     text: str
     """Its traceback, or the last lines of its standard error."""
     has_traceback: bool = True
 
     @property
     def order(self) -> float:
-        """The later, the rather a consequence of others.
+        """The sort key: the later a failure, the more likely it is a consequence of others.
 
-        One that ends without a word is heard of when its process is gone: by then those that
-        waited for it may have begun their tracebacks.
+        A rank that dies without a message is noticed only once its process is gone; the ranks that
+        waited for it may have begun their tracebacks by then.
         """
         return self.at if self.has_traceback else self.at - _WORDLESS_S
 
     @property
     def how(self) -> str:
-        """Its end in a few words."""
+        """A short description of its end."""
         if self.code >= 0:
             return f"exit code {self.code}"
         return f"ended by {signal_name(-self.code)}"
 
     @property
     def reason(self) -> str:
-        """Its last line that says something."""
+        """The last non-blank line of its output."""
         lines = [line for line in self.text.splitlines() if line.strip()]
         return lines[-1].strip() if lines else self.how
 
 
 def signal_name(number: int) -> str:
-    """A signal by its name."""
+    """Return a signal's name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -61,12 +61,12 @@ def signal_name(number: int) -> str:
 
 
 def worst(failures: Iterable[Failure]) -> int:
-    """The highest exit code; 0 where no rank has failed."""
+    """Return the highest exit code; 0 if no rank failed."""
     return max((exit_code(failure.code) for failure in failures), default=0)
 
 
 def report(failures: Sequence[Failure], *, names_hosts: bool, logs: str = "") -> list[str]:
-    """What to show: the first failure whole, the others folded."""
+    """Return the lines to show: the first failure in full, the others folded."""
     first, *others = sorted(failures, key=lambda failure: failure.order)
     lines = [f"{_who([first], names_hosts)} failed first: {first.how}"]
     lines += [f"  {line}" for line in first.text.splitlines()]
@@ -90,7 +90,7 @@ def report(failures: Sequence[Failure], *, names_hosts: bool, logs: str = "") ->
 
 
 def agents_words(notes: str, port: int) -> list[str]:
-    """What to show of an agent's last words."""
+    """Return the lines to show of an agent's last messages."""
     if "EADDRINUSE" in notes:
         return [f"port {port} is in use on that host; take another one by --master_port"]
     return notes.splitlines()
@@ -112,7 +112,7 @@ def _who(failures: Sequence[Failure], names_hosts: bool) -> str:
 
 
 def runs(numbers: Iterable[int]) -> str:
-    """Numbers as people write them: `0, 2-5`."""
+    """Format numbers as ranges: `0, 2-5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -123,5 +123,5 @@ def runs(numbers: Iterable[int]) -> str:
 
 
 def last_lines(text: str) -> str:
-    """What to show of a standard error that holds no traceback."""
+    """Return the last lines of a standard error without a traceback."""
     return "\n".join(text.splitlines()[-_LAST_LINES:])

@@ -1,7 +1,7 @@
-"""What ranks and hosts tell the command that started them: lines among whatever else is printed.
+"""Messages from ranks and hosts to the command that started them: lines among other output.
 
-A frame is one line: a mark, then JSON. Several processes may share the pipe or connection that
-it travels on, so a frame is short enough to be written in one piece (POSIX: 4096 bytes).
+A frame is one line: a mark, then JSON. Several processes may share a pipe or connection, so a
+frame is short enough to be written atomically (POSIX: 4096 bytes).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import asdict, dataclass, field
 
 _MARK = b"\x1ehadal "
 PIECE_NBYTES = 2700
-"""What is printed travels in pieces of this length: base64 makes 3600 bytes of it."""
+"""The most output in one frame: base64 makes 3600 bytes of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A host is reached and ready to start ranks."""
+    """A message that a host is reached and ready to start ranks."""
 
     hostname: str
     addresses: tuple[str, ...]
     reached_at: str
-    """The address at which ssh reached it; empty where it was not started by ssh."""
+    """The address at which ssh reached it; empty if ssh did not start it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A rank's process runs."""
+    """A message that a rank's process has started."""
 
     rank: int
     host: str
@@ -37,7 +37,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A rank has printed."""
+    """A piece of a rank's output."""
 
     rank: int
     is_error: bool
@@ -46,17 +46,17 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank's process is gone. A `code` below 0 is the signal that ended it."""
+    """A message that a rank's process has ended; a negative `code` is the signal that ended it."""
 
     rank: int
     code: int
     was_stopped: bool
-    """It was asked to end before it ended."""
+    """True if it had been asked to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """All of a host's processes are gone."""
+    """A message that all of a host's processes have ended."""
 
     code: int
     notes: str = field(default="")
@@ -65,10 +65,10 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A host of an elastic job has no rank under way, and asks for a round."""
+    """A request for a round, from a host of an elastic job on which no rank runs."""
 
     port: int
-    """Where its agent listens for the others, should it be the first of them."""
+    """The port on which its agent listens for the others, if it becomes the first host."""
 
 
 Frame = Hello | Began | Said | Ended | Left | Asked
@@ -76,7 +76,7 @@ _KINDS = {kind.__name__: kind for kind in (Hello, Began, Said, Ended, Left, Aske
 
 
 def encoded(frame: Frame) -> bytes:
-    """One frame as a line."""
+    """Encode a frame as a line."""
     told = asdict(frame)
     if isinstance(frame, Said):
         told["text"] = base64.b64encode(frame.text).decode()
@@ -84,15 +84,15 @@ def encoded(frame: Frame) -> bytes:
 
 
 def said(rank: int, is_error: bool, text: bytes) -> Iterator[bytes]:
-    """The frames for what a rank has printed."""
+    """Yield the frames for a rank's output."""
     for start in range(0, len(text), PIECE_NBYTES):
         yield encoded(Said(rank, is_error, text[start : start + PIECE_NBYTES]))
 
 
 def decoded(line: bytes) -> Frame | None:
-    """The frame in a line; None where it holds none.
+    """Return the frame in a line, or None.
 
-    Some launchers put a label before each line: what stands before the mark is passed over.
+    Some launchers put a label before each line: text before the mark is skipped.
     """
     _, mark, told = line.partition(_MARK)
     if not mark:
@@ -110,7 +110,7 @@ def decoded(line: bytes) -> Frame | None:
 
 
 class Lines:
-    """Cuts a stream into lines; a carriage return ends one too, as in progress bars."""
+    """A splitter of a stream into lines; a carriage return ends one too, as in progress bars."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -118,15 +118,15 @@ class Lines:
 
     @property
     def rest(self) -> bytes:
-        """What is no whole line yet."""
+        """The incomplete last line."""
         return b"".join(self._parts)
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The lines that are whole now, each with its end."""
+        """Add a piece; return the lines that are complete now, each with its end."""
         # A \r at the very end may be one half of \r\n.
         is_open = bool(self._parts) and self._parts[-1].endswith(b"\r")
         if not is_open and b"\n" not in piece and b"\r" not in piece:
-            self._keep(piece)  # a long line is not looked through again with each of its pieces
+            self._keep(piece)  # a long line is not searched again for each of its pieces
             return []
         lines = (self.take() + piece).splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
@@ -134,7 +134,7 @@ class Lines:
         return lines
 
     def take(self) -> bytes:
-        """The rest, which is then empty."""
+        """Return the incomplete line and clear it."""
         rest, self._parts, self.rest_nbytes = self.rest, [], 0
         return rest
 

@@ -1,4 +1,4 @@
-"""The command's own process: starts each host's, shows what ranks print, and ends it all."""
+"""The process of `hadal run`: it starts the hosts' processes, shows their output and ends them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hadal.launcher.processes import exit_code
 from hadal.launcher.ways import Reach, Way
 
 HELLO_S = 90.0
-"""How long a host may take to say hello."""
+"""The seconds that a host may take to answer."""
 _BEATS = 6
 _LOOK_S = 0.2
 _PIECE_NBYTES = 1 << 16
@@ -33,7 +33,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class State(Enum):
-    """How far a host is."""
+    """The state of a host's process."""
 
     REACHED_FOR = auto()
     READY = auto()
@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class Channel:
-    """One host's process, as seen from here."""
+    """The connection to one host's process."""
 
     def __init__(self, host: str, way: Way, variables: Mapping[str, str]) -> None:
         self.host = host
@@ -63,7 +63,7 @@ class Channel:
         )
 
     def tell(self, word: str) -> None:
-        """Send a word (or a sign of life)."""
+        """Send a message; an empty one is a heartbeat."""
         if self.process.stdin is None:
             return
         with contextlib.suppress(OSError, ValueError):
@@ -71,20 +71,20 @@ class Channel:
             self.process.stdin.flush()
 
     def end(self, sent: signal.Signals) -> None:
-        """Ask the process, or all that it runs, to end."""
+        """Ask the process, or the ranks that it runs, to end."""
         if self.way.reach is not Reach.ALL and self.state is State.RUNNING:
             self.tell(sent.name)
         elif self.process.poll() is None:
             self.process.terminate()
 
     def lines(self, piece: bytes) -> list[bytes]:
-        """The lines that are whole now."""
+        """Add a piece; return the lines that are complete now."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         return lines
 
 
 class Front:
-    """A job under way."""
+    """A running job."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class Front:
         self._has_ended = threading.Event()
 
     def run(self) -> int:
-        """Stay until every process on every host has ended; return the exit code."""
+        """Run until every process on every host has ended; return the exit code."""
         for each in _STOPPING:
             if signal.getsignal(each) is signal.SIG_IGN:
-                continue  # whoever started this wants it to live on: nohup, a shell's `&`
+                continue  # the caller wants the job to survive it: nohup, a shell's `&`
             signal.signal(each, lambda number, _: self._heard(signal.Signals(number)))
         for channel in self._channels.values():
             self._listen_to(channel)
@@ -132,12 +132,12 @@ class Front:
 
     @property
     def interrupted_by(self) -> signal.Signals | None:
-        """The signal that ended the job, or came as it ended, if one did."""
+        """The signal that ended the job or came as it ended; None if there was none."""
         return self._interrupted_by or next(iter(self._signals), None)
 
     @property
     def reason(self) -> str:
-        """Why the job failed, in a line: the first failing rank's last words; empty: it did not."""
+        """The reason of the job's failure in one line; empty if it did not fail."""
         if self._failures:
             first = min(self._failures, key=lambda failure: failure.order)
             how = "" if first.has_traceback else f"{first.how}: "
@@ -153,17 +153,17 @@ class Front:
         return all(channel.state is State.GONE for channel in self._channels.values())
 
     def _beat(self) -> None:
-        """Give hosts signs of life, also while nobody reads what this process prints."""
+        """Send hosts heartbeats, even while nobody reads this process's output."""
         while not self._has_ended.wait(self._job.program.lost_s / _BEATS):
             for channel in list(self._channels.values()):
                 if channel.state is State.RUNNING:
                     channel.tell("")
 
-    # ---- what comes in -----------------------------------------------------------------------
+    # ---- incoming ----------------------------------------------------------------------------
 
     def _read(self, source: int, channel: Channel, is_error: bool) -> None:
         if source not in self._selector.get_map():
-            return  # it was read to its end with the other one
+            return  # it was read to its end together with the other pipe
         piece = os.read(source, _PIECE_NBYTES)
         if not piece:
             self._selector.unregister(source)
@@ -171,7 +171,7 @@ class Front:
                 self._gone(channel)
         elif is_error:
             channel.complaints = (channel.complaints + piece)[-4000:]
-            if channel.way.reach is Reach.ALL:  # a queue's news, for example
+            if channel.way.reach is Reach.ALL:  # messages of a queue, for example
                 self._printer.told(piece)
         else:
             for line in channel.lines(piece):
@@ -218,7 +218,7 @@ class Front:
         self._rank_failed()
 
     def _ranks_stopped_at(self) -> float | None:
-        """When the ranks that run were asked to end."""
+        """Return the time at which the running ranks were asked to end."""
         return self._stopped_at
 
     def _rank_failed(self) -> None:
@@ -229,10 +229,10 @@ class Front:
             self._stop(signal.SIGTERM)
 
     def _asked(self, channel: Channel, frame: Asked) -> None:
-        """Only hosts of an elastic job ask."""
+        """Ignore it: only hosts of an elastic job request rounds."""
 
     def _gone(self, channel: Channel) -> None:
-        """A host's process is gone: is it lost?"""
+        """Handle the end of a host's process, which may mean that the host is lost."""
         was, channel.state = channel.state, State.GONE
         code = channel.process.wait()
         self._drain(channel)
@@ -242,7 +242,7 @@ class Front:
             self._host_lost(channel, _loss(channel, was, code, self._job.port))
 
     def _has_left(self, channel: Channel) -> bool:
-        """Its end was told: it is not lost."""
+        """Return whether a host announced its end, and so is not lost."""
         return channel.left is not None
 
     def _host_lost(self, channel: Channel, told: str) -> None:
@@ -250,7 +250,7 @@ class Front:
         self._stop(signal.SIGTERM)
 
     def _drain(self, channel: Channel) -> None:
-        """Take the rest of its standard error, which ssh's shared connections hold open."""
+        """Read the rest of its standard error, which ssh's shared connections hold open."""
         pipe = channel.process.stderr
         assert pipe is not None
         if pipe.fileno() in self._selector.get_map():
@@ -261,10 +261,10 @@ class Front:
             if channel.way.reach is Reach.ALL:
                 self._printer.told(rest)
 
-    # ---- what goes out -----------------------------------------------------------------------
+    # ---- outgoing ----------------------------------------------------------------------------
 
     def _send_shares(self) -> None:
-        """Tell each host its share once it is known where rank 0 is, and who is there."""
+        """Send each host its share once rank 0's address and the available hosts are known."""
         states = [channel.state for channel in self._channels.values()]
         if self._stopped_at is not None or (self._waits_for_all and State.REACHED_FOR in states):
             return
@@ -278,20 +278,20 @@ class Front:
                 channel.state = State.RUNNING
 
     def _address_of(self, first: Channel | None) -> str:
-        """The address of rank 0's host that the others can reach."""
+        """Return the address at which the others can reach rank 0's host."""
         assert first is not None and first.hello is not None
         if len(self._job.pool) == 1:
             return "127.0.0.1"
         if first.way.is_ssh and not is_loopback(first.hello.reached_at):
             return first.hello.reached_at
-        for other in self._channels.values():  # then rank 0 is here
+        for other in self._channels.values():  # rank 0 is on this machine
             if other.way.is_ssh and other.hello and not is_loopback(other.hello.reached_at):
                 own = address_towards(other.hello.reached_at)
                 return own or (*first.hello.addresses, "127.0.0.1")[0]
         return (*first.hello.addresses, "127.0.0.1")[0]
 
     def _look(self) -> None:
-        """What is due by time."""
+        """Do what is due by time."""
         now = time.monotonic()
         self._printer.look()
         self._take_signals()
@@ -301,7 +301,7 @@ class Front:
             self._kill()
 
     def _wait_on(self, now: float) -> None:
-        """Give up hosts that do not answer."""
+        """Give up on hosts that do not answer."""
         if now - self._began_at > HELLO_S:
             silent = [c.host for c in self._channels.values() if c.state is State.REACHED_FOR]
             if silent:
@@ -318,10 +318,10 @@ class Front:
                 channel.end(sent)
 
     def _heard(self, sent: signal.Signals) -> None:
-        """Keep a signal for the next look."""
+        """Record a signal, for `_look` to handle."""
         now = time.monotonic()
         if self._signals and now - self._heard_at > _HELD_S:
-            os._exit(exit_code(-sent))  # output is held; without this process all others end
+            os._exit(exit_code(-sent))  # output is blocked; without this process all others end
         self._heard_at = now
         self._signals.append(sent)
 
@@ -338,7 +338,7 @@ class Front:
         self._stop(sent)
 
     def _kill(self) -> None:
-        """End what did not end when it was asked to."""
+        """Kill the processes that did not end when asked to."""
         for channel in self._channels.values():
             if channel.state is State.RUNNING:
                 channel.tell(signal.SIGKILL.name)
@@ -352,7 +352,7 @@ class Front:
         self._has_ended.set()
         for channel in self._channels.values():
             channel.process.wait()
-        self._take_signals()  # of those that came since the last look
+        self._take_signals()  # those received since the last look
         self._printer.flush()
         if self._interrupted_by is not None:
             took = time.monotonic() - (self._stopped_at or 0)
@@ -375,7 +375,7 @@ class Front:
         return f"{starters[0]} has" if starters else f"all {self._job.world_size} ranks have"
 
     def _agents_code(self) -> int:
-        """The exit code where no rank has failed: torch's agent may have."""
+        """Return the exit code if no rank has failed: torch's agent may have."""
         for channel in self._channels.values():
             code = channel.process.returncode
             left = channel.left
@@ -391,7 +391,7 @@ class Front:
 
 
 def _loss(channel: Channel, was: State, code: int, port: int) -> str:
-    """How a host was lost, in one line or a few."""
+    """Describe how a host was lost, in one line or more."""
     how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
     by = "ssh" if channel.way.is_ssh else "its process"
     said = channel.complaints.decode(errors="replace").strip()
@@ -405,7 +405,7 @@ def _loss(channel: Channel, was: State, code: int, port: int) -> str:
 def printer_for(
     job: Job, names_hosts: bool, out: BinaryIO | None = None, error: BinaryIO | None = None
 ) -> Printer:
-    """Print to this process's output, or to files, with what tells ranks apart before each line."""
+    """Return a printer to this process's output, or to files, with prefixes that identify ranks."""
 
     def prefix(host: str, rank: int) -> str:
         if job.world_size == 1:

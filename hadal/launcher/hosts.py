@@ -1,4 +1,4 @@
-"""Which slots of which hosts a job takes: hostfiles, `--include` and `--exclude` (arithmetic)."""
+"""Selection of a job's hosts and slots: hostfiles, `--include` and `--exclude` (arithmetic)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hadal.errors import LaunchError
 Pool = dict[str, tuple[int, ...]]
 """The slots of each host, in the order of the hostfile. A slot is an accelerator's number."""
 
-# A name that begins with a dash would be a flag of ssh.
+# ssh would read a name that begins with a dash as a flag.
 _LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(?:\s|$)")
 _NODE = re.compile(r"([^\s:,@]+)(?::(\d+(?:,\d+)*))?")
 
 
 def read_hostfile(text: str, name: str = "hostfile") -> Pool:
-    """Read `NAME slots=N` lines; comments, blank lines and what follows on a line are skipped.
+    """Read `NAME slots=N` lines; ignore comments, blank lines and further words on a line.
 
     Raises:
-        LaunchError: a line reads otherwise, a host comes twice, or there is none.
+        LaunchError: a line has another form, a host is listed twice, or there is none.
     """
     pool: Pool = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -45,8 +45,8 @@ def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str 
     """Keep what `include` names, or drop what `exclude` names: `NAME[:SLOT,SLOT][@NAME...]`.
 
     Raises:
-        LaunchError: both are given, one cannot be read or names what is not there, or no slot
-            is left.
+        LaunchError: both are given, one cannot be read or names an unknown host or slot, or no
+            slot is left.
     """
     if include and exclude:
         raise LaunchError(
@@ -73,7 +73,7 @@ def filtered(pool: Mapping[str, Iterable[int]], include: str = "", exclude: str 
 
 
 def _named(text: str, flag: str, pool: Mapping[str, tuple[int, ...]]) -> Pool:
-    """What a filter names: each host's slots, sorted, each once."""
+    """Return the slots that a filter names: each host's, sorted, without duplicates."""
     named: dict[str, set[int]] = {}
     for part in text.split("@"):
         found = _NODE.fullmatch(part.strip())

@@ -1,4 +1,4 @@
-"""What is to run: a program, on which slots of which hosts. Frozen values that travel as JSON."""
+"""Descriptions of a job: a program, and the hosts' slots to run it on. Frozen, sent as JSON."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from hadal.launcher.hosts import Pool
 
 GRACE_S, LOST_S, JOIN_S = 5.0, 30.0, 600.0
 _WORD = 100_000
-# What an agent of an elastic job is told: a round, or that the one under way is over.
+# Messages to an agent of an elastic job: a round, or the end of the current one.
 ROUND, CHANGE = "ROUND", "CHANGE"
 
 
 class Kind(str, Enum):
-    """How a program is started."""
+    """The kind of a program, which decides how it is started."""
 
     SCRIPT = "script"
     MODULE = "module"
     BARE = "bare"
-    """Not by Python."""
+    """Started without Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program of each rank, and what surrounds it."""
+    """The program of each rank, and how it runs."""
 
     words: tuple[str, ...]
-    """Its name and arguments, untouched."""
+    """The program's name and arguments, unchanged."""
     folder: str
-    """Where it runs."""
+    """The working directory."""
     kind: Kind = Kind.SCRIPT
     as_deepspeed: bool = False
     tells_local_rank: bool = True
-    """`--local_rank=N` is its first argument."""
+    """True if `--local_rank=N` becomes its first argument."""
     binds: bool = False
-    """Each rank has cores of its own."""
+    """True if each rank is bound to its own cores."""
     cores: tuple[int, ...] | None = None
-    """Which cores there are to share out; None: all."""
+    """The cores to divide among ranks; None: all."""
     logs: str = ""
-    """The folder for a file of each rank's output."""
+    """The folder for files with each rank's output."""
     grace_s: float = GRACE_S
-    """How long a rank may take to end once it was asked to, before it is killed."""
+    """The seconds that a rank has to end before it is killed."""
     slots: tuple[tuple[int, ...], ...] = ()
-    """Those of each host, where no process on the host can tell its ranks; empty: all."""
+    """Each host's slots, if no process on the host can set them for its ranks; empty: all."""
     lost_s: float = LOST_S
-    """How long hosts may be without a sign of each other before they give up."""
+    """The seconds without a heartbeat after which hosts give each other up."""
 
     def command(self, local_rank: int, python: str = sys.executable) -> list[str]:
-        """The words that start one rank."""
+        """Return the command that starts one rank."""
         name, *arguments = self.words
         if self.tells_local_rank:
             arguments = [f"--local_rank={local_rank}", *arguments]
@@ -66,20 +66,20 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """How a job goes on when hosts are lost or come back."""
+    """The limits of an elastic job, which continues when hosts are lost or come back."""
 
     least: int
-    """With fewer hosts it waits."""
+    """The fewest hosts; with fewer it waits."""
     most: int
-    """More hosts stand by."""
+    """The most hosts; others stand by."""
     restarts: int
-    """How often its ranks may fail of themselves, and are started again."""
+    """The number of failures of its ranks after which they are restarted."""
     join_s: float
-    """How long it waits for hosts."""
+    """The seconds to wait for hosts."""
     world_sizes: tuple[int, ...] = ()
     """The numbers of ranks that can train the batch; empty: any."""
     pause_s: float = 0.0
-    """How long a round lasts at least, where it could go on."""
+    """The least seconds of a round before more hosts are taken in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +89,20 @@ class Job:
     program: Program
     pool: Pool
     variables: dict[str, str] = field(default_factory=dict)
-    """Set for every rank, over what its host has."""
+    """Variables set for every rank, over those of its host."""
     shows_slots: bool = True
-    """Each rank sees its host's slots alone, by the accelerators' own variables."""
+    """True if each rank sees only its host's slots, through the accelerators' own variables."""
     port: int = 29500
-    """Where ranks meet; 0: the agent of the only host, or of each, takes a free one."""
+    """The rendezvous port; 0: the agent of the only host, or of each, takes a free one."""
     elastic: Elastic | None = None
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return sum(len(slots) for slots in self.pool.values())
 
     def ranks_of(self, host: str) -> range:
-        """The ranks of a host: hosts come in their order, and their slots too."""
+        """Return the ranks of a host, which follow the order of hosts and slots."""
         first = 0
         for name, slots in self.pool.items():
             if name == host:
@@ -111,7 +111,7 @@ class Job:
         raise KeyError(host)
 
     def host_of(self, rank: int) -> str:
-        """The host that a rank runs on."""
+        """Return the host that a rank runs on."""
         return next(host for host in self.pool if rank in self.ranks_of(host))
 
 
@@ -128,25 +128,25 @@ class Share:
     variables: dict[str, str]
     shows_slots: bool
     host: str
-    """Its name in the job."""
+    """The host's name in the job."""
     is_elastic: bool = False
-    """Which rank is where is told round by round."""
+    """True if each round assigns the ranks anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a host is told of a round: the ranks of an elastic job, from one start to the next."""
+    """A host's part in a round: the ranks of an elastic job, from one start to the next."""
 
     number: int
     node_rank: int
     nodes: int
     address: str
     port: int
-    """Where its first host's agent listens."""
+    """The port on which the first host's agent listens."""
 
 
 def share_of(job: Job, host: str, address: str) -> Share:
-    """What one host is told."""
+    """Return one host's share of a job."""
     return Share(
         program=job.program,
         slots=job.pool[host],
@@ -162,29 +162,29 @@ def share_of(job: Job, host: str, address: str) -> Share:
 
 
 def packed(value: Program | Share | Job | Round) -> str:
-    """A value as one word of letters, digits, `-` and `_`."""
+    """Encode a value as one word of letters, digits, `-` and `_`."""
     return base64.urlsafe_b64encode(json.dumps(asdict(value)).encode()).decode().rstrip("=")
 
 
 def program_in(word: str) -> Program:
-    """The program that was packed."""
+    """Decode a packed program."""
     return _program(_unpacked(word))
 
 
 def share_in(word: str) -> Share:
-    """The share that was packed."""
+    """Decode a packed share."""
     told = _unpacked(word)
     told.update(program=_program(told["program"]), slots=tuple(told["slots"]))
     return Share(**told)
 
 
 def round_in(word: str) -> Round:
-    """The round that was packed."""
+    """Decode a packed round."""
     return Round(**_unpacked(word))
 
 
 def job_in(word: str) -> Job:
-    """The job that was packed. An elastic one never travels whole."""
+    """Decode a packed job. An elastic job is never sent whole."""
     told = _unpacked(word)
     pool = {host: tuple(slots) for host, slots in told["pool"].items()}
     told.update(program=_program(told["program"]), pool=pool)
@@ -208,15 +208,15 @@ def _program(told: dict[str, Any]) -> Program:
 
 
 def rank_command(program: Program, python: str = sys.executable) -> list[str]:
-    """The words that start the process beside a rank."""
+    """Return the command that starts a rank's wrapper process."""
     return [python, "-u", "-m", "hadal.launcher.rank", *cut(packed(program))]
 
 
 def cut(word: str) -> list[str]:
-    """One word as several: Linux takes none above 128 KiB, and arguments may be long."""
+    """Split a long word: Linux accepts none above 128 KiB."""
     return [word[start : start + _WORD] for start in range(0, len(word), _WORD)]
 
 
 def where_hadal_is() -> str:
-    """The folder that holds the package: processes that are started must find the same one."""
+    """Return the folder that holds the package, so that started processes use the same one."""
     return str(Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""What this machine is called in the network."""
+"""This machine's names and addresses in the network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def is_here(host: str) -> bool:
-    """Whether a name is this machine's: one of its own, or that of an address it can bind."""
+    """Return whether a name is this machine's: its own name, or that of an address it can bind."""
     name = socket.gethostname()
     if host in ("localhost", name, name.partition(".")[0]):
         return True
@@ -27,12 +27,12 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address (or the lack of one) means nothing to other machines."""
+    """Return whether an address is empty or loopback, and so useless to other machines."""
     return not address or address.startswith("127.") or address == "::1"
 
 
 def address_towards(other: str) -> str:
-    """This machine's address on the way to another one; empty where there is no way."""
+    """Return this machine's address on the route to another one; empty if there is no route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as route:

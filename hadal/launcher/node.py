@@ -1,8 +1,8 @@
-"""The process on each host (`python -m hadal.launcher.node`): runs its share of a job.
+"""The process on each host (`python -m hadal.launcher.node`), which runs its share of a job.
 
-It says hello, is told its share on its standard input (or by `--job`), and hands it to torch's
-elastic agent. When that input ends, or over ssh no sign of life comes for long, nobody is there
-any more who wants the job: everything here ends.
+It says hello, reads its share from its standard input (or from `--job`), and hands it to torch's
+elastic agent. If that input ends, or over ssh no heartbeat comes for long, the command that wanted
+the job is gone and everything here ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Node:
-    """One host's processes."""
+    """The processes of one host."""
 
     def __init__(self, *, may_fall_silent: bool) -> None:
         self._may_fall_silent = may_fall_silent
@@ -52,7 +52,7 @@ class Node:
         self._notes = b""
 
     def run(self, share: Share | None) -> int:
-        """Run the share, or the one that is told; return the exit code of torch's agent."""
+        """Run the share, or the one sent on the input; return the exit code of torch's agent."""
         for each in _STOPPING:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
         _tell(encoded(_hello(os.environ)))
@@ -76,15 +76,15 @@ class Node:
         return code
 
     def stop(self, sent: signal.Signals) -> None:
-        """Ask all ranks to end; asked again, end them."""
+        """Ask all ranks to end; on a second call, kill them."""
         again = self._kills_at is not None
         self._kills_at = self._kills_at or time.monotonic() + self._grace_s + 2
         if self._agent is not None and self._agent.poll() is None:
-            # Killed, torch's agent takes its ranks along: they follow their parents.
+            # Killing torch's agent ends its ranks too: they follow their parents.
             self._agent.send_signal(signal.SIGKILL if again else sent)
 
     def _obey(self, word: str) -> None:
-        """Signals are for all ranks; what else there is, for the agent of an elastic job."""
+        """Handle a message: signals go to all ranks, others to the agent of an elastic job."""
         if word in signal.Signals.__members__:
             self.stop(signal.Signals[word])
         elif self._agent is not None and self._agent.stdin is not None:
@@ -109,7 +109,7 @@ class Node:
                 self.stop(signal.SIGTERM)
 
     def _heard(self, selector: selectors.BaseSelector) -> list[str]:
-        """The words that have come; an end of the input is a wish to end."""
+        """Return the messages received; the end of the input is a request to end."""
         if 0 not in selector.get_map():
             return []
         with contextlib.suppress(BlockingIOError):
@@ -146,7 +146,7 @@ def _started(share: Share) -> subprocess.Popen[bytes]:
 
 
 def agent_command(share: Share, python: str = sys.executable) -> list[str]:
-    """The words that start torch's elastic agent for this host's ranks."""
+    """Return the command that starts torch's elastic agent for this host's ranks."""
     if share.is_elastic:
         return [python, "-u", "-m", "hadal.launcher.agent", *cut(packed(share))]
     place: dict[str, object] = {"nnodes": share.nodes, "nproc-per-node": len(share.slots)}
@@ -156,7 +156,7 @@ def agent_command(share: Share, python: str = sys.executable) -> list[str]:
             "master-addr": share.address,
             "master-port": share.port,
         }
-    else:  # one that looks free now may be taken by then: the agent listens first, and then tells
+    else:  # a port that is free now may be taken later: the agent listens first, then reports it
         place |= {
             "rdzv-backend": "c10d",
             "rdzv-endpoint": "localhost:0",
@@ -169,9 +169,9 @@ def agent_command(share: Share, python: str = sys.executable) -> list[str]:
 
 
 def variables_of(share: Share, there: Mapping[str, str], cores: int) -> dict[str, str]:
-    """What the ranks of a host find in their environment, besides what `there` is."""
+    """Return the variables to add to `there` for the ranks of a host."""
     told = {
-        # So that several ranks do not each start as many threads as there are cores.
+        # Without it each of several ranks would start as many threads as there are cores.
         "OMP_NUM_THREADS": there.get(
             "OMP_NUM_THREADS", str(max(1, cores // max(1, len(share.slots))))
         ),
@@ -200,7 +200,7 @@ def _tell(frame: bytes) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run one host's share."""
+    """Run one host's share of a job."""
     follow_parent(signal.SIGTERM)
     parser = argparse.ArgumentParser(prog="python -m hadal.launcher.node")
     parser.add_argument("--job", help="the job, where no share is told on the standard input")

@@ -1,4 +1,4 @@
-"""Which rank this process is to be: the variables of torch's agent, Slurm and MPI."""
+"""The rank of this process, from the variables of torch's agent, Slurm or MPI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hadal.errors import CommunicationError, LaunchError
 
-# (rank, world size, local rank, local size): the first whose rank and world size are set wins.
+# (rank, world size, local rank, local size): the first row with its rank and world size set wins.
 _TOLD_BY = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
@@ -25,7 +25,7 @@ _TOLD_BY = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank among all, and among those of its host."""
+    """A rank's position in the world and on its host."""
 
     rank: int
     world_size: int
@@ -33,7 +33,7 @@ class Place:
     local_size: int
 
     def variables(self) -> dict[str, str]:
-        """The names under which programs look for them."""
+        """Return the variables from which programs read their position."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -44,10 +44,10 @@ class Place:
 
 
 def slots_of(place: Place, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The slots of this process's host, where each host in turn has as many ranks as slots.
+    """Return the slots of this process's host, if ranks fill the hosts' slots in order.
 
     Raises:
-        LaunchError: ranks were placed in another way.
+        LaunchError: the launcher placed the ranks in another way.
     """
     first = 0
     for slots in hosts:
@@ -64,10 +64,10 @@ def slots_of(place: Place, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def find_place(variables: Mapping[str, str]) -> Place:
-    """Read the place of this process.
+    """Read the position of this process from the launcher's variables.
 
     Raises:
-        LaunchError: no launcher has told it.
+        LaunchError: no launcher has set them.
     """
     for rank, world, local, size in _TOLD_BY:
         if rank in variables and world in variables:
@@ -81,19 +81,19 @@ def find_place(variables: Mapping[str, str]) -> Place:
 
 
 def group_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Which host of all this is, as torch's agent tells it, under the names of DeepSpeed."""
+    """Return this host's index and the number of hosts, in DeepSpeed's variables."""
     names = {"CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
     return {own: variables[name] for own, name in names.items() if name in variables}
 
 
 def meeting_host(variables: Mapping[str, str]) -> dict[str, str]:
-    """Where the ranks meet, as far as Slurm tells it: the first host of this step."""
+    """Return MASTER_ADDR under Slurm: the first host of this step."""
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     return {"MASTER_ADDR": first_slurm_host(nodes)} if nodes else {}
 
 
 def _slurm_size(variables: Mapping[str, str]) -> str:
-    """Slurm tells the ranks of each node as `4(x2),2`, and this node's number."""
+    """Return this node's ranks from Slurm's list, such as `4(x2),2`; empty if unknown."""
     told = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     sizes = [
         size
@@ -105,7 +105,7 @@ def _slurm_size(variables: Mapping[str, str]) -> str:
 
 
 def first_slurm_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `node[03-05,9],gpu1` gives `node03`."""
+    """Return the first host of a Slurm node list: `node03` for `node[03-05,9],gpu1`."""
     first = re.match(r"[^\[,](?:[^\[,]|\[[^\]]*\])*", nodes)
     if first is None:
         raise CommunicationError(f"cannot read the Slurm node list {nodes!r}; set MASTER_ADDR")

@@ -1,7 +1,7 @@
-"""What ranks print, as people see it: with the rank before each line, tracebacks held back.
+"""Printing of ranks' output: each line with its rank, and tracebacks held back.
 
-When a job fails, most ranks print a traceback, nearly at once and one through the other. So a
-traceback is held back until its rank has ended, and the report shows the first whole.
+When a job fails, most ranks print a traceback at nearly the same time, interleaved. So a traceback
+is held back until its rank has ended, and the report shows the first one in full.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hadal.launcher.ending import BY_TORCH, TRACEBACK, last_lines
 from hadal.launcher.frames import Lines
 
 HOLD_S = 2.0
-"""A rank that goes on so long after a traceback lives: it is shown."""
+"""A rank that still runs this long after a traceback has survived it: the traceback is shown."""
 _TAIL_LINES = 20
 _LONGEST_NBYTES = 1 << 20
-"""A longer line is cut, rather than held until its end."""
+"""A longer line is cut instead of held until its end."""
 
 
 @dataclass
 class _Talk:
-    """What one rank has printed lately."""
+    """The recent output of one rank."""
 
     prefix: bytes
     out: Lines = field(default_factory=Lines)
@@ -32,12 +32,12 @@ class _Talk:
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     traceback: list[bytes] = field(default_factory=list)
     began_at: float | None = None
-    """When its last traceback began to come."""
+    """The time at which its last traceback began."""
     is_held: bool = False
 
 
 class Printer:
-    """Prints what ranks say. A rank is told by its host too: it may move to another one."""
+    """A printer of ranks' output. A rank is identified with its host, as it may move to another."""
 
     def __init__(
         self,
@@ -53,27 +53,27 @@ class Printer:
         self._talks: dict[tuple[str, int], _Talk] = {}
 
     def began(self, host: str, rank: int) -> None:
-        """A rank's process has started: nothing is known of it yet."""
+        """Forget a rank's output: its process has just started."""
         self._talks.pop((host, rank), None)
 
     def said(self, host: str, rank: int, is_error: bool, piece: bytes) -> None:
-        """A rank has printed a piece."""
+        """Print a piece of a rank's output."""
         talk = self._talk(host, rank)
         lines = talk.error if is_error else talk.out
         for line in lines.feed(piece):
             self._line(talk, is_error, line)
-        # A rank alone is shown as it types; of several, whole lines only.
+        # A single rank's output is shown at once; that of several ranks only in whole lines.
         if not talk.prefix and lines.rest and not (is_error and self._may_begin(talk, lines.rest)):
             self._line(talk, is_error, lines.take())
         if lines.rest_nbytes > _LONGEST_NBYTES:
             self._line(talk, is_error, lines.take() + b"\n")
 
     def told(self, piece: bytes) -> None:
-        """What is no rank's is printed as it is."""
+        """Print output that belongs to no rank, unchanged."""
         self._error.write(piece)
 
     def look(self) -> None:
-        """Show the tracebacks of ranks that live on."""
+        """Show the tracebacks of ranks that still run."""
         for talk in self._talks.values():
             held_for = self._clock() - (talk.began_at or 0)
             if talk.is_held and held_for > HOLD_S:
@@ -81,9 +81,9 @@ class Printer:
         self.flush()
 
     def ended(self, host: str, rank: int, *, shows: bool) -> tuple[float | None, str]:
-        """A rank has ended: when its last traceback began, and its text or the last lines.
+        """Return the start and text of an ended rank's last traceback, or None and its last lines.
 
-        With `shows` a traceback that was held back is printed.
+        With `shows` a held traceback is printed.
         """
         talk = self._talk(host, rank)
         for is_error, lines in ((False, talk.out), (True, talk.error)):
@@ -97,7 +97,7 @@ class Printer:
         return None, last_lines(b"".join(talk.tail).decode(errors="replace"))
 
     def flush(self) -> None:
-        """Let all that was printed be seen."""
+        """Flush both outputs."""
         self._out.flush()
         self._error.flush()
 

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them."""
+"""Processes that do not outlive their parent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PASSES = 100
 
 
 def follow_parent(last: signal.Signals) -> None:
-    """Ask the kernel to send this process a signal when its parent is gone (Linux)."""
+    """Ask the kernel to send this process a signal when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(last), 0, 0, 0)
 
 
 def following(last: signal.Signals) -> Callable[[], None]:
-    """What a process that is being started calls, so that it follows its parent."""
+    """Return a `preexec_fn` that makes a new process follow its parent (Linux)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def follow() -> None:
@@ -33,14 +33,14 @@ def following(last: signal.Signals) -> Callable[[], None]:
 
 
 def adopt_orphans() -> None:
-    """Ask the kernel to make this process the parent of all below it that lose theirs (Linux)."""
+    """Ask the kernel to make this process the parent of its orphaned descendants (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_all_below() -> None:
-    """End all that this process has started and adopted, in whatever session it is (Linux)."""
-    for _ in range(_PASSES):  # a process may start another one meanwhile
+    """Kill all descendants of this process, in any session (Linux)."""
+    for _ in range(_PASSES):  # a process may start another one in the meantime
         found = _below(os.getpid())
         if not found:
             return
@@ -62,11 +62,11 @@ def _below(pid: int) -> list[int]:
 
 
 def signal_group(leader: int, sent: signal.Signals) -> None:
-    """Send a signal to a process and to what it has started, where they are still there."""
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, sent)
 
 
 def exit_code(code: int) -> int:
-    """A shell's exit code for a process: 128 and the signal's number, where one ended it."""
+    """Return a shell's exit code for a process: 128 plus the signal's number if one ended it."""
     return 128 - code if code < 0 else code

@@ -1,7 +1,7 @@
-"""The process beside each rank (`python -m hadal.launcher.rank PROGRAM`): starts it, tells of it.
+"""The wrapper process of each rank (`python -m hadal.launcher.rank PROGRAM`).
 
-It stands between torch's agent (or Slurm, or MPI) and the program: gives it its cores and its
-`--local_rank`, sends on what it prints, and ends it with all that it has started.
+It runs between torch's agent (or Slurm, or MPI) and the program: sets the program's cores and
+`--local_rank`, forwards its output, and ends it with all its descendants.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hadal.launcher.variables import showing
 _PIECE_NBYTES = 1 << 16
 _LOOK_S = 0.2
 _CANNOT_START = 127
-# Signals that programs may wait for, and that are theirs alone.
+# Signals that are only passed on, for programs that handle them.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Rank:
-    """A rank's program, from its start to its end."""
+    """A rank's running program."""
 
     def __init__(self, program: Program, place: Place) -> None:
         self.place = place
@@ -51,11 +51,11 @@ class Rank:
 
     @property
     def was_stopped(self) -> bool:
-        """It was asked to end."""
+        """True if it was asked to end."""
         return self._kills_at is not None
 
     def run(self) -> int:
-        """Start the program and stay until it has ended; return its exit code."""
+        """Start the program, wait for its end and return its exit code."""
         for each in _STOPPING:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
         for each in _PASSED_ON:
@@ -69,18 +69,18 @@ class Rank:
             self._tell(encoded(Ended(self.place.rank, _CANNOT_START, self.was_stopped)))
             return _CANNOT_START
         if self.was_stopped:
-            self._send(signal.SIGTERM)  # it was asked before there was anybody to ask
+            self._send(signal.SIGTERM)  # the request came before the process existed
         self._tell(encoded(Began(self.place.rank, os.uname().nodename, self._process.pid)))
         self._listen(self._process)
         code = self._process.wait()
         if self.was_stopped or code != 0:
-            self._send(signal.SIGKILL)  # what the program has started and left behind
+            self._send(signal.SIGKILL)  # for processes that the program left behind
             end_all_below()
         self._tell(encoded(Ended(self.place.rank, code, self.was_stopped)))
         return exit_code(code)
 
     def stop(self, sent: signal.Signals) -> None:
-        """Ask the program to end, once; asked again, end it."""
+        """Ask the program to end; on a second call, kill it."""
         now = time.monotonic()
         self._send(signal.SIGKILL if self.was_stopped else sent)
         self._kills_at = self._kills_at or now + self._program.grace_s
@@ -108,7 +108,7 @@ class Rank:
         )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Send on what the program prints, until it has ended."""
+        """Forward the program's output until it has ended."""
         assert process.stdout is not None and process.stderr is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ, False)
@@ -122,7 +122,7 @@ class Rank:
                     else:
                         selector.unregister(key.fileobj)
                 if not ready and process.poll() is not None:
-                    return  # what it has left behind holds the pipes open
+                    return  # processes that it left behind hold the pipes open
                 if self._kills_at is not None and time.monotonic() > self._kills_at:
                     self._send(signal.SIGKILL)
 
@@ -130,7 +130,7 @@ class Rank:
         if self._log is not None:
             try:
                 self._log.write(piece)
-            except OSError as error:  # the training goes on
+            except OSError as error:  # training continues
                 self._log = None
                 told = f"the file of this rank's output ends here: {error.strerror}\n"
                 self._print(True, told.encode())
@@ -140,7 +140,7 @@ class Rank:
     def _tell(self, frame: bytes) -> None:
         try:
             os.write(1, frame)
-        except OSError:  # whoever started all this is gone
+        except OSError:  # the process that started the job is gone
             self.stop(signal.SIGTERM)
 
     def _send(self, sent: signal.Signals) -> None:

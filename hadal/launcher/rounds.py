@@ -1,7 +1,7 @@
-"""An elastic job: ranks start anew whenever a host is lost, comes back, or one of them fails.
+"""Elastic jobs: ranks restart whenever a host is lost or comes back, or a rank fails.
 
-A *round* is the time from one start of all ranks to the next. A host whose ranks have ended asks
-for a round; when all hosts that are there have asked, the next one begins on those that fit.
+A *round* is the time from one start of all ranks to the next. A host whose ranks have ended
+requests a round; once all available hosts have done so, the next one begins on those that fit.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hadal.launcher.job import CHANGE, ROUND, Elastic, Round, packed, share_of
 from hadal.launcher.network import address_towards, is_loopback
 
 _TRIES = 3
-"""A host that is lost is reached for so often in the time after which hosts count as lost."""
+"""The number of attempts to reach a lost host within the time after which hosts count as lost."""
 
 
 class Phase(Enum):
-    """How far a round is."""
+    """The phase of a round."""
 
     GATHERING = auto()
-    """No ranks run, or they are ending: hosts ask for a round."""
+    """No ranks run, or they are ending: hosts request a round."""
     RUNNING = auto()
     FINISHING = auto()
-    """A rank has done its work: there will be no other round."""
+    """A rank has finished its work: there will be no other round."""
 
 
 class Rounds(Front):
-    """An elastic job under way."""
+    """A running elastic job."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -44,21 +44,21 @@ class Rounds(Front):
         self._gathers_since = self._changed_at = self._began_round_at = time.monotonic()
         self._number = 0
         self._asks: dict[str, int] = {}
-        """The hosts that ask for a round, and where their agents listen."""
+        """The hosts that request a round, and the ports of their agents."""
         self._members: tuple[str, ...] = ()
         self._finished: set[tuple[str, int]] = set()
         self._tried_at: dict[str, float] = dict.fromkeys(self._channels, self._began_at)
         self._losses: dict[str, str] = {}
-        """The hosts that are lost, and what was told of it."""
+        """The lost hosts, and the message logged for each."""
         self._has_lost = False
         self._restarts = 0
         self._ends_at: float | None = None
-        """A host was lost when some ranks had done their work: the others do it now, or never."""
+        """The deadline for the other ranks, if a host is lost after some ranks have finished."""
 
     # ---- hosts -------------------------------------------------------------------------------
 
     def _send_shares(self) -> None:
-        """A host that answers gets its share at once: it will ask for a round."""
+        """Send a host its share as soon as it answers: it will request a round."""
         for channel in self._channels.values():
             if channel.state is State.READY and self._stopped_at is None:
                 own = self._own_address(channel)
@@ -66,7 +66,7 @@ class Rounds(Front):
                 channel.state = State.RUNNING
 
     def _own_address(self, channel: Channel) -> str:
-        """The address at which other hosts reach this one."""
+        """Return the address at which other hosts reach this one."""
         hello = channel.hello
         if hello is not None and channel.way.is_ssh:
             return hello.reached_at
@@ -79,7 +79,7 @@ class Rounds(Front):
         return channel.left is not None and channel.left.code == 0
 
     def _agent_left(self, channel: Channel, frame: Left) -> None:
-        """Its process will be gone: that tells the rest."""
+        """Do nothing: the end of its process is handled later."""
 
     def _host_lost(self, channel: Channel, told: str) -> None:
         host = channel.host
@@ -87,7 +87,7 @@ class Rounds(Front):
         if self._losses.get(host) != told:
             self._say(told)
         self._losses[host] = told
-        if self._number == 0 and Front._is_over(self):  # there has been nobody at all
+        if self._number == 0 and Front._is_over(self):  # no host was ever available
             self._lost.append("no host is there")
             self._stop(signal.SIGTERM)
         if self._phase is Phase.FINISHING:
@@ -134,7 +134,7 @@ class Rounds(Front):
         old = self._channels[host]
         for pipe in (old.process.stdin, old.process.stdout, old.process.stderr):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # a word that it has not read
+                with contextlib.suppress(OSError):  # a message that it has not read
                     pipe.close()
         self._tried_at[host] = time.monotonic()
         self._channels[host] = Channel(host, old.way, self._variables)
@@ -152,14 +152,14 @@ class Rounds(Front):
         if self._losses.pop(host, None) is not None:
             self._say(f"host {host} is there again")
         if self._phase is Phase.FINISHING:
-            self._stop(signal.SIGTERM)  # its ranks have failed, while others have done their work
+            self._stop(signal.SIGTERM)  # its ranks have failed after others have finished
         elif host in self._members:
             self._change()
         self._grow()
         self._begin()
 
     def _grow(self) -> None:
-        """Take in hosts that have come, where that gives more ranks."""
+        """Take in new hosts, if that gives more ranks."""
         lasts_s = time.monotonic() - self._began_round_at
         if self._phase is Phase.RUNNING and lasts_s >= self._elastic.pause_s:
             members = self._chosen([*self._members, *self._asks])
@@ -167,7 +167,7 @@ class Rounds(Front):
                 self._change()
 
     def _change(self) -> None:
-        """End the round: the ranks that still run end."""
+        """End the round, and with it the ranks that still run."""
         if self._phase is not Phase.RUNNING:
             return
         self._phase = Phase.GATHERING
@@ -178,7 +178,7 @@ class Rounds(Front):
                 channel.tell(CHANGE)
 
     def _begin(self) -> None:
-        """Begin a round where all that are waited for ask for it, and there are enough."""
+        """Begin a round if all hosts to wait for have requested it, and they are enough."""
         if self._phase is not Phase.GATHERING or self._stopped_at is not None:
             return
         if any(self._is_awaited(c) for c in self._channels.values()):
@@ -201,14 +201,14 @@ class Rounds(Front):
             self._channels[host].tell(f"{ROUND} {packed(told)}")
 
     def _is_awaited(self, channel: Channel) -> bool:
-        """At first every host is waited for; later, those whose ranks still end."""
+        """Return whether to wait for a host: at first for all, later until its ranks have ended."""
         if channel.host in self._asks or channel.state is State.GONE:
             return False
         ends = channel.state is State.RUNNING and channel.host in self._members
         return self._number == 0 or ends
 
     def _chosen(self, hosts: Iterable[str]) -> tuple[str, ...]:
-        """The first hosts of the hostfile that make a number of ranks which fits."""
+        """Return the first hosts of the hostfile that give a valid number of ranks."""
         there = [host for host in self._job.pool if host in set(hosts)][: self._elastic.most]
         sizes = self._elastic.world_sizes
         while len(there) >= self._elastic.least:
@@ -226,7 +226,7 @@ class Rounds(Front):
         return self._changed_at if self._phase is Phase.GATHERING else self._stopped_at
 
     def _rank_failed(self) -> None:
-        """Its host will ask for a round."""
+        """Stop if the job is finishing; otherwise the host will request a round."""
         if self._phase is Phase.FINISHING:
             self._stop(signal.SIGTERM)
 
@@ -238,20 +238,20 @@ class Rounds(Front):
             self._look_for_end()
 
     def _is_done(self) -> bool:
-        """All ranks of the hosts that are there have done their work."""
+        """Return whether all ranks of the available hosts have finished."""
         there = [h for h in self._members if self._channels[h].state is not State.GONE]
         done = [host for host, _ in self._finished]
         return all(done.count(host) == len(self._job.pool[host]) for host in there)
 
     def _look_for_end(self) -> None:
-        """Agents wait long for those of hosts that are lost, and hosts that stand by for ever."""
+        """Stop a finished job: agents would wait long for lost hosts and those standing by."""
         if self._phase is Phase.FINISHING and self._is_done():
             there = {host for host, c in self._channels.items() if c.state is not State.GONE}
             if there != set(self._members):
                 self._stop(signal.SIGTERM)
 
     def _may_restart(self) -> bool:
-        """Tell why the last round has failed; were it one time too many, end the job."""
+        """Report the failures of the last round; end the job if there were too many."""
         if not self._failures:
             return True
         names_hosts = len(self._job.pool) > 1

@@ -1,4 +1,4 @@
-"""Which variables ranks get besides those of their host: env files, and prefixes."""
+"""Environment variables for ranks beyond their host's own: from env files, and by prefix."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hadal.errors import LaunchError
 
 DEEPSPEED_ENV, HADAL_ENV = ".deepspeed_env", ".hadal_env"
 _PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "HADAL")
-# What accelerators are seen is told to CUDA and ROCm, Intel's and Huawei's drivers.
+# The variables that limit visible accelerators: CUDA and ROCm, Intel, Huawei.
 _SHOWN_BY = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 def showing(slots: Sequence[int]) -> dict[str, str]:
-    """The variables by which a process sees these accelerators alone."""
+    """Return the variables that make only these accelerators visible to a process."""
     return dict.fromkeys(_SHOWN_BY, ",".join(map(str, slots)))
 
 
 def read_env_file(text: str, name: str) -> dict[str, str]:
-    """Read `KEY=VALUE` lines; the value is all that follows the first `=`, as it stands.
+    """Read `KEY=VALUE` lines; the value is everything after the first `=`, verbatim.
 
     Raises:
         LaunchError: a line that is neither blank nor a comment has no `=`.
@@ -36,7 +36,7 @@ def read_env_file(text: str, name: str) -> dict[str, str]:
 
 
 def of_env_files(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
-    """What the env files of these folders tell; the later of two wins."""
+    """Return the variables of the env files in these folders; a later file wins."""
     told: dict[str, str] = {}
     for path in (folder / name for folder in folders for name in names):
         if path.is_file():
@@ -45,10 +45,10 @@ def of_env_files(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str
 
 
 def text_of(path: Path) -> str:
-    """A file's text.
+    """Return a file's text.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: it is not a text file.
     """
     try:
         return path.read_text("utf-8-sig")
@@ -59,5 +59,5 @@ def text_of(path: Path) -> str:
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process that ranks on other hosts get too."""
+    """Return the variables of this process to pass on to ranks on other hosts."""
     return {key: value for key, value in variables.items() if key.startswith(_PREFIXES)}

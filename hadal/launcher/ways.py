@@ -1,4 +1,4 @@
-"""The words that start each host's process: here, there over OpenSSH, or all by one program."""
+"""Commands that start each host's process: here, over OpenSSH, or all with one launcher."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from hadal.launcher.job import Job, Program, packed, rank_command, where_hadal_i
 
 CONNECT_S = 10
 ALIVE_TIMES = 3
-"""A host that leaves so many signs of life unanswered is lost."""
+"""A host that misses this many heartbeats is lost."""
 
 
 class Reach(Enum):
-    """How the process that a way starts is told what to do, and to end."""
+    """The way in which a started process is controlled."""
 
     HERE = auto()
     SSH = auto()
     ALL = auto()
-    """It starts every host's: it is told everything at once, and ends by a signal."""
+    """One process starts all hosts: it gets everything at once, and a signal ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How hosts' processes are started."""
+    """A command that starts hosts' processes."""
 
     words: tuple[str, ...]
     reach: Reach
     variables: tuple[tuple[str, str], ...] = ()
-    """Set for the program that is started."""
+    """Environment variables to set for it."""
 
     @property
     def is_ssh(self) -> bool:
-        """It leads to another host, by a connection of its own."""
+        """True if it starts a process on another host through its own connection."""
         return self.reach is Reach.SSH
 
 
 def here() -> Way:
-    """A process on this machine."""
+    """Return the way to start a process on this machine."""
     words = (sys.executable, "-u", "-m", "hadal.launcher.node", "--may-fall-silent")
     return Way(words, Reach.HERE)
 
@@ -55,9 +55,9 @@ def by_ssh(
     venv_script: str = "",
     lost_s: float = 30.0,
 ) -> Way:
-    """A process on another host.
+    """Return the way to start a process on another host.
 
-    The command it is given is the same whatever the job: that travels on its standard input.
+    The command line does not depend on the job, which is sent on its standard input.
     """
     words = ssh_to(host, port=port, arguments=arguments, lost_s=lost_s)
     return Way((*words, there(venv_script)), Reach.SSH)
@@ -66,7 +66,7 @@ def by_ssh(
 def ssh_to(
     host: str, *, port: int | None = None, arguments: Sequence[str] = (), lost_s: float = 30.0
 ) -> list[str]:
-    """The words before a command on another host. Nothing asks: keys must be set up."""
+    """Return the words before a command on another host. No prompts: keys must be set up."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_S,
@@ -82,9 +82,9 @@ def ssh_to(
 
 
 def there(venv_script: str = "", words: str = "") -> str:
-    """The shell's line that starts the process on another host.
+    """Return the shell line that starts the process on another host.
 
-    With a script that sets up an environment, Python is the one of that environment.
+    With a script that sets up an environment, Python is that environment's.
     """
     python = "python" if venv_script else shlex.quote(sys.executable)
     path = f'PYTHONPATH={shlex.quote(where_hadal_is())}"${{PYTHONPATH:+:$PYTHONPATH}}"'
@@ -92,11 +92,11 @@ def there(venv_script: str = "", words: str = "") -> str:
     return f". {shlex.quote(venv_script)} && {node}" if venv_script else node
 
 
-# ---- programs that start every host's --------------------------------------------------------
+# ---- programs that start all hosts' processes ------------------------------------------------
 
 
 def by_pdsh(job: Job, address: str, arguments: Sequence[str], venv_script: str = "") -> Way:
-    """All hosts by one pdsh, over ssh."""
+    """Return the way to start all hosts with one pdsh, over ssh."""
     told = f" --job {packed(job)} --address {shlex.quote(address)} --node-rank %n --may-fall-silent"
     words = ("pdsh", "-S", "-N", "-f", "1024", "-w", ",".join(job.pool), *arguments)
     over_ssh = (("PDSH_RCMD_TYPE", "ssh"),)
@@ -104,9 +104,9 @@ def by_pdsh(job: Job, address: str, arguments: Sequence[str], venv_script: str =
 
 
 def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> Way:
-    """One task of srun for each rank, in this allocation or in one of its own.
+    """Return the way to start one srun task per rank, in this allocation or its own one.
 
-    `nodes` are srun's own words on which nodes to take.
+    `nodes` are srun's arguments that select nodes.
     """
     size = _even(job.pool, "slurm")
     counts = (f"--nodes={len(job.pool)}", f"--ntasks={job.world_size}", f"--ntasks-per-node={size}")
@@ -115,7 +115,7 @@ def by_slurm(job: Job, arguments: Sequence[str], nodes: Sequence[str] = ()) -> W
 
 
 def by_openmpi(job: Job, address: str, arguments: Sequence[str]) -> Way:
-    """One process of Open MPI's mpirun for each rank."""
+    """Return the way to start one process per rank with Open MPI's mpirun."""
     variables = _variables(job, address)
     hosts = ",".join(f"{host}:{len(slots)}" for host, slots in job.pool.items())
     words = ["mpirun", "-n", str(job.world_size), "--host", hosts]
@@ -125,7 +125,7 @@ def by_openmpi(job: Job, address: str, arguments: Sequence[str]) -> Way:
 
 
 def by_hydra(job: Job, address: str, arguments: Sequence[str], name: str) -> Way:
-    """One process for each rank by the mpirun of MPICH, MVAPICH or Intel MPI."""
+    """Return the way to start one process per rank with mpirun of MPICH, MVAPICH or Intel MPI."""
     variables = _variables(job, address)
     size = _even(job.pool, name)
     words = ("mpirun", "-n", str(job.world_size), "-ppn", str(size), "-hosts", ",".join(job.pool))
@@ -143,7 +143,7 @@ MPI: dict[str, FanOut] = {
 
 
 def _variables(job: Job, address: str = "") -> tuple[tuple[str, str], ...]:
-    """What ranks must find that no process of ours on their host can set."""
+    """Return the variables of ranks that no process of ours on their host can set."""
     paths = filter(None, (job.variables.get("PYTHONPATH"), where_hadal_is()))
     told = {**job.variables, "MASTER_PORT": str(job.port), "PYTHONPATH": ":".join(paths)}
     if address:
@@ -163,7 +163,7 @@ def _even(pool: Pool, launcher: str) -> int:
 
 
 def _with_slots(job: Job) -> Program:
-    """The program of a rank, which is told its host's slots where these are not the first ones."""
+    """Return the ranks' program, with the hosts' slots unless these are the first ones."""
     slots = tuple(job.pool.values())
     is_whole = all(own == tuple(range(len(own))) for own in slots)
     return job.program if is_whole else replace(job.program, slots=slots)

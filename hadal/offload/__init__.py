@@ -1,22 +1,22 @@
-"""Tiers beyond the device: host memory that a disk reads into, and the disk itself.
+"""Offload tiers: host memory with direct disk I/O, and the disk itself.
 
 Words of this folder.
 
-store     what one process has on a disk: one file in a folder of its own
-region    a range of that file which holds one thing (a shard's masters, say)
+store     the storage of one process on a disk: one file in its own folder
+region    a range of that file for one thing (a shard's masters, say)
 tensor    a 1-D tensor in two regions: the last committed values, and the next
 slice     consecutive elements of a tensor that is not in memory
-request   one read or write of a part of a region; it goes on by itself until it is waited for
-block     how many bytes are handled at a time
-call      neighbouring blocks of a request that travel in one system call
-queue     the threads that run calls, and how many blocks they have under way
-buffer    whole pages of host memory; a pool lends a bounded number of them
-sweep     remove what dead processes have left on a disk
+request   an asynchronous read or write of a part of a region
+block     the unit of bytes in which requests are handled
+call      consecutive blocks of a request that are moved in one system call
+queue     the threads that run calls, and their limit of blocks under way
+buffer    whole pages of host memory; a pool lends a limited number of them
+sweep     remove the leftovers of dead processes on a disk
 """
 
 from hadal.offload.buffers import BufferPool, aligned
 from hadal.offload.extents import ALIGNMENT
-from hadal.offload.requests import Region, Request
+from hadal.offload.requests import IoRequest, Region
 from hadal.offload.settings import IoSettings, settings_of
 from hadal.offload.store import DiskStore
 
@@ -24,9 +24,9 @@ __all__ = [
     "ALIGNMENT",
     "BufferPool",
     "DiskStore",
+    "IoRequest",
     "IoSettings",
     "Region",
-    "Request",
     "aligned",
     "settings_of",
 ]

@@ -1,4 +1,4 @@
-"""Host memory that a disk reads into and writes from: whole pages, page-locked where asked."""
+"""Host memory for direct disk I/O: whole pages, pinned on request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hadal.offload.extents import ALIGNMENT
 
 
 def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """A vector of bytes that begins on a page. A forked process must not touch it.
+    """Allocate a page-aligned vector of bytes, which a forked process must not touch.
 
     Args:
-        nbytes: how many.
-        pinned: lock it into memory, where an accelerator is there to gain from it.
+        nbytes: the number of bytes.
+        pinned: pin it, if there is an accelerator to benefit from it.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -29,9 +29,9 @@ def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
 
 
 def memory_of(buffer: Tensor) -> memoryview:
-    """The bytes of a vector, which whoever looks at them must keep alive.
+    """Return the bytes of a vector, which the caller must keep alive.
 
-    Not by way of numpy: storage of torch's own that numpy has seen can never be resized.
+    It avoids numpy: torch's storage can never be resized once numpy has seen it.
     """
     nbytes = buffer.numel()
     if not nbytes:
@@ -40,10 +40,10 @@ def memory_of(buffer: Tensor) -> memoryview:
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """See that a disk can read into and write from a tensor.
+    """Check that a disk can read into and write from a tensor.
 
     Raises:
-        UsageError: it is no vector of bytes in host memory that begins on a page.
+        UsageError: it is not a page-aligned vector of bytes in host memory.
     """
     if (
         buffer.dtype != torch.uint8
@@ -53,19 +53,19 @@ def check_buffer(buffer: Tensor) -> None:
     ):
         raise UsageError(
             "a buffer for the disk must be a contiguous 1-D tensor of uint8 in host memory, found"
-            f" {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}; take"
-            " `tensor.view(torch.uint8)` of one that `hadal.offload.aligned` has made"
+            f" {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}; use"
+            " `tensor.view(torch.uint8)` of one from `hadal.offload.aligned`"
         )
     if buffer.data_ptr() % ALIGNMENT:
         raise UsageError(
             f"a buffer for the disk must begin at a multiple of {ALIGNMENT} bytes, found one"
-            f" {buffer.data_ptr() % ALIGNMENT} bytes after; take a part of"
+            f" {buffer.data_ptr() % ALIGNMENT} bytes after; use a slice of"
             f" `hadal.offload.aligned(nbytes)` that begins at such a multiple"
         )
 
 
 class BufferPool:
-    """At most `count` buffers of one length, made when first needed and kept until the end."""
+    """A pool of at most `count` buffers of one length, allocated on first use and then kept."""
 
     def __init__(self, count: int, nbytes: int, *, pinned: bool = False) -> None:
         self.count = count
@@ -73,7 +73,7 @@ class BufferPool:
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._taken: dict[int, Tensor] = {}
-        # Buffers that a device still copies from, in the order in which it does.
+        # Buffers that a device still copies from, in the order of its copies.
         self._leaving: deque[tuple[Event, Tensor]] = deque()
         self._is_closed = False
 
@@ -101,14 +101,14 @@ class BufferPool:
         """Return a buffer; it is lent again once `after` is over.
 
         Raises:
-            UsageError: it was not taken here, or is back already.
+            UsageError: it was not taken from this pool, or was already returned.
         """
         found = self._taken.pop(buffer.data_ptr(), None)
         if self._is_closed:
             return
         if found is None:
             raise UsageError(
-                "a buffer was given back to a pool that has not lent it, or has it already"
+                "a buffer was returned to a pool that did not lend it, or already has it back"
             )
         if after is None or after.is_over:
             self._free.append(found)
@@ -116,7 +116,7 @@ class BufferPool:
             self._leaving.append((after, found))
 
     def close(self) -> None:
-        """Let go of all memory; what is still taken goes when its holders let go of it."""
+        """Free all memory; buffers still in use are freed when their holders drop them."""
         self._is_closed = True
         while self._leaving:
             self._leaving.popleft()[0].wait_on_host()
@@ -124,18 +124,18 @@ class BufferPool:
         self._taken.clear()
 
     def has_free(self) -> bool:
-        """Whether a buffer can be taken without waiting."""
+        """Return whether a buffer can be taken without waiting."""
         while self._leaving and self._leaving[0][0].is_over:
             self._free.append(self._leaving.popleft()[1])
         return bool(self._free) or len(self._taken) + len(self._leaving) < self.count
 
     def _made(self) -> Tensor:
-        # A view of its own place in memory even if it is empty: buffers are told apart by it.
+        # Its own address even if it is empty: the address identifies the buffer.
         return aligned(max(self.nbytes, 1), pinned=self._pinned)[: self.nbytes]
 
 
 class LooseBuffers:
-    """Buffers of any length, made when they are taken and freed when they are given back."""
+    """A pool of buffers of any length, allocated when taken and freed when returned."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -145,4 +145,4 @@ class LooseBuffers:
         return aligned(max(nbytes, 1), pinned=self._pinned)[:nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer."""
+        """Return a buffer, which is freed with its last reference."""

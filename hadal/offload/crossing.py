@@ -1,4 +1,4 @@
-"""Copies between a device's memory and the host's, beside the device's own work."""
+"""Copies between a device and the host, beside the device's own work."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hadal.offload.buffers import aligned
 
 Result = TypeVar("Result")
 
-# Gradients of so many buckets may be on their way to the host: while one leaves, the next one is
-# made. The device's own work waits for the one before these, so that its memory is bounded.
+# The gradients of this many buckets may be on their way to the host: while one is copied, the next
+# is computed. The device's own work waits for the one before these, so its memory is bounded.
 _LANDINGS = 2
-# Where new weights are cast, and from where they leave: while some leave, others are filled.
+# Staging buffers in which new weights are cast: while some are copied, others are filled.
 _STAGED_NBYTES = 1 << 23
 _STAGES = 4
 
 
 class Crossing:
-    """The two ways between one device's memory and the host's.
+    """The copies between one device and the host, in both directions.
 
-    Copies of one way follow each other; those of the two ways go on at the same time. What a copy
-    reads or writes on the device is kept until it is over.
+    Copies of one direction run in order; those of both directions run at the same time. Device
+    memory that a copy reads or writes is kept until the copy is over.
     """
 
     def __init__(self, device: torch.device, *, pins: bool) -> None:
@@ -38,15 +38,15 @@ class Crossing:
         self._stages: deque[tuple[Event, Tensor]] = deque()
 
     def land(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Event:
-        """Begin to bring `values` to the host, once the device has made them.
+        """Start copying `values` to the host, once the device has computed them.
 
         Args:
-            values: in the device's memory, 1-D; nobody changes them before the event.
+            values: in device memory, 1-D; unchanged until the event.
             out: in host memory, of the same length and dtype.
-            after: of what is still under way with `out`.
+            after: the event of earlier work that still uses `out`.
 
         Returns:
-            The event from which on `out` can be read.
+            The event after which `out` can be read.
         """
         self._let_go()
         while len(self._landings) >= _LANDINGS:
@@ -58,52 +58,52 @@ class Crossing:
         return event
 
     def _let_go(self) -> None:
-        """Let go of what has left the device."""
+        """Drop the references to values that have left the device."""
         while self._landings and self._landings[0][0].is_over:
             self._landings.popleft()
 
     def move_out(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Event:
-        """Begin to bring `values` to the host; the device gets their memory when they are there.
+        """Start copying `values` to the host; their device memory is freed after the copy.
 
         Args:
-            values: bytes in the device's memory, as many as their storage has. It is empty at once.
+            values: bytes in device memory, all of their storage, which is empty at once.
             out: in host memory, of the same length and dtype.
-            after: of what is still under way with `out`.
+            after: the event of earlier work that still uses `out`.
 
         Returns:
-            The event from which on `out` can be read.
+            The event after which `out` can be read.
         """
         self._begin(self._leaving, values, out, after)
         self._leaving.free(values)
         return self._leaving.event()
 
     def bring(self, values: Tensor, out: Tensor, *, after: Event | None = None) -> Upload:
-        """Begin to bring `values` from host memory, where nobody changes them before the event.
+        """Start copying `values` from host memory, where they stay unchanged until the event.
 
-        `after`: of what is still under way with `values`. What the device does with `out` must
-        follow the arrival.
+        `after` is the event of earlier work that still writes `values`. The device's use of `out`
+        must follow the copy.
         """
         self._begin(self._coming, values, out, after)
         return Upload(self._coming, self._coming.event(), (values, out))
 
     @staticmethod
     def _begin(way: SideStream, values: Tensor, out: Tensor, after: Event | None) -> None:
-        """Let a way copy, after what the device was given so far and what is under way with it."""
+        """Copy on a side stream, after the device's work so far and `after`."""
         way.follow_device()
         if after is not None:
             way.follow(after)
         way.copy(out, values)
 
     def begin_sending(self) -> None:
-        """Let new weights follow all that the device was given so far (see `send`)."""
+        """Make new weights follow all of the device's work so far (see `send`)."""
         self._let_go()
         self._coming.follow_device()
 
     def send(self, values: Tensor, out: Tensor) -> None:
-        """Send `values` (1-D, in host memory) to `out` on the device, cast to its dtype.
+        """Copy `values` (1-D, in host memory) to `out` on the device, cast to its dtype.
 
-        What the device is given between `begin_sending` and here must not read `out`; what it is
-        given behind `send` finds the new values.
+        Work given to the device between `begin_sending` and this call must not read `out`; work
+        given after `send` sees the new values.
         """
         step = _STAGED_NBYTES // out.dtype.itemsize
         for start in range(0, values.numel(), step):
@@ -117,7 +117,7 @@ class Crossing:
             self._stages.append((event, stage))
 
     def _next_stage(self) -> tuple[Event, Tensor]:
-        """A stage that nothing leaves any more."""
+        """Return a staging buffer that no copy uses any more."""
         if len(self._stages) < _STAGES:
             return Event(), aligned(_STAGED_NBYTES, pinned=self._pins)
         event, stage = self._stages.popleft()
@@ -126,7 +126,7 @@ class Crossing:
 
 
 class Upload:
-    """Values on their way to the device."""
+    """A copy to the device that is under way."""
 
     def __init__(self, stream: SideStream, event: Event, held: tuple[Tensor, ...]) -> None:
         self.event = event
@@ -134,12 +134,12 @@ class Upload:
         self._held = held
 
     def then(self, start: Callable[[], Result]) -> Result:
-        """Start work of the device that waits for the values, and not for its other work."""
+        """Start work on the device that waits for the values, but not for its other work."""
         with self._stream.current():
             return start()
 
     def wait(self) -> None:
-        """Let the device's own work wait for them."""
+        """Make the device's own work wait for the values."""
         self.event.wait_on_device()
 
 
@@ -148,7 +148,7 @@ _crossings = weakref.WeakValueDictionary()
 
 
 def crossing_of(device: torch.device, *, pins: bool) -> Crossing:
-    """The crossing of a device, one for all who use it; `pins`: through page-locked memory."""
+    """Return the crossing of a device, shared by all users; `pins` selects pinned staging."""
     found = _crossings.get((device, pins))
     if found is None:
         found = _crossings[device, pins] = Crossing(device, pins=pins)

@@ -1,7 +1,7 @@
-"""Bytes between memory and a file, past the system's cache where that can be.
+"""Transfers between memory and a file that bypass the system's cache if possible.
 
-To find room in the cache takes longer than the disk does, and what was there is lost to the
-program. What goes past it (O_DIRECT) begins on a page, in memory and in the file.
+Making room in the cache takes longer than the disk does, and evicts what the program has there.
+Direct transfers (O_DIRECT) must be page-aligned, in memory and in the file.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ Move: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
 _HUGE_NBYTES = 1 << 21
-# Transfers without a whole page in a row, after which there will be no more.
+# The number of consecutive transfers without a whole page after which to give up.
 _PATIENCE = 3
 
 
 def usual_pages(nbytes: int) -> memoryview:
-    """Memory that begins on a page, full of zeros. A forked process does not have it."""
+    """Allocate zeroed, page-aligned memory, which a forked process does not inherit."""
     return memoryview(unforked_memory(nbytes))[:nbytes]
 
 
 def pages(nbytes: int) -> memoryview:
-    """Memory that begins on a page, full of zeros, on huge pages where it is long enough.
+    """Allocate zeroed, page-aligned memory, on huge pages if it is long enough.
 
-    A disk takes a huge page in a few requests, pages of the usual size in hundreds. A forked
-    process does not have this memory, and must not touch it.
+    A disk needs only a few requests for a huge page, but hundreds for pages of the usual size. A
+    forked process does not inherit this memory and must not touch it.
     """
     if nbytes < _HUGE_NBYTES:
         return usual_pages(nbytes)
-    # A huge page begins at a multiple of its length: somewhere in what is longer by one.
+    # A huge page is aligned to its length: allocate one more and take the aligned part.
     memory = unforked_memory(nbytes + _HUGE_NBYTES, on_huge_pages=True)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_NBYTES
     return memoryview(memory)[start : start + nbytes]
 
 
 def moved(move: Move, descriptor: int, parts: Sequence[memoryview], place: int) -> int:
-    """Read or write from `place` on until the parts are through or nothing moves; how many bytes.
+    """Read or write the parts from `place` on, repeating short transfers; return the bytes moved.
 
-    What came short goes on from the last whole page, as a direct transfer must.
+    After a short transfer it continues at the last whole page, as a direct transfer must.
     """
     total = sum(map(len, parts))
     done = failures = 0
@@ -61,7 +61,7 @@ def moved(move: Move, descriptor: int, parts: Sequence[memoryview], place: int) 
 
 
 def _after(parts: Sequence[memoryview], skipped: int) -> list[memoryview]:
-    """The parts without their first bytes."""
+    """Return the parts without their first `skipped` bytes."""
     left = []
     for part in parts:
         if skipped < len(part):
@@ -71,13 +71,13 @@ def _after(parts: Sequence[memoryview], skipped: int) -> list[memoryview]:
 
 
 def set_direct(descriptor: int, wanted: bool) -> bool:
-    """Turn the cache off or on for a file, and say whether it is off now.
+    """Enable or disable direct I/O for a file; return whether it is enabled now.
 
-    Where a file system does not know it, the cache stays on.
+    On file systems without support it stays disabled.
     """
     if not hasattr(os, "O_DIRECT"):
         return False
-    import fcntl  # such systems have it
+    import fcntl  # exists on such systems
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT

@@ -1,4 +1,4 @@
-"""Where things lie in a file, and in which portions they travel: pure arithmetic on bytes."""
+"""Allocation of a file's bytes, and division of transfers into blocks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 ALIGNMENT = 4096
-"""Offsets, lengths and addresses of what goes past the system's cache are multiples of this."""
+"""Direct I/O requires offsets, lengths and addresses that are multiples of this."""
 
 
 class Extent(NamedTuple):
@@ -18,12 +18,12 @@ class Extent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many they are."""
+        """The number of bytes."""
         return self.stop - self.start
 
 
 def rounded(nbytes: int, step: int = ALIGNMENT) -> int:
-    """The least multiple of `step` that holds so many bytes."""
+    """Round up to a multiple of `step`."""
     return -(-nbytes // step) * step
 
 
@@ -34,28 +34,28 @@ def cut(start: int, stop: int, step: int) -> list[Extent]:
 
 
 def grouped(blocks: list[Extent], most: int) -> list[list[Extent]]:
-    """Consecutive blocks, at most so many together."""
+    """Group consecutive blocks, at most `most` in each group."""
     return [blocks[first : first + most] for first in range(0, len(blocks), most)]
 
 
 def dealt(blocks: list[Extent], shares: int) -> list[list[Extent]]:
-    """Consecutive blocks for each share, about as many each; the first ones have more."""
+    """Divide consecutive blocks evenly over shares; the first ones get the remainder."""
     count, more = divmod(len(blocks), shares)
     stops = [share * count + min(share, more) for share in range(shares + 1)]
     return [blocks[first:stop] for first, stop in pairwise(stops)]
 
 
 class Room:
-    """Which bytes of a file are taken; the file grows where none that are free suffice."""
+    """An allocator of a file's bytes; the file grows if no free extent suffices."""
 
     def __init__(self) -> None:
         self.end = 0
-        """Where the last taken extent ends."""
-        # In order, none beside another, none at the end.
+        """The end of the last taken extent."""
+        # In order, never adjacent, never at the end.
         self._free: list[Extent] = []
 
     def take(self, nbytes: int) -> Extent:
-        """Take whole pages for so many bytes: of the free extents the smallest that suffices."""
+        """Take whole pages for `nbytes` bytes: the smallest free extent that suffices."""
         wanted = rounded(nbytes)
         fitting = [free for free in self._free if free.nbytes >= wanted]
         if not wanted or not fitting:
@@ -69,7 +69,7 @@ class Room:
         return taken
 
     def give_back(self, extent: Extent) -> None:
-        """Free what was taken; the end moves down where nothing is taken before it."""
+        """Free an extent; the end moves down if nothing is taken before it."""
         if not extent.nbytes:
             return
         place = bisect_left(self._free, extent)

@@ -1,7 +1,7 @@
-"""The folder that a process has for itself on a disk, and what dead processes have left there.
+"""A process's own folder on a disk, and the cleanup after dead processes.
 
-It is called `hadal-<host>-<process>-<mark>`, and a lock on the file `lock` in it says that its
-process lives: the system lets go of it with the process, however that ends.
+Its name is `hadal-<host>-<process>-<mark>`, and a lock on the file `lock` in it shows that its
+process is alive: the system releases the lock when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from hadal.errors import OffloadError
 
 STATES = "states"
-"""The file that all regions lie in."""
+"""The file that holds all regions."""
 _LOCK = "lock"
 _NAME = re.compile(r"hadal-(?P<host>.+)-\d+-[0-9a-f]{8}")
 
@@ -35,12 +35,12 @@ class OwnFolder:
             self.path, self._lock = _made(parent)
         except OSError as error:
             raise OffloadError(
-                f"{parent} cannot hold offloaded state: {error.strerror}; name a folder that"
+                f"{parent} cannot hold offloaded state: {error.strerror}; use a folder that"
                 " this process may write to (`nvme_path`)"
             ) from error
 
     def remove(self) -> None:
-        """Remove it with all that is in it; what cannot be removed is told."""
+        """Remove it with its contents; log a warning if that fails."""
         try:
             _remove(self.path)
         except OSError as error:
@@ -50,12 +50,12 @@ class OwnFolder:
 
 
 def _made(parent: Path) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock.
+    """Create a folder; return it and the descriptor that holds its lock.
 
-    A sweep may find it before its lock is held, and remove it; then another is made.
+    A sweep may find and remove it before its lock is held; then another one is created.
     """
     while True:
-        mark = secrets.token_hex(4)  # moves no random generator
+        mark = secrets.token_hex(4)  # leaves the program's random generators unchanged
         path = parent / f"hadal-{socket.gethostname()}-{os.getpid()}-{mark}"
         path.mkdir(mode=0o700)
         try:
@@ -66,8 +66,8 @@ def _made(parent: Path) -> tuple[Path, int]:
             is_ours = _is_locked(lock)
         except OSError as error:
             _log.warning(
-                "the file system of %s knows no locks (%s); what a crash leaves there will not be"
-                " removed by itself",
+                "the file system of %s does not support locks (%s); leftovers of a crash will not"
+                " be removed automatically",
                 parent,
                 error.strerror,
             )
@@ -78,7 +78,7 @@ def _made(parent: Path) -> tuple[Path, int]:
 
 
 def _is_locked(lock: int) -> bool:
-    """Take the lock, and say whether that went."""
+    """Try to take the lock; return whether it was free."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,12 +87,12 @@ def _is_locked(lock: int) -> bool:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of this host's processes that are dead."""
+    """Remove the folders of this host's dead processes."""
     for path in sorted(parent.glob(f"hadal-{socket.gethostname()}-*")):
         found = _NAME.fullmatch(path.name)
         if not found or found["host"] != socket.gethostname() or path.is_symlink():
             continue
-        with suppress(OSError):  # another user's, or another process sweeps it just now
+        with suppress(OSError):  # another user's, or another process is sweeping it
             _sweep_one(path)
 
 
@@ -100,18 +100,18 @@ def _sweep_one(path: Path) -> None:
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        path.rmdir()  # empty: its sweep was cut short, or it is being made and will be made anew
+        path.rmdir()  # empty: an interrupted sweep's, or one that will be created again
         return
     try:
         if _is_locked(lock):
             _remove(path)
-            _log.info("removed %s, which a process that is dead has left", path)
+            _log.info("removed %s, left by a dead process", path)
     finally:
         os.close(lock)
 
 
 def _remove(path: Path) -> None:
-    """The lock goes last, so that a removal that is cut short is taken up again."""
+    """Remove a folder, its lock last, so that an interrupted removal is resumed."""
     for name in (STATES, _LOCK):
         with suppress(FileNotFoundError):
             (path / name).unlink()

@@ -1,4 +1,4 @@
-"""Reads and writes under way, and the threads that make them, each by one system call."""
+"""Asynchronous reads and writes, and the threads that run their system calls."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from hadal.offload.sums import Sums
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A range of a store's file that holds one thing; it begins on a page."""
+    """A page-aligned range of a store's file for one thing."""
 
     name: str
     nbytes: int
     extent: Extent
-    """Where it lies in the file, in whole pages."""
+    """Its whole pages in the file."""
     sums: Sums | None = None
 
 
-OpenRequests: TypeAlias = "dict[Request, None]"
-"""Requests of a store that are under way, or have failed and were not waited for, as they began.
+OpenRequests: TypeAlias = "dict[IoRequest, None]"
+"""A store's requests that are under way, or have failed unnoticed, in order of their start.
 
-Threads add and drop them, each by one call."""
+Threads add and remove them, each with one atomic operation."""
 
 
-class Request:
-    """One read or write that goes on by itself until it is waited for."""
+class IoRequest:
+    """An asynchronous read or write."""
 
     def __init__(self, act: Act, region: Region, extent: Extent, under_way: OpenRequests) -> None:
         self.act = act
         self.region = region
         self.extent = extent
-        """Which bytes of the region."""
+        """The bytes of the region."""
         self.error: HadalError | None = None
-        """Why it failed, from the moment when it did."""
+        """The reason of its failure, as soon as it has failed."""
         self._left = 0
         self._open = under_way
         self._lock = threading.Lock()
@@ -56,19 +56,19 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it is under way any more; it may have failed."""
+        """True if it has ended, perhaps with an error."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until it is done.
+        """Wait until it is done, and raise its error.
 
         Raises:
-            OffloadError: it failed. What was read is of no use; what was written is half there.
+            OffloadError: it failed. Data read is invalid; data written is incomplete.
         """
         if not self.is_done and os.getpid() != self._process:
             raise UsageError(
                 "a request to a disk was waited for in a forked process, which has none of the"
-                " threads that carry it out; wait in the process that began it"
+                " threads that carry it out; wait in the process that started it"
             )
         self.settle()
         self._open.pop(self, None)
@@ -76,11 +76,11 @@ class Request:
             raise self.error
 
     def settle(self) -> None:
-        """Wait until it is done, however it ends."""
+        """Wait until it is done, without raising its error."""
         self._done.wait()
 
     def begin(self, calls: int) -> None:
-        """Expect so many calls to end."""
+        """Expect `calls` calls to end."""
         self._left = calls
         if calls:
             self._open[self] = None
@@ -88,7 +88,7 @@ class Request:
             self._done.set()
 
     def end_one(self, error: HadalError | None) -> None:
-        """One call has ended; the first error of all is kept."""
+        """Record the end of one call; keep the first error."""
         with self._lock:
             self._left -= 1
             self.error = self.error or error
@@ -99,28 +99,28 @@ class Request:
             self._done.set()
 
 
-class Call:
-    """Neighbouring blocks of a request, which travel in one system call."""
+class IoCall:
+    """Consecutive blocks of a request, moved in one system call."""
 
     __slots__ = ("_blocks", "_buffer", "_contents", "_file", "_request")
 
     def __init__(
-        self, request: Request, blocks: list[Extent], buffer: Tensor, file: DiskFile
+        self, request: IoRequest, blocks: list[Extent], buffer: Tensor, file: DiskFile
     ) -> None:
         self._request = request
         self._blocks = blocks
         self._file = file
-        self._buffer = buffer  # so that the memory is not freed meanwhile
+        self._buffer = buffer  # keeps the memory alive
         first, start, stop = request.extent.start, blocks[0].start, blocks[-1].stop
         self._contents = memory_of(buffer)[start - first : stop - first]
 
     @property
     def count(self) -> int:
-        """How many blocks it moves."""
+        """The number of blocks."""
         return len(self._blocks)
 
     def run(self) -> None:
-        """Move the blocks, unless the request has failed already."""
+        """Move the blocks, unless the request has already failed."""
         error: HadalError | None = None
         if self._request.error is None:
             try:
@@ -130,7 +130,7 @@ class Call:
                     self._write()
             except HadalError as caught:
                 error = caught
-            except Exception as caught:  # whoever waits must be told, whatever it is
+            except Exception as caught:  # any kind: the waiting thread must get it
                 error = OffloadError(f"{self._file.path}: {self._what()} failed: {caught!r}")
         self._request.end_one(error)
 
@@ -143,9 +143,9 @@ class Call:
         place = sums.damaged(self._extent(), self._contents) if sums else None
         if place is not None:
             raise OffloadError(
-                f"{self._file.path}: {self._what()} is damaged at byte {place} of it: what is read"
-                " there was not written there (the checksums differ); look at the disk's health,"
-                " and go on from the last checkpoint"
+                f"{self._file.path}: {self._what()} is damaged at byte {place} of it: the data read"
+                " differs from the data written (wrong checksum); check the disk's health, and"
+                " resume from the last checkpoint"
             )
 
     def _write(self) -> None:
@@ -157,7 +157,7 @@ class Call:
             self._request.region.sums.keep(self._extent(), self._contents)
 
     def _parts(self) -> tuple[list[memoryview], memoryview]:
-        """What moves, in whole pages; of a last page that is not in the buffer, the used part."""
+        """Return whole pages to move, and the used part of a last page outside the buffer."""
         short = len(self._contents) % ALIGNMENT
         if not short:
             return [self._contents], memoryview(b"")
@@ -176,24 +176,24 @@ class Call:
 
 
 class Queue:
-    """Runs calls in the order in which they come, several at a time.
+    """A queue that runs calls in order of arrival, several at a time.
 
-    The interpreter's lock is free while the system reads and writes. Threads are started when they
-    are first needed. They know the queue, not its owner, so that an owner may be collected.
+    The GIL is free during system calls. Threads are started when they are first needed. They refer
+    to the queue, not to its owner, so that the owner can be collected.
     """
 
     def __init__(self, settings: IoSettings, name: str) -> None:
         self._settings = settings
         self._name = name
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[IoCall] = deque()
         self._under_way = 0
         self._lock = threading.Lock()
-        self._begun: SimpleQueue[Call | None] = SimpleQueue()
+        self._begun: SimpleQueue[IoCall | None] = SimpleQueue()
         self._unfinished = 0
         self._threads: list[threading.Thread] = []
 
-    def put(self, calls: Iterable[Call]) -> None:
-        """Run these after those that came before."""
+    def put(self, calls: Iterable[IoCall]) -> None:
+        """Run these calls after the earlier ones."""
         with self._lock:
             self._waiting.extend(calls)
             self._begin()
@@ -201,11 +201,11 @@ class Queue:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this is one of the queue's own threads."""
+        """True if the current thread is one of the queue's own."""
         return threading.current_thread() in self._threads
 
     def close(self) -> None:
-        """End the threads; nothing is under way any more."""
+        """End the threads; no call may be under way any more."""
         for _ in self._threads:
             self._begun.put(None)
         for thread in self._threads:
@@ -213,7 +213,7 @@ class Queue:
         self._threads.clear()
 
     def _begin(self) -> None:
-        """Hand as many calls to the threads as may be under way now."""
+        """Hand the threads as many calls as may be under way now."""
         if self._under_way and not self._settings.overlaps:
             return
         while self._waiting and self._settings.admits(self._waiting[0].count, self._under_way):
@@ -229,7 +229,7 @@ class Queue:
             self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:  # the program is ending: those that are there must do
+            except RuntimeError:  # the program is ending: the existing threads must suffice
                 self._threads.pop()
                 if not self._threads:
                     raise
@@ -243,4 +243,4 @@ class Queue:
                 self._unfinished -= 1
                 self._begin()
                 self._start_threads()
-            del call  # nobody's memory is held while there is nothing to do
+            del call  # an idle thread must not keep a buffer's memory alive

@@ -1,4 +1,4 @@
-"""How a disk is read and written: the `aio` section, as a value."""
+"""Disk I/O settings: the `aio` section as a value."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from dataclasses import dataclass
 
 from hadal.config.aio import Aio
 
-# So many system calls share a queue's depth where blocks go in batches.
+# The number of system calls that share a queue's depth if blocks go in batches.
 _CALLS_IN_A_QUEUE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class IoSettings:
-    """How requests are cut into blocks, and how many of them are under way."""
+    """The size of blocks, and the number of them under way."""
 
     block_nbytes: int = 1 << 20
-    """Bytes of one block, rounded up to whole pages."""
+    """The bytes of one block, rounded up to whole pages."""
     queue_depth: int = 8
-    """Blocks that one queue has under way at a time, at most."""
+    """The most blocks that one queue has under way."""
     threads: int = 1
-    """Queues that share each request, consecutive blocks for each."""
+    """The number of queues that share each request; each gets consecutive blocks."""
     submits_singly: bool = False
-    """Each block is a system call of its own; else neighbours go together, a quarter of the depth
-    in one call."""
+    """True if each block is its own system call; otherwise a call moves consecutive blocks, a
+    quarter of the depth."""
     overlaps: bool = True
-    """What is done makes place for more at once; else a queue waits until all that it has under
-    way is done before it begins more."""
+    """True if a queue starts a call as soon as one ends; otherwise it waits until all calls under
+    way are done before it starts more."""
     verifies: bool = False
-    """What is read is compared with checksums of what was written."""
+    """True if reads are compared with checksums of what was written."""
 
     @property
     def blocks_in_a_call(self) -> int:
-        """How many blocks go in one system call, at most."""
+        """The most blocks in one system call."""
         return 1 if self.submits_singly else max(1, self.queue_depth // _CALLS_IN_A_QUEUE)
 
     @property
     def workers(self) -> int:
-        """System calls that one queue has under way at a time, at most."""
+        """The most system calls that one queue has under way."""
         return self.queue_depth // self.blocks_in_a_call
 
     def admits(self, blocks: int, under_way: int) -> bool:
-        """Whether a call of so many blocks may begin while others are under way."""
+        """Return whether a call of `blocks` blocks may start while `under_way` are under way."""
         return not under_way or under_way + blocks <= self.queue_depth
 
 
 def settings_of(section: Aio) -> IoSettings:
-    """Read them from the configuration."""
+    """Return the settings of a configuration section."""
     return IoSettings(
         block_nbytes=section.block_size,
         queue_depth=section.queue_depth,
@@ -57,7 +57,7 @@ def settings_of(section: Aio) -> IoSettings:
 
 
 def section_of(settings: IoSettings) -> dict[str, int | bool]:
-    """The keys of the section that say how fast these settings are."""
+    """Return the keys of the section that affect speed, with these settings."""
     return {
         "block_size": settings.block_nbytes,
         "queue_depth": settings.queue_depth,

@@ -1,4 +1,4 @@
-"""The disk tier: regions of one file, read and written while other work goes on."""
+"""The disk tier: regions of one file, read and written asynchronously."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hadal.offload.buffers import check_buffer
 from hadal.offload.extents import ALIGNMENT, Extent, Room, cut, dealt, grouped, rounded
 from hadal.offload.file import Act, DiskFile
 from hadal.offload.folder import STATES, OwnFolder
-from hadal.offload.requests import Call, OpenRequests, Queue, Region, Request
+from hadal.offload.requests import IoCall, IoRequest, OpenRequests, Queue, Region
 from hadal.offload.settings import IoSettings
 from hadal.offload.sums import CELL_NBYTES, Sums
 
@@ -24,23 +24,22 @@ _log = logging.getLogger(__name__)
 
 
 class DiskStore:
-    """What one process has on a disk: one file, in a folder of its own.
+    """The storage of one process on a disk: one file in its own folder.
 
-    The file grows by what is allocated, all of it reserved at once, and is removed when the store
-    is closed, when nobody refers to it any more, and when the program ends. What a killed process
-    has left is removed when the next store is opened under the same path.
+    The file grows as regions are allocated, all of it reserved at once. It is removed when the
+    store is closed or collected, and when the program ends. The leftovers of a killed process are
+    removed when the next store is opened under the same path.
 
-    Several requests are under way at a time, in no order: a region is read after the write before
-    it was waited for, and the same holds for two writes. A buffer is left alone until its request
-    is done; the request keeps its memory.
+    Several requests are under way at a time, in no order: wait for a write before reading its
+    region or writing it again. Leave a buffer alone until its request is done; the request keeps
+    its memory alive.
 
     Args:
-        folder: a folder on the disk, for all processes.
-        settings: how requests are cut, and how many are under way; with `verifies` offsets and
-            lengths are multiples of 8192.
+        folder: a folder on the disk, shared by all processes.
+        settings: the I/O settings; with `verifies` offsets and lengths must be multiples of 8192.
 
     Raises:
-        OffloadError: nothing can be written there.
+        OffloadError: the folder cannot be written.
     """
 
     def __init__(self, folder: str | Path, settings: IoSettings | None = None) -> None:
@@ -65,20 +64,20 @@ class DiskStore:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the file."""
         return self._file.path
 
     @property
     def nbytes(self) -> int:
-        """How long the file is."""
+        """The length of the file."""
         return self._file.nbytes
 
     def allocate(self, name: str, nbytes: int) -> Region:
-        """A region of so many bytes. What is in it is not known before it is written.
+        """Allocate a region of `nbytes` bytes, whose contents are undefined until written.
 
         Args:
-            name: what it holds, as errors call it.
-            nbytes: how many bytes; whole pages are taken.
+            name: its contents, for error messages.
+            nbytes: the number of bytes; the region takes whole pages.
 
         Raises:
             OffloadError: there is no room on the disk.
@@ -98,10 +97,10 @@ class DiskStore:
         return region
 
     def free(self, region: Region) -> None:
-        """Let others have a region's place.
+        """Free a region.
 
         Raises:
-            UsageError: it is free already, or a request to it is under way.
+            UsageError: it is already free, or a request to it is under way.
         """
         self._check_known(region)
         if any(one.region is region and not one.is_done for one in list(self._open)):
@@ -111,29 +110,29 @@ class DiskStore:
             self._room.give_back(region.extent)
             self._file.shrink(self._room.end)
 
-    def start_read(self, region: Region, offset: int, buffer: Tensor) -> Request:
-        """Begin to fill a buffer from a region.
+    def start_read(self, region: Region, offset: int, buffer: Tensor) -> IoRequest:
+        """Start filling a buffer from a region.
 
         Args:
-            region: where to read.
-            offset: from which of its bytes on; a multiple of 4096.
-            buffer: a vector of bytes that begins on a page, part of what `aligned` has made. Its
-                length is a multiple of 4096, or what is left of the region.
+            region: the region to read.
+            offset: the first byte in the region; a multiple of 4096.
+            buffer: a page-aligned vector of bytes, a slice of one from `aligned`. Its length is a
+                multiple of 4096, or reaches the end of the region.
 
         Raises:
-            UsageError: they do not fit, or the store is closed.
+            UsageError: the arguments do not fit, or the store is closed.
         """
         return self._start("read", region, offset, buffer)
 
-    def start_write(self, region: Region, offset: int, buffer: Tensor) -> Request:
-        """Begin to write a buffer into a region; the arguments are those of `start_read`."""
+    def start_write(self, region: Region, offset: int, buffer: Tensor) -> IoRequest:
+        """Start writing a buffer into a region; the arguments are those of `start_read`."""
         return self._start("written", region, offset, buffer)
 
     def close(self) -> None:
-        """Wait for all requests, and remove the file; again, it does nothing.
+        """Wait for all requests and remove the file; further calls do nothing.
 
         Raises:
-            OffloadError: a request has failed that nobody has waited for.
+            OffloadError: a request failed that nobody has waited for.
         """
         if not self._end.alive:
             return
@@ -150,7 +149,7 @@ class DiskStore:
         if errors:
             raise errors[0]
 
-    def _start(self, act: Act, region: Region, offset: int, buffer: Tensor) -> Request:
+    def _start(self, act: Act, region: Region, offset: int, buffer: Tensor) -> IoRequest:
         self._check_known(region)
         check_buffer(buffer)
         extent = Extent(offset, offset + buffer.numel())
@@ -160,16 +159,16 @@ class DiskStore:
             if act == "written":
                 region.sums.forget(extent)
         shares = self._shares(extent)
-        request = Request(act, region, extent, self._open)
+        request = IoRequest(act, region, extent, self._open)
         request.begin(sum(map(len, shares)))
         for share in shares:
             self._next_queue = (self._next_queue + 1) % len(self._queues)
-            calls = [Call(request, blocks, buffer, self._file) for blocks in share]
+            calls = [IoCall(request, blocks, buffer, self._file) for blocks in share]
             self._queues[self._next_queue].put(calls)
         return request
 
     def _shares(self, extent: Extent) -> Sequence[list[list[Extent]]]:
-        """For each queue the calls of its share: neighbouring blocks."""
+        """Return each queue's calls, as lists of consecutive blocks."""
         blocks = cut(*extent, self._step)
         shares = dealt(blocks, min(len(self._queues), len(blocks))) if blocks else []
         return [grouped(share, self.settings.blocks_in_a_call) for share in shares]
@@ -178,8 +177,8 @@ class DiskStore:
         self._check_open()
         if region not in self._regions:
             raise UsageError(
-                f"'{region.name}' is no region of {self.path}: it was freed, or belongs to another"
-                " store"
+                f"'{region.name}' is not a region of {self.path}: it was freed, or belongs to"
+                " another store"
             )
 
     def _check_open(self) -> None:
@@ -188,7 +187,7 @@ class DiskStore:
         if os.getpid() != self._process:
             raise UsageError(
                 f"{self.path} belongs to process {self._process} and was used in {os.getpid()},"
-                " forked from it; only the process that has opened a store may use it"
+                " forked from it; only the process that opened a store may use it"
             )
 
 
@@ -196,13 +195,13 @@ def _check_extent(extent: Extent, region: Region) -> None:
     start, stop = extent
     if start % ALIGNMENT or not 0 <= start <= stop <= region.nbytes:
         raise UsageError(
-            f"bytes {start} to {stop} of '{region.name}' ({region.nbytes} bytes) cannot be moved:"
-            f" an offset is a multiple of {ALIGNMENT} inside the region"
+            f"bytes {start} to {stop} of '{region.name}' ({region.nbytes} bytes) cannot be"
+            f" transferred: an offset must be a multiple of {ALIGNMENT} inside the region"
         )
     if stop % ALIGNMENT and stop != region.nbytes:
         raise UsageError(
-            f"bytes {start} to {stop} of '{region.name}' ({region.nbytes} bytes) cannot be moved:"
-            f" the end is a multiple of {ALIGNMENT}, or the region's"
+            f"bytes {start} to {stop} of '{region.name}' ({region.nbytes} bytes) cannot be"
+            f" transferred: the end must be a multiple of {ALIGNMENT}, or the region's end"
         )
 
 
@@ -216,7 +215,7 @@ def _end(
     if os.getpid() != process:
         return
     if any(queue.is_mine for queue in queues):
-        # The garbage collector runs in whichever thread it likes; one that works cannot wait here.
+        # The garbage collector may run in any thread; a queue's own thread cannot wait for itself.
         end = (queues, under_way, file, folder, process)
         threading.Thread(target=_end, args=end, name="hadal-disk-end").start()
         return
@@ -226,6 +225,6 @@ def _end(
         queue.close()
     for request in list(under_way):
         if request.error is not None:
-            _log.error("nobody has waited for this: %s", request.error)
+            _log.error("an error that nobody waited for: %s", request.error)
     file.close()
     folder.remove()

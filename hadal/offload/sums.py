@@ -1,7 +1,7 @@
-"""Checksums of what was written: what is read must be that.
+"""Checksums of a region: reads must return what was written.
 
-A region is summed in cells of a fixed length, so reads and writes begin and end at their borders or
-at the region's end. The sum is a CRC-32, as in checkpoints: it finds damage, and is no proof
+A region is summed in cells of a fixed length, so reads and writes begin and end at cell borders or
+at the region's end. The sum is a CRC-32, as in checkpoints: it finds damage, but is no protection
 against a forger.
 """
 
@@ -14,7 +14,7 @@ from hadal.errors import UsageError
 from hadal.offload.extents import Extent
 
 CELL_NBYTES = 8192
-"""Two pages: what holds 4096 elements of two bytes, the least that a training reads apart."""
+"""Two pages: 4096 elements of two bytes, the smallest unit that training reads."""
 
 
 class Sums:
@@ -23,11 +23,11 @@ class Sums:
     def __init__(self, name: str, nbytes: int) -> None:
         self._name = name
         self._nbytes = nbytes
-        # For each cell its sum and one bit above it; 0 where nothing was written.
+        # Each cell's sum with one bit above it; 0 if nothing was written.
         self._found = array("Q", bytes(8 * -(-nbytes // CELL_NBYTES)))
 
     def check_borders(self, extent: Extent) -> None:
-        """See that a read or write consists of whole cells.
+        """Check that a read or write consists of whole cells.
 
         Raises:
             UsageError: it does not.
@@ -35,22 +35,22 @@ class Sums:
         start, stop = extent
         if start % CELL_NBYTES or (stop % CELL_NBYTES and stop != self._nbytes):
             raise UsageError(
-                f"bytes {start} to {stop} of '{self._name}' cannot be moved: with checksums both"
-                f" ends are multiples of {CELL_NBYTES}, or the region's end"
+                f"bytes {start} to {stop} of '{self._name}' cannot be transferred: with checksums"
+                f" both ends must be multiples of {CELL_NBYTES}, or the region's end"
             )
 
     def forget(self, extent: Extent) -> None:
-        """Drop those of what is being written over."""
+        """Drop the sums of an extent that is about to be overwritten."""
         for cell in _cells(extent):
             self._found[cell] = 0
 
     def keep(self, extent: Extent, contents: memoryview) -> None:
-        """Remember those of what was written."""
+        """Store the sums of contents that were written."""
         for cell, part in zip(_cells(extent), _parts(contents), strict=True):
             self._found[cell] = _sum(part)
 
     def damaged(self, extent: Extent, contents: memoryview) -> int | None:
-        """Where the first cell begins that does not read as it was written, or never was."""
+        """Return the start of the first cell that differs from the data written, or None."""
         for cell, part in zip(_cells(extent), _parts(contents), strict=True):
             if self._found[cell] != _sum(part):
                 return cell * CELL_NBYTES

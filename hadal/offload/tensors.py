@@ -1,4 +1,4 @@
-"""1-D tensors on a disk, in two generations: the last committed one, and the next."""
+"""1-D tensors on a disk in two generations: the last committed one, and the next."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hadal.errors import OffloadError
 from hadal.offload.buffers import aligned
-from hadal.offload.requests import Request
+from hadal.offload.requests import IoRequest
 from hadal.offload.store import DiskStore
 
-# Elements: reads and writes of a part begin at a multiple of it, whatever the dtype. Direct
+# In elements: reads and writes of a part begin at a multiple of it, for any dtype, because direct
 # transfers begin at multiples of 4096 bytes.
 UNIT_NUMEL = 4096
 _PART_NUMEL = 1 << 24
@@ -23,9 +23,9 @@ _PART_NUMEL = 1 << 24
 class DiskTensor:
     """A 1-D tensor in a store.
 
-    Writes count from `commit` on; `rollback` drops them. So an update that fails leaves everything
-    as it was before, for twice the space on the disk. Until the first commit all elements are
-    `fill`, and the disk is not read.
+    Writes take effect at `commit`; `rollback` drops them. So a failed update leaves everything
+    unchanged, at the cost of twice the disk space. Until the first commit all elements are `fill`
+    and the disk is not read.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class DiskTensor:
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing was committed yet."""
+        """True if nothing has been committed yet."""
         return self._committed is None
 
     @property
     def _next(self) -> int:
         return 0 if self._committed is None else 1 - self._committed
 
-    def start_read(self, start: int, out: Tensor, *, latest: bool = False) -> Request | None:
-        """Begin to fill `out` (1-D, aligned memory) with the elements from `start` on.
+    def start_read(self, start: int, out: Tensor, *, latest: bool = False) -> IoRequest | None:
+        """Start filling `out` (1-D, aligned memory) with the elements from `start` on.
 
-        They are those of the last commit; with `latest`, what was written since, if anything was.
-        None: `out` is filled already.
+        The elements are the committed ones; with `latest` those written since, if any. Returns
+        None if `out` is already filled.
         """
         generation = self._next if latest and self._is_dirty else self._committed
         if generation is None or not out.numel():
@@ -75,23 +75,23 @@ class DiskTensor:
         offset = start * self.dtype.itemsize
         return self._store.start_read(self._regions[generation], offset, _bytes(out))
 
-    def start_write(self, start: int, values: Tensor) -> Request:
-        """Begin to write `values` (1-D, aligned memory), which must stay until that is done."""
+    def start_write(self, start: int, values: Tensor) -> IoRequest:
+        """Start writing `values` (1-D, aligned memory), which must not change until it is done."""
         self._is_dirty = True
         region = self._regions[self._next]
         return self._store.start_write(region, start * self.dtype.itemsize, _bytes(values))
 
     def commit(self) -> None:
-        """Make what was written count; without writes nothing changes."""
+        """Make the writes take effect; do nothing without writes."""
         if self._is_dirty:
             self._committed, self._is_dirty = self._next, False
 
     def rollback(self) -> None:
-        """Drop what was written since the last commit."""
+        """Drop the writes since the last commit."""
         self._is_dirty = False
 
     def read(self) -> Tensor:
-        """Return all elements as they were last written, in host memory of their own."""
+        """Return a copy of all elements as last written, in host memory."""
         out = self._memory()
         request = self.start_read(0, out, latest=True)
         if request is not None:
@@ -115,7 +115,7 @@ class DiskTensor:
         return aligned(max(self.numel, 1) * self.dtype.itemsize).view(self.dtype)[: self.numel]
 
     def lay_out(self) -> None:
-        """Write and commit what it begins with, if it is blank."""
+        """Write and commit the initial values, if it is blank."""
         if self.is_blank and self.numel:
             part = aligned(min(self.numel, _PART_NUMEL) * self.dtype.itemsize).view(self.dtype)
             part.fill_(self._fill)
@@ -124,7 +124,7 @@ class DiskTensor:
             self.commit()
 
     def free(self) -> None:
-        """Give its space on the disk back."""
+        """Free its space on the disk."""
         for region in self._regions:
             self._store.free(region)
 
@@ -134,17 +134,17 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 class Readable(Protocol):
-    """A 1-D tensor that can be read in parts: on a disk, or encoded."""
+    """A 1-D tensor, on a disk or encoded, that can be read in parts."""
 
     numel: int
     dtype: torch.dtype
 
-    def start_read(self, start: int, out: Tensor, /) -> Request | None:
-        """Begin to fill `out` with the elements from `start` on; None: it is done."""
+    def start_read(self, start: int, out: Tensor, /) -> IoRequest | None:
+        """Start filling `out` with the elements from `start` on; None: it is already filled."""
 
 
 class StoredSlice:
-    """A slice of a tensor that is not in memory: has a dtype and a shape, and is read in parts."""
+    """A slice, with dtype and shape, of a tensor that is not in memory; it is read in parts."""
 
     def __init__(self, source: Readable, start: int = 0, stop: int | None = None) -> None:
         self._source = source
@@ -162,11 +162,11 @@ class StoredSlice:
         return (self.numel(),)
 
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self._stop - self._start
 
     def element_size(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return self._source.dtype.itemsize
 
     def __getitem__(self, place: slice) -> StoredSlice:
@@ -174,7 +174,7 @@ class StoredSlice:
         return StoredSlice(self._source, self._start + start, self._start + max(start, stop))
 
     def parts(self, nbytes: int) -> Iterator[Tensor]:
-        """Yield all elements in order, in parts of about so many bytes; each lasts until the next.
+        """Yield all elements in order, in parts of about `nbytes`; each is valid until the next.
 
         Raises:
             OffloadError: they cannot be read.
@@ -183,7 +183,7 @@ class StoredSlice:
         memory = aligned(step * self.element_size()).view(self.dtype)
         at = self._start
         while at < self._stop:
-            # Reads begin at a page.
+            # Reads are page-aligned.
             first = at // UNIT_NUMEL * UNIT_NUMEL
             out = memory[: min(step, self._source.numel - first)]
             request = self._source.start_read(first, out)
@@ -196,7 +196,7 @@ class StoredSlice:
 
 @contextmanager
 def one_update(tensors: Callable[[], Iterable[DiskTensor]]) -> Iterator[None]:
-    """Commit all these tensors at the end of the context, or roll all back if it raises.
+    """Commit all these tensors at the end of the context, or roll them all back if it raises.
 
     `tensors` is called at the end: an update may add some.
     """

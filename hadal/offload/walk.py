@@ -1,4 +1,4 @@
-"""A walk over tensors on a disk: each part is read, worked on in memory, and written."""
+"""A walk over tensors on a disk: each part is read, processed in memory, and written."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from torch import Tensor
 
 from hadal.errors import OffloadError
 from hadal.offload.buffers import BufferPool, LooseBuffers
-from hadal.offload.requests import Request
+from hadal.offload.requests import IoRequest
 from hadal.offload.tensors import DiskTensor
 
 Buffers: TypeAlias = BufferPool | LooseBuffers
 
 
 class Stop(NamedTuple):
-    """One part of the walk: the same elements of several tensors; some may end earlier."""
+    """One part of a walk: the same elements of several tensors, of which some may end earlier."""
 
     tensors: tuple[DiskTensor, ...]
     start: int
     numel: int
     written: tuple[DiskTensor, ...]
-    """Those that are written afterwards. The others are read as they were last written, committed
-    or not."""
+    """The tensors that are written afterwards. The others are read as last written, committed or
+    not."""
 
     def numel_of(self, tensor: DiskTensor) -> int:
-        """How many of the elements a tensor has."""
+        """Return how many of the elements a tensor has."""
         return min(self.numel, tensor.numel - self.start)
 
     def writes(self, tensor: DiskTensor) -> bool:
-        """Whether a tensor is written afterwards."""
+        """Return whether a tensor is written afterwards."""
         return tensor in self.written
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What the disk does while a part is worked on."""
+    """The disk's work while a part is processed."""
 
     reads_ahead: bool = True
-    """Whether it reads the next part."""
+    """True if the next part is read."""
     writes_behind: bool = True
-    """Whether it still writes the last part."""
+    """True if the last part is still being written."""
 
     @property
     def parts(self) -> int:
-        """Parts in memory at a time."""
+        """The number of parts in memory at a time."""
         return 1 + self.reads_ahead + self.writes_behind
 
 
 @dataclass(slots=True)
 class _Load:
-    """The buffers of one part, and what is under way with them."""
+    """The buffers of one part, and the requests that use them."""
 
     pool: Buffers
     buffers: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[IoRequest] = field(default_factory=list)
 
     def wait(self) -> None:
         """Wait for all requests."""
@@ -67,14 +67,14 @@ class _Load:
             try:
                 requests.pop().wait()
             except OffloadError:
-                # Buffers are given to others: nothing may be under way with them any more.
+                # The buffers will be reused, so no request may still use them.
                 for rest in requests:
                     with suppress(OffloadError):
                         rest.wait()
                 raise
 
     def release(self) -> None:
-        """Let others have the buffers."""
+        """Return the buffers to the pool."""
         for buffer in self.buffers:
             self.pool.give_back(buffer)
         self.buffers.clear()
@@ -83,13 +83,13 @@ class _Load:
 def walk(
     stops: Sequence[Stop], pool: Buffers, pace: Pace
 ) -> Iterator[tuple[Stop, Sequence[Tensor]]]:
-    """Yield each stop with its values (1-D, one for each tensor), and write them afterwards.
+    """Yield each stop with its values (1-D, one per tensor), and write them afterwards.
 
-    The pool must have a buffer for each tensor of the stops that are in memory at a time. Writes
-    count once the tensors are committed.
+    The pool must have a buffer for each tensor of the stops in memory at a time. Writes take effect
+    once the tensors are committed.
 
     Raises:
-        OffloadError: the disk failed; whatever was under way is over.
+        OffloadError: the disk failed; no request is under way any more.
     """
     here: _Load | None = None
     ahead: _Load | None = None

@@ -1,1 +1,1 @@
-"""Stepping: norm, clip, loss scale, optimizers over shards, learning-rate schedules."""
+"""Optimizer steps: norm, clipping, loss scale, optimizers over shards, schedules."""

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration or a caller asks for, and the stepper that fits it."""
+"""Construction of the configured optimizer, and of the stepper for it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from hadal.optim.step import (
 )
 from hadal.zero.gradients import Gradients
 
-# Their update of one element looks at that element's gradient and state alone, so cutting a tensor
-# anywhere changes nothing. Subclasses are not trusted: they may have overridden the update.
+# The update of an element depends only on that element's gradient and state, so cutting a tensor
+# anywhere changes nothing. Subclasses are not trusted: they may override the update.
 _ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
@@ -54,7 +54,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _MUP = ("MuAdam", "MuAdamW", "MuSGD")
-# Types that are no class of torch.optim.
+# Types that are not classes of torch.optim.
 _OWN: Mapping[str, type[Optimizer]] = {
     "Lamb": Lamb,
     "Lion": Lion,
@@ -68,8 +68,8 @@ _SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., Stepper]] = {
     OneBitLamb: OneBitLambStepper,
     ZeroOneAdam: ZeroOneAdamStepper,
 }
-# Keys of the `optimizer` section that are no argument: they steer the choice of a class, or say
-# what is so here anyway.
+# Keys of the `optimizer` section that are not arguments: they affect the choice of a class, or
+# request what is always the case here.
 _ADAM = ("Adam", "AdamW")
 _SIGNS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
@@ -83,19 +83,19 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
 def build_optimizer(
     kind: str, params: Mapping[str, Any], groups: Iterable[nn.Parameter] | list[dict[str, Any]]
 ) -> Optimizer:
-    """Make the optimizer that the `optimizer` section names, over the given parameters or groups.
+    """Build the optimizer that the `optimizer` section names, over parameters or groups.
 
-    `Adam` decays weights decoupled (as `AdamW`) unless `adam_w_mode` is false.
+    `Adam` uses decoupled weight decay (as `AdamW`) unless `adam_w_mode` is false.
 
     Raises:
-        OptimizerError: no such optimizer, one that cannot work here, or arguments it does not take.
+        OptimizerError: an unknown or unusable optimizer, or arguments that it does not accept.
     """
     if kind in _MUP:
         return _build_mup(kind, params, groups)
     arguments = dict(params)
     switches = {key: arguments.pop(key, None) for key in _SWITCHES.get(kind, ())}
     if kind in _SWITCHES:
-        arguments.pop("fp32_optimizer_states", None)  # it speaks of dtypes, not to the class
+        arguments.pop("fp32_optimizer_states", None)  # not an argument of the class
     made = _class_of_adam(kind, switches, arguments) if kind in _ADAM else _class_named(kind)
     refuse_unusable(made)
     try:
@@ -106,23 +106,23 @@ def build_optimizer(
         with spared_import():
             optimizer: Optimizer = made(groups, **_with_tuples(arguments))
     except (TypeError, ValueError) as error:
-        raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
+        raise OptimizerError(f"{kind} cannot be created with {dict(params)}: {error}") from error
     return optimizer
 
 
 def _with_tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as classes expect them: JSON has no tuples."""
+    """Return the arguments with tuples, which JSON does not have, where classes expect them."""
     return {key: tuple(value) if key == "betas" else value for key, value in arguments.items()}
 
 
 def _build_mup(
     kind: str, params: Mapping[str, Any], groups: Iterable[nn.Parameter] | list[dict[str, Any]]
 ) -> Optimizer:
-    """Let mup (Yang et al. 2022) make one of torch's optimizers, with a group for each width.
+    """Build one of torch's optimizers with mup (Yang et al. 2022), with a group for each width.
 
     Raises:
-        OptimizerError: the package is not installed, does not take these arguments, or the model
-            has no base shapes.
+        OptimizerError: the package is not installed or rejects these arguments, or the model has no
+            base shapes.
     """
     try:
         package = importlib.import_module("mup")
@@ -139,8 +139,8 @@ def _build_mup(
         ) from error
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         raise OptimizerError(
-            f"{kind} cannot be made with {dict(params)}: {error}. Call mup.set_base_shapes on the"
-            " model before hadal.initialize."
+            f"{kind} cannot be created with {dict(params)}: {error}. Call mup.set_base_shapes on"
+            " the model before hadal.initialize."
         ) from error
     return optimizer
 
@@ -148,13 +148,13 @@ def _build_mup(
 def _class_of_adam(
     kind: str, switches: Mapping[str, Any], arguments: dict[str, Any]
 ) -> type[Optimizer]:
-    """The class that the switches of Adam and AdamW choose; completes its arguments."""
+    """Return the class that the switches of Adam and AdamW select; complete its arguments."""
     if not switches["torch_adam"]:
         arguments.setdefault("weight_decay", 0.0)
     if arguments.get("capturable") and current_device().type == "cpu":
         raise OptimizerError(
-            "optimizer.params.capturable is for updates that an accelerator records and replays;"
-            " this process computes on a CPU: leave it out"
+            "optimizer.params.capturable is for updates that an accelerator records and replays,"
+            " but this process computes on a CPU: remove it"
         )
     decoupled = kind == "AdamW" or switches["adam_w_mode"] is not False
     if switches["bias_correction"] is False:
@@ -172,7 +172,7 @@ def _class_named(kind: str) -> type[Optimizer]:
     near = difflib.get_close_matches(kind.lower(), spelled, 1)
     hint = f"; did you mean {spelled[near[0]]!r}?" if near else ""
     raise OptimizerError(
-        f"optimizer.type {kind!r} is neither known here nor a class of torch.optim{hint}"
+        f"optimizer.type {kind!r} is neither a type of Hadal nor a class of torch.optim{hint}"
     )
 
 
@@ -186,7 +186,7 @@ def refuse_unusable(kind: type[Optimizer]) -> None:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether this optimizer may step a flat cut of several parameters as if it were one tensor."""
+    """Return whether an optimizer may step a flat slice of several parameters as one tensor."""
     return type(optimizer) in _ELEMENTWISE
 
 
@@ -197,13 +197,13 @@ def build_stepper(
     steps: DiskSteps | None = None,
     model_parallel: Ranks | None = None,
 ) -> Stepper:
-    """Put the buckets under a user's optimizer.
+    """Build the stepper for a user's optimizer, and give the optimizer the buckets' tensors.
 
-    The optimizer object and its group dicts stay; only `group["params"]` is replaced. `parameters`
-    holds, per param group, the model's own parameters in their order; `steps` says how updates go
-    through state on the disk, `model_parallel` which ranks hold the other parts of the model.
+    The optimizer object and its group dicts remain; only `group["params"]` is replaced.
+    `parameters` lists each param group's parameters of the model in order; `steps` are the settings
+    for updates of state on the disk; `model_parallel` are the ranks with the model's other parts.
 
-    State that the optimizer holds already goes along with its parameters.
+    The optimizer's existing state is kept.
 
     Raises:
         OptimizerError: the optimizer cannot work with reduced gradients, or its state does not fit.
@@ -211,8 +211,8 @@ def build_stepper(
     refuse_unusable(type(optimizer))
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(
-            f"{type(optimizer).__name__}(differentiable=True) cannot be used: nothing can be"
-            " differentiated through the update of an engine; leave it out"
+            f"{type(optimizer).__name__}(differentiable=True) cannot be used: an engine's update"
+            " is not differentiable; remove it"
         )
     steps = steps or DiskSteps()
     if is_elementwise(optimizer):
@@ -231,10 +231,10 @@ def build_stepper(
 
 
 def _refuse_parts(optimizer: Optimizer, model_parallel: Ranks | None) -> None:
-    """Raise where signs would make different what all parts of a model hold."""
+    """Raise if signs would make parameters that all parts of a model hold drift apart."""
     if model_parallel is not None and model_parallel.size > 1:
         raise NotBuiltYetError(
-            f"{type(optimizer).__name__} is not built yet for a model whose parts lie on several"
-            " ranks: what all parts hold would be given each part's magnitudes, and drift apart;"
-            " choose Adam, AdamW or Lamb"
+            f"{type(optimizer).__name__} is not built yet for model-parallel models: parameters"
+            " that all parts hold would get each part's magnitudes and drift apart; choose Adam,"
+            " AdamW or Lamb"
         )

@@ -1,4 +1,4 @@
-"""Where blocks of a run are cast, scaled and stepped while they lie in the cache."""
+"""Block-wise updates: blocks are cast, scaled and stepped while they are in the cache."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor
 from hadal.offload.crossing import Crossing
 from hadal.optim.elementwise import Block, Scaling, Update
 
-# Elements that are cast, scaled, stepped and written back together: on a CPU so few that a gradient
-# in float32 stays in the cache between these, on an accelerator enough to keep it busy.
+# The number of elements cast, scaled, stepped and written back together: on a CPU few enough that a
+# float32 gradient stays in the cache in between, on an accelerator enough to keep it busy.
 _CPU_BLOCK_NUMEL = 1 << 19
 _ACCELERATOR_BLOCK_NUMEL = 1 << 25
-# Several threads wait for each other at the end of each of these. What they wait grows with their
-# number, and much more where they share cores with others; so blocks grow with it, up to a bound.
+# Threads wait for each other at the end of each block. The wait grows with their number, and much
+# more if they share cores with other processes; so blocks grow with it, up to a bound.
 _LARGEST_GROWTH = 8
 
 
 def block_numel(device: torch.device) -> int:
-    """How many elements are worked on at a time: the same in every tier, for the same bits."""
+    """Return the number of elements in a block: the same in every tier, for the same bits."""
     return _CPU_BLOCK_NUMEL * growth() if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
 
 
 def growth() -> int:
-    """How many times as many elements are worked on at a time on a CPU as by one thread."""
+    """Return the factor by which blocks grow on a CPU with the number of threads."""
     threads = torch.get_num_threads()
     return 1 if threads == 1 else min(2 << (threads.bit_length() - 1), _LARGEST_GROWTH)
 
 
 def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) cut at the multiples of `numel`.
+    """Yield [start, stop) cut at the multiples of `numel`.
 
-    Kernels round the last few elements of a block as they do single ones. So blocks must end at the
-    same elements wherever these are stored, for the same bits.
+    Kernels round the last few elements of a block as they do single ones. So for the same bits,
+    blocks must end at the same elements in every tier.
     """
     while start < stop:
         end = min(stop, (start // numel + 1) * numel)
@@ -46,12 +46,12 @@ def blocks(start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-# Copies of several blocks lie side by side, each where kernels like it.
+# Copies of several blocks are placed side by side with this alignment, which kernels prefer.
 _ALIGNED_NUMEL = 64
 
 Multiplier = float | Tensor
-"""The factor of gradients in an update: a number, or a float64 scalar of the accelerator that
-updates are made on, which the host does not read."""
+"""The factor of gradients in an update: a number, or a float64 scalar on the updating
+accelerator, which the host does not read."""
 
 
 def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
@@ -65,16 +65,16 @@ def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
 
 
 class Item(NamedTuple):
-    """One block to be updated, as it is stored: its tensors may be of several dtypes."""
+    """One block to update, as it is stored: its tensors may have several dtypes."""
 
     update: Update
     gradient: Tensor
     owned: Sequence[Tensor]
-    """Its values and the state."""
+    """The block's values and state."""
 
 
 class Desk:
-    """Where the blocks of one update are worked on: a buffer for each that must be cast."""
+    """The workspace of one update on a device, with a buffer for each tensor that must be cast."""
 
     def __init__(
         self, device: torch.device, multiplier: Multiplier, overflowed: Tensor | None = None
@@ -82,7 +82,7 @@ class Desk:
         self.numel = block_numel(device)
         self._device = device
         self._multiplier = multiplier
-        # 0 stands for a gradient that is infinite: x / inf is what x * 0 is.
+        # 0 means an infinite norm: x / inf equals x * 0.
         self._divisor: Tensor
         if isinstance(multiplier, Tensor):
             self._divisor = multiplier.reciprocal().to(torch.float32)
@@ -93,7 +93,7 @@ class Desk:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def apply(self, items: Sequence[Item]) -> None:
-        """Make updates, each of one block: updates of one rule by one call of its kernel."""
+        """Make the updates of some blocks; those with the same rule share one kernel call."""
         alike: dict[tuple[object, torch.dtype], list[Item]] = {}
         for item in items:
             exact = reduce(torch.promote_types, [one.dtype for one in (item.gradient, *item.owned)])
@@ -119,7 +119,7 @@ class Desk:
                 torch._foreach_copy_(list(runs), laid)
 
     def _lay(self, place: int, blocks: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The blocks in `dtype`: themselves, or copies that last until the next of this place."""
+        """Return the blocks in `dtype`, perhaps as copies valid until the next for `place`."""
         if all(block.dtype == dtype for block in blocks):
             return list(blocks)
         stops = [*accumulate(_aligned(block.numel()) for block in blocks)]
@@ -135,12 +135,12 @@ class Desk:
     def _lay_gradients(
         self, blocks: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Gradients in `dtype`, and what they are still to be divided by."""
+        """Return gradients in `dtype`, and the divisor that is still to be applied."""
         laid = self._lay(-1, blocks, dtype)
         if not isinstance(self._multiplier, Tensor) and self._multiplier == 1.0:
             return laid, None
         if dtype == torch.float64:
-            # A divisor of float32 would be too coarse.
+            # A float32 divisor would be too coarse.
             return [scale_(one, self._multiplier) for one in laid], None
         return laid, self._divisor
 
@@ -150,7 +150,7 @@ def _aligned(numel: int) -> int:
 
 
 class Desks:
-    """The desks of one update, one for each memory that updates are made in."""
+    """The desks of one update, one for each device that makes updates."""
 
     def __init__(
         self,
@@ -161,11 +161,11 @@ class Desks:
         self._multiplier = multiplier
         self._overflowed = overflowed
         self.sending = sending
-        """The way of new weights to the device, where that is not where they are made."""
+        """The path of new weights to the device, if updates are made on the host."""
         self._desks: dict[torch.device, Desk] = {}
 
     def on(self, device: torch.device) -> Desk:
-        """The desk of a device."""
+        """Return the desk of a device."""
         if device not in self._desks:
             self._desks[device] = Desk(device, self._multiplier, self._overflowed)
         return self._desks[device]

@@ -1,7 +1,7 @@
-"""Updates that can be made a block of elements at a time, and optimizers of our own that are such.
+"""Elementwise updates, which can be made block by block, and the base of optimizers with them.
 
-Where an update of one element looks at that element's gradient and state alone, a run of elements
-may be cut anywhere. So a block can be cast, scaled, stepped and written back while it lies in the
+If the update of an element depends only on that element's gradient and state, a slice of elements
+may be cut anywhere. So a block can be cast, scaled, stepped and written back while it is in the
 cache.
 """
 
@@ -18,49 +18,49 @@ from torch import Tensor, nn
 from hadal.optim.own import Group, OwnOptimizer, State
 
 Zeros = Callable[[], Tensor]
-"""Makes a tensor of zeros like the run, in the dtype that state is kept in."""
+"""A function that returns zeros of the slice's shape in the dtype of optimizer state."""
 
 
 class Scaling(NamedTuple):
-    """What an update applies to gradients: float32 scalars of their device."""
+    """The scaling of gradients in an update: float32 scalars on their device."""
 
     divisor: Tensor | None = None
-    """Divides them; None: nothing does."""
+    """The divisor of gradients; None: they are not divided."""
     overflowed: Tensor | None = None
-    """Leaves everything as it is if it is 1; None, or 0: nothing is skipped."""
+    """A flag: 1 leaves everything unchanged; None or 0 skips nothing."""
 
 
 class Block(NamedTuple):
-    """What an update changes at a time: tensors of one dtype and length."""
+    """One block of an update: tensors of one dtype and length."""
 
     values: Tensor
     gradient: Tensor
-    """May be overwritten."""
+    """The gradient, which may be overwritten."""
     state: Sequence[Tensor]
     number: Tensor | None = None
-    """The number of the update, as a float32 scalar."""
+    """The number of the update as a float32 scalar."""
 
 
 class Update(NamedTuple):
-    """One update of one run of elements: begun once, then applied to each block of the run."""
+    """One update of a slice of elements: begun once, then applied to each of its blocks."""
 
     state: tuple[Tensor, ...]
-    """What the optimizer remembers, each as long as the run."""
+    """The optimizer's state, each as long as the slice."""
     apply: Callable[[Sequence[Block], Scaling], None]
-    """Changes blocks in place, all of one dtype. What is equal in several updates may be given
-    the blocks of all of them."""
+    """The function that updates blocks in place, all of one dtype. If several updates have an equal
+    one, it may get the blocks of all of them."""
     in_float32: bool = False
-    """Whether blocks of 16 bits must be cast, because `apply` rounds more than once in theirs."""
+    """True if 16-bit blocks must be cast first, because `apply` rounds more than once."""
     number: Tensor | None = None
-    """How many updates there were of this run, as a float32 scalar of the state; `count_up`."""
+    """The number of updates of this slice, a float32 scalar of the state (see `count_up`)."""
 
 
 Beginner = Callable[[Group, State, Zeros], Update]
-"""Begins an update of one run: makes its state at first use."""
+"""A function that begins an update of one slice, and creates its state on first use."""
 
 
 def count_up(updates: Iterable[Update]) -> None:
-    """Count updates that have begun, before they are applied."""
+    """Increment the counts of begun updates, before they are applied."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for update in updates:
         if update.number is not None:
@@ -70,11 +70,11 @@ def count_up(updates: Iterable[Update]) -> None:
 
 
 class ElementwiseOptimizer(OwnOptimizer):
-    """An optimizer of our own that tells its update block by block, and can step by itself too."""
+    """An optimizer of Hadal whose update is made block by block, or by its own `step`."""
 
     @abstractmethod
     def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
-        """Begin an update of one run: make its state at first use."""
+        """Begin an update of one slice, and create its state on first use."""
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         """Make one update of a whole parameter."""

@@ -1,4 +1,4 @@
-"""The stepper of 1-bit Adam, which sends signs of momenta, as a base for those like it."""
+"""The stepper of 1-bit Adam, which sends signs of momenta, and the base of similar ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hadal.errors import OptimizerError
 from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.own import Group, State
-from hadal.optim.pieces import Held
+from hadal.optim.pieces import HeldTensor
 from hadal.optim.step import BaseStepper, as_one_step, refresh
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
@@ -27,36 +27,36 @@ from hadal.zero.views import flattened
 _log = logging.getLogger(__name__)
 _CODEC = Sign()
 
-Kind = TypeVar("Kind", bound=SignOptimizer)
+OptimizerT = TypeVar("OptimizerT", bound=SignOptimizer)
 
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """What the optimizer has in one of its param groups of one bucket."""
+    """The tensor of one bucket in one of the optimizer's param groups."""
 
-    held: Held
+    held: HeldTensor
     values: Tensor
-    """The same, 1-D."""
+    """The tensor's values, 1-D."""
     _mask: tuple[Tensor, int, Tensor] | None = None
 
     @property
     def start(self) -> int:
-        """Its first element, counted from the bucket's start."""
+        """The first element, counted from the bucket's start."""
         return self.held.start
 
     def flat(self, values: Tensor) -> Tensor:
-        """State of the shape of what is held, 1-D."""
+        """Return state of the tensor's shape as 1-D."""
         return _view_of(self.held, values)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """My elements of a tensor that lies like the bucket."""
+        """Return this slice's elements of a tensor laid out like the bucket."""
         return whole[self.start : self.start + self.values.numel()]
 
     def mask(self, group: Group) -> Tensor | None:
-        """The group's `exp_avg_mask` for my elements; None: there is none.
+        """Return the group's `exp_avg_mask` for this slice's elements, or None.
 
         Raises:
-            OptimizerError: it does not fit a parameter.
+            OptimizerError: the mask does not fit a parameter.
         """
         given = group.get("exp_avg_mask")
         if given is None:
@@ -75,21 +75,21 @@ class Slice:
             except RuntimeError as error:
                 raise OptimizerError(
                     f"exp_avg_mask of param group {self.held.group} has shape"
-                    f" {tuple(given.shape)}, and {slot.name} in that group {slot.shape}; give the"
-                    " parameters that need a mask a group of their own"
+                    f" {tuple(given.shape)}, but {slot.name} in that group has {slot.shape}; put"
+                    " the parameters that need a mask into a separate group"
                 ) from error
             laid[part.offset : part.offset + part.numel].copy_(whole)
         return laid
 
 
-def _view_of(held: Held, values: Tensor) -> Tensor:
-    """A view of a tensor of the shape of what is held, 1-D in the order of its memory."""
+def _view_of(held: HeldTensor, values: Tensor) -> Tensor:
+    """Return a 1-D view, in memory order, of a tensor of the shape of `held`."""
     order = () if held.slot is None else held.bucket.layout.slots[held.slot].order
     return (values.permute(order) if order else values).view(-1)
 
 
-class Block(NamedTuple):
-    """A few elements of a part: of its values, both moments, and whatever else was asked for."""
+class MomentBlock(NamedTuple):
+    """A block of a slice: its values, both moments, and other requested tensors."""
 
     values: Tensor
     first: Tensor
@@ -99,23 +99,23 @@ class Block(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One bucket: what is stepped of it, and what travels of it."""
+    """One bucket with its stepped slices and its exchange."""
 
     gradients: Gradients
     parts: list[Slice]
     mean: CompressedMean | None = None
-    """What travels; None until something has."""
+    """The compressed exchange; None before the first one."""
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket itself."""
+        """The lane's bucket."""
         return self.gradients.bucket
 
     @property
     def lies(self) -> str:
-        """What two buckets share that lie alike."""
+        """An identifier of the bucket's layout."""
         layout = self.bucket.layout
-        # The order is told where there is one: what others have saved is without.
+        # The order is included only if there is one, as earlier versions saved none.
         places = [
             (slot.offset, slot.shape, *(slot.order if slot.is_reordered else ()))
             for slot in layout.slots
@@ -123,36 +123,36 @@ class Lane:
         return f"{zlib.crc32(repr((places, layout.numel)).encode()):08x}"
 
     def sending(self) -> CompressedMean:
-        """What travels, made where it is not there yet."""
+        """Return the compressed exchange, created if missing."""
         if self.mean is None:
             bucket = self.bucket
             self.mean = CompressedMean(bucket.layout.numel, bucket.ranks, _CODEC, bucket.steps_on)
         return self.mean
 
     def clear_gaps(self) -> None:
-        """Padding has no values: what its signs have lost is nothing.
+        """Clear the error feedback of padding, which has no values.
 
-        Nor of the mean: each sender's signs begin anew there, always with a plus, so that what the
-        mean of them owes would only grow, and with it the scale of the block.
+        That of the mean too: each sender's signs of it start over, always with a plus, so the
+        mean's debt would only grow, and with it the scale of the block.
         """
         for start, stop in self.bucket.layout.gaps:
             for owed in self._owed(start, stop):
                 owed.zero_()
 
     def rescale(self, part: Slice, factor: float) -> None:
-        """What is owed of a part is `factor` times as much."""
+        """Multiply what is owed of a part by `factor`."""
         for owed in self._owed(part.start, part.start + part.values.numel()):
             owed.mul_(factor)
 
     def _owed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """What is owed of the elements [start, stop) of the bucket: of mine, and of the mean."""
+        """Return what is owed of elements [start, stop): this rank's, and part of the mean's."""
         owed = self.sending().owed
         first = self.bucket.ranks.rank * owed.of_mean.numel()
         mean = owed.of_mean[max(0, start - first) : max(0, stop - first)]
         return owed.mine[start:stop], mean
 
     def overlaps(self, start: int, values: Tensor) -> Iterator[tuple[Slice, slice, Tensor]]:
-        """The elements of each part in `values`, which begin at `start` of the bucket."""
+        """Yield the elements of each part in `values`, which start at `start` of the bucket."""
         for part in self.parts:
             low = max(part.start, start)
             high = min(part.start + part.values.numel(), start + values.numel())
@@ -161,18 +161,18 @@ class Lane:
                 yield part, mine, values[low - start : high - start]
 
 
-class ExchangingStepper(BaseStepper, Generic[Kind]):
-    """Steps an optimizer whose momentum travels in place of gradients.
+class ExchangingStepper(BaseStepper, Generic[OptimizerT]):
+    """A stepper of an optimizer that exchanges momenta instead of gradients.
 
-    Where the optimizer learns the variance in an update, the mechanism averages the gradients for
-    it; else they stay on their ranks, and each rank sends its momentum.
+    For an update that learns the variance, the ZeRO mechanism averages the gradients; otherwise
+    they stay on their ranks, and each rank sends its momentum.
     """
 
-    _optimizer: Kind
+    _optimizer: OptimizerT
 
     def __init__(
         self,
-        optimizer: Kind,
+        optimizer: OptimizerT,
         gradients: Sequence[Gradients],
         parameters: Sequence[Sequence[nn.Parameter]],
     ) -> None:
@@ -184,16 +184,16 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
         self.begin_anew()
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group, whose parameters are `members`.
+        """Add the buckets of the newest param group, whose parameters are `members`.
 
         Raises:
             OptimizerError: the next update does not learn their variance.
         """
         if not self._optimizer.learns_variance(self._count + 1):
             raise OptimizerError(
-                f"a param group was added after update {self._count}, and"
+                f"a param group was added after update {self._count}, but"
                 f" {type(self._optimizer).__name__} learns no variance for it in the next one; add"
-                " groups while it does, or give a later freeze_step (var_freeze_step)"
+                " groups while it does, or set a later freeze_step (var_freeze_step)"
             )
         super().add(gradients, members)
         self._follow()
@@ -220,7 +220,7 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
             self._exchange(self._take)
         self._move(learns=learns)
 
-    # ---- what lies where -------------------------------------------------------------------------
+    # ---- layout ----------------------------------------------------------------------------------
 
     def _take_up(
         self,
@@ -235,12 +235,12 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
                 lanes[held.bucket].parts.append(Slice(held, _view_of(held, held.values.detach())))
         self._lanes += lanes.values()
 
-    def _refuse(self, optimizer: Kind, one: Gradients) -> None:
+    def _refuse(self, optimizer: OptimizerT, one: Gradients) -> None:
         if one.bucket.partition.optimizer:
             raise OptimizerError(
                 f"{type(optimizer).__name__} needs zero_optimization.stage 0: each rank makes"
-                " the whole update of what travelled as signs, which is what saves the gather of"
-                " weights; choose stage 0, or another optimizer"
+                " the whole update from the exchanged signs, which saves the gather of weights;"
+                " use stage 0, or another optimizer"
             )
 
     def _all_parts(self) -> Iterator[tuple[Lane, Slice]]:
@@ -252,23 +252,23 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
         return self._optimizer.param_groups[part.held.group]
 
     def _state(self, part: Slice) -> State:
-        """What the optimizer remembers of a part, made on first use."""
+        """Return the optimizer's state of a part, created on first use."""
         return begin_state(self._optimizer.state[part.held.values], part.held.values)
 
-    def _blocks(self, part: Slice, *rest: Tensor) -> Iterator[Block]:
-        """A part in blocks; `rest` are 1-D and as long as the part."""
+    def _blocks(self, part: Slice, *rest: Tensor) -> Iterator[MomentBlock]:
+        """Yield a part in blocks; `rest` are 1-D with the length of the part."""
         state = self._state(part)
         first, second = part.flat(state["exp_avg"]), part.flat(state["exp_avg_sq"])
         numel = block_numel(part.values.device)
         for start in range(0, part.values.numel(), numel):
             cut = slice(start, start + numel)
             more = tuple(one[cut] for one in rest)
-            yield Block(part.values[cut], first[cut], second[cut], more)
+            yield MomentBlock(part.values[cut], first[cut], second[cut], more)
 
     # ---- arithmetic ------------------------------------------------------------------------------
 
     def _learn(self, multiplier: Multiplier) -> None:
-        """Put gradients that are everybody's into both moments."""
+        """Update both moments with averaged gradients."""
         for lane, part in self._all_parts():
             group = self._group_of(part)
             for block, gradient in self._with_gradients(lane, part, multiplier):
@@ -281,43 +281,43 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
             for block in self._blocks(part):
                 move(block.values, block.first, block.second, self._group_of(part))
 
-    # ---- what travels ----------------------------------------------------------------------------
+    # ---- communication ---------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Let the next update's gradients travel, or stay."""
+        """Set whether the next update's gradients are reduced or stay on their ranks."""
         stays = not self._optimizer.learns_variance(self._count + 1)
         for one in self._gradients:
             one.reduction = replace(one.reduction, stays=stays)
 
     def _with_gradients(
         self, lane: Lane, part: Slice, multiplier: Multiplier, *rest: Tensor
-    ) -> Iterator[tuple[Block, Tensor]]:
-        """A part in blocks, each with its gradient times `multiplier`, which may be overwritten."""
+    ) -> Iterator[tuple[MomentBlock, Tensor]]:
+        """Yield a part in blocks, each with its (disposable) gradient times `multiplier`."""
         for block in self._blocks(part, part.cut(lane.gradients.mean), *rest):
             given = block.rest[0].to(block.values.dtype, copy=True)
             yield block._replace(rest=block.rest[1:]), scale_(given, multiplier)
 
     def _owe(self, multiplier: Multiplier) -> None:
-        """Add what this update sends to what is owed."""
+        """Add this update's message to what is owed."""
         for lane, part in self._all_parts():
             owed, group = part.cut(lane.sending().owed.mine), self._group_of(part)
             for block, gradient in self._with_gradients(lane, part, multiplier, owed):
                 self._owe_block(block, gradient, group)
 
-    def _owe_block(self, block: Block, gradient: Tensor, group: Group) -> None:
-        """Add to `block.rest[0]`: the momentum that this rank's own gradient makes."""
+    def _owe_block(self, block: MomentBlock, gradient: Tensor, group: Group) -> None:
+        """Add to `block.rest[0]` the momentum with this rank's own gradient."""
         beta1 = group["betas"][0]
         block.rest[0].add_(block.first, alpha=beta1).add_(gradient, alpha=1 - beta1)
 
     def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
-        """Take over the mean of what was sent of some elements of a part."""
+        """Store the mean of the messages for some elements of a part."""
         renewed = [part.flat(one)[cut] for one in self._optimizer.renewed(self._state(part))]
         self._optimizer.take(renewed, mean, self._group_of(part))
 
     def _exchange(self, take: Callable[[Slice, slice, Tensor], None]) -> None:
-        """Average all that is owed; `take` is given the mean of some elements of a part.
+        """Average all that is owed; `take` gets the mean for some elements of a part.
 
-        It may overwrite what it is given. What it must not move is zero there: see `_still`.
+        It may overwrite the mean, which is zero for elements that must not move (see `_still`).
         """
 
         def put(lane: Lane, start: int, values: Tensor) -> None:
@@ -334,14 +334,14 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
             pending.wait()
 
     def _still(self, part: Slice, cut: slice, mean: Tensor) -> None:
-        """Leave out what is masked, and what has no variance: nothing says how far it may go."""
+        """Zero elements that are masked or have no variance, whose step size is undefined."""
         mean.masked_fill_(part.flat(self._state(part)["exp_avg_sq"])[cut] == 0, 0.0)
         mask = part.mask(self._group_of(part))
         if mask is not None:
             mean.mul_(mask[cut])
 
     def _tell_still(self) -> None:
-        """When the variance is kept: say what has none."""
+        """Log a warning when the variance is frozen, if some elements have none."""
         count, first = 0, None
         for lane, part in self._all_parts():
             second = part.flat(self._state(part)["exp_avg_sq"])
@@ -352,21 +352,21 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
                     first = lane.bucket.layout.slots[one.slot].name
         if count and self._lanes[0].bucket.ranks.rank == 0:
             _log.warning(
-                "%s keeps its variance from now on, and %d elements (first in %s) have got no"
-                " gradient so far: without a variance they stay as they are. A later freeze_step"
-                " (var_freeze_step) may reach them",
+                "%s freezes its variance now, but %d elements (first in %s) have had no gradient"
+                " so far: without a variance they will not change. A later freeze_step"
+                " (var_freeze_step) may include them",
                 type(self._optimizer).__name__,
                 count,
                 first,
             )
 
-    # ---- as the mechanism sees it ----------------------------------------------------------------
+    # ---- interface to zero/ ----------------------------------------------------------------------
 
     def bring_together(self) -> None:
-        """Nothing: weights are the same on all ranks after each update."""
+        """Do nothing: weights are the same on all ranks after each update."""
 
     def begin_anew(self) -> None:
-        """Weights and state have been replaced: nothing of before is owed."""
+        """Forget all debts, as weights and state have been replaced."""
         known = self._optimizer.state
         states = [known.get(part.held.values, {}) for _, part in self._all_parts()]
         self._count = max((int(state.get("step", 0)) for state in states), default=0)
@@ -375,7 +375,7 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
         self._follow()
 
     def memory(self) -> dict[str, Any] | None:
-        """What each bucket owes, and how it lies."""
+        """Return what each bucket owes, with its layout; None if nothing was ever sent."""
         if all(lane.mean is None for lane in self._lanes):
             return None
         owed = [list(lane.sending().owed) for lane in self._lanes]
@@ -383,15 +383,15 @@ class ExchangingStepper(BaseStepper, Generic[Kind]):
         return {"lies": lies, "owed": owed, "of": self._kind_owed()}
 
     def _kind_owed(self) -> str:
-        """What is owed after as many updates is a part of."""
+        """Return the kind of values that are owed now."""
         return "momenta"
 
     def fits(self, memory: Any) -> bool:
-        """Whether buckets lie here as those that owe it."""
+        """Return whether the saved buckets have the same layout as those here."""
         return bool(memory["lies"] == [lane.lies for lane in self._lanes])
 
     def remember(self, memory: Any) -> None:
-        """Owe what was owed, unless it is a part of something that is not sent here any more."""
+        """Restore what was owed, unless values of that kind are no longer sent."""
         if memory.get("of", self._kind_owed()) != self._kind_owed():
             return
         for lane, saved in zip(self._lanes, memory["owed"], strict=True):

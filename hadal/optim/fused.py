@@ -1,4 +1,4 @@
-"""torch's elementwise optimizers in blocks: its fused kernels, with the state its classes keep."""
+"""torch's elementwise optimizers in blocks: its fused kernels, with its classes' state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def begin_adam(
 
 
 def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
-    """Begin an update of SGD, with the momentum of Sutskever et al. 2013 where there is some."""
+    """Begin an update of SGD, with the momentum of Sutskever et al. 2013 if there is any."""
     rule = SgdRule(
         lr=float(group["lr"]),
         momentum=float(group["momentum"]),
@@ -69,7 +69,7 @@ def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
         state["momentum_buffer"] = zeros()
 
     momentum = (state["momentum_buffer"],) if rule.momentum else ()
-    # The kernel's numbers are wrong in 16 bits on a CPU (torch 2.13): it skips elements.
+    # The kernel is wrong for 16 bits on a CPU (torch 2.13): it skips elements.
     return Update(momentum, _Sgd(rule, is_first), in_float32=True)
 
 
@@ -97,7 +97,7 @@ class _Adam:
     def __call__(self, blocks: Sequence[Block], scaling: Scaling) -> None:
         values, gradients, state, counts = _lists(blocks)
         if not self.corrected:
-            # After endless updates there is nothing left to correct.
+            # After infinitely many updates there is nothing to correct.
             counts = [torch.full_like(counts[0], math.inf)] * len(counts)
         largest = state[2] if len(state) == 3 else None
         fused_adam_(values, gradients, (state[0], state[1]), largest, counts, self.rule, *scaling)
@@ -126,7 +126,7 @@ class _Adagrad:
 def _lists(
     blocks: Sequence[Block],
 ) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, ...]], list[Tensor]]:
-    """The blocks' values, gradients, each kind of state, and counts, as the kernels take them."""
+    """Return the blocks' values, gradients, kinds of state, and counts, as kernels take them."""
     return (
         [block.values for block in blocks],
         [block.gradient for block in blocks],
@@ -136,7 +136,7 @@ def _lists(
 
 
 def _count(state: State, device: torch.device) -> Tensor:
-    """How many updates there were, where the kernels want it."""
+    """Return the number of updates as a float32 scalar on the kernels' device."""
     count = state.get("step", 0)
     if not isinstance(count, Tensor):
         count = torch.full((), float(count), device=device)
@@ -159,9 +159,9 @@ BEGINNERS: Mapping[type[Optimizer], Beginner] = {
 
 
 class UncorrectedAdam(ElementwiseOptimizer):
-    """Adam or AdamW whose moments are used as they are, not divided by 1 - beta^t.
+    """Adam or AdamW without bias correction: moments are not divided by 1 - beta^t.
 
-    Param groups and state have the names that torch.optim.Adam gives them.
+    Param groups and state have the same names as in torch.optim.Adam.
     """
 
     def __init__(
@@ -185,10 +185,10 @@ class UncorrectedAdam(ElementwiseOptimizer):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        torch.optim.Adam([torch.zeros(1)], **settings)  # it checks the numbers
+        torch.optim.Adam([torch.zeros(1)], **settings)  # validates the numbers
         super().__init__(params, settings)
 
     def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
-        """Begin an update of one run."""
+        """Begin an update of one slice."""
         decoupled = bool(group["decoupled_weight_decay"])
         return begin_adam(group, state, zeros, decoupled=decoupled, corrected=False)

@@ -1,14 +1,14 @@
-"""Lamb (You et al. 2020): Adam whose step for each parameter is as long as a share of its weights.
+"""Lamb (You et al. 2020): Adam with each parameter's step scaled to the norm of its weights.
 
 For a parameter w with the bias-corrected moments m and v of its gradient,
 
     update = m / (sqrt(v) + eps) + weight_decay * w
-    ratio  = ||w|| / ||update||, kept within [min_coeff, max_coeff]; 1 where either norm is 0
+    ratio  = ||w|| / ||update||, clamped to [min_coeff, max_coeff]; 1 if either norm is 0
     w     -= lr * ratio * update
 
-The norms are those of whole parameters. Where these are cut over ranks each rank adds up the
-squares of its own fragments, and one small sum over the ranks serves all parameters of an update;
-so does a second one, over the ranks that hold the parts of one model.
+The norms are those of whole parameters. If these are sharded, each rank adds up the squares of its
+own fragments, and one small sum over the ranks serves all parameters of an update; so does a
+second one, over the ranks with the parts of one model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Lamb(OwnOptimizer):
     State of each tensor: `exp_avg` and `exp_avg_sq` (its shape and dtype), and `step`.
 
     Raises:
-        OptimizerError: `amsgrad`, which Lamb does not have.
+        OptimizerError: `amsgrad` is given, which Lamb does not support.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each key of its section
@@ -75,7 +75,7 @@ class Lamb(OwnOptimizer):
         amsgrad: bool = False,
     ) -> None:
         if amsgrad:
-            raise OptimizerError("Lamb has no amsgrad; leave it out or give false")
+            raise OptimizerError("Lamb does not support amsgrad; remove it or set it to false")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -102,31 +102,31 @@ class Lamb(OwnOptimizer):
 
 
 class _Values(NamedTuple):
-    """A stretch of master values with its two moments: tensors of one shape and dtype."""
+    """A slice of master values with its two moments: tensors of one shape and dtype."""
 
     master: Tensor
     first: Tensor
     second: Tensor
 
     def cut(self, start: int, stop: int) -> _Values:
-        """The elements from `start` on before `stop`."""
+        """Return elements [start, stop)."""
         return _Values(*(values[start:stop] for values in self))
 
 
 class _Moments(NamedTuple):
-    """What is remembered of a tensor, in an update."""
+    """The moments of a tensor, in an update."""
 
     state: tuple[Tensor, Tensor]
     updates: float
-    """How many lie in the moments, with this one."""
+    """The number of updates in the moments, with this one."""
 
 
 _Begun = tuple[Piece, _Moments, list[DiskTensor]]
-"""An update of a piece that was begun, and the first and second moments on the disk."""
+"""A begun update of a piece, with the first and second moments on the disk."""
 
 
 def _begin(group: Group, state: State, zeros: Zeros) -> _Moments:
-    """Make the state of a tensor on first use; it counts this update."""
+    """Return the moments of a tensor, created on first use, with this update counted."""
     if not state:
         state["step"] = torch.zeros(())
         state["exp_avg"] = zeros()
@@ -136,7 +136,7 @@ def _begin(group: Group, state: State, zeros: Zeros) -> _Moments:
 
 
 def _learn(blocks: Sequence[_Values], gradients: Sequence[Tensor], group: Group) -> None:
-    """Put gradients into the moments."""
+    """Update the moments with gradients."""
     _, first, second = (list(each) for each in zip(*blocks, strict=True))
     (beta1, beta2), given = group["betas"], list(gradients)
     torch._foreach_mul_(first, beta1)
@@ -146,7 +146,7 @@ def _learn(blocks: Sequence[_Values], gradients: Sequence[Tensor], group: Group)
 
 
 def _updates(blocks: Sequence[_Values], group: Group, count: float) -> list[Tensor]:
-    """The updates before they are scaled; `count` updates are in the moments."""
+    """Return the updates before scaling; `count` updates are in the moments."""
     master, first, second = (list(each) for each in zip(*blocks, strict=True))
     beta1, beta2 = group["betas"]
     lacks = group["bias_correction"]
@@ -165,7 +165,7 @@ def _updates(blocks: Sequence[_Values], group: Group, count: float) -> list[Tens
 
 
 class _Norms:
-    """The norms of blocks of parameters and of their updates, each with a row for its parameter."""
+    """The norms of blocks and of their updates, each with the row of its parameter."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -176,12 +176,12 @@ class _Norms:
         """Add blocks of one dtype, each of one parameter."""
         exact = torch.promote_types(masters[0].dtype, torch.float32)
         found = torch._foreach_norm([*masters, *updates], 2, dtype=exact)
-        # Some buckets may be updated on the host, and others on the device.
+        # Some buckets may be updated on the host and others on the device.
         self._found.append(torch.stack(list(found)).view(2, -1).to(self._device))
         self._rows += rows
 
     def square_sums(self, count: int) -> Tensor:
-        """(count, 2) sums of squares: of each parameter's blocks, and of their updates."""
+        """Return (count, 2) sums of squares: of each parameter's blocks, and of their updates."""
         wide = widest_float(self._device)
         none = torch.zeros(1, 2, dtype=wide, device=self._device)
         if not self._rows:
@@ -194,7 +194,7 @@ class _Norms:
 
 
 def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
-    """(parameters,) ratios, from (parameters, 2) sums of squares: of the weights, of the update."""
+    """Return (parameters,) ratios from (parameters, 2) sums of squares: weights, updates."""
     weights, updates = sums.sqrt().unbind(1)
     # Bounds are passed as numbers: a tensor of them would make the host wait for an accelerator.
     bounds = [(group["min_coeff"], group["max_coeff"]) for group in groups]
@@ -205,25 +205,25 @@ def _trust_ratios(sums: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """What is in memory of a piece in an update."""
+class _StepSlice:
+    """The elements of a piece that are in memory in an update."""
 
     values: _Values
     start: int
-    """Where it begins, counted from the span's start."""
+    """The first element, counted from the span's start."""
     fragments: Sequence[Fragment]
-    """The parameters in it."""
+    """The fragments of parameters in it."""
     first_row: int
     """The row of norms of the bucket's first parameter."""
     group: Group
     updates: float
-    """How many lie in the moments, with this one."""
+    """The number of updates in the moments, with this one."""
 
     def batches(self) -> Iterator[list[tuple[int, int, _Values]]]:
-        """Blocks of parameters, each with its row of norms and with where it begins in the span.
+        """Yield batches of blocks of parameters, each with its row of norms and start in the span.
 
-        On a CPU a batch is one block, which stays in the cache; on an accelerator it has as many
-        elements as the largest block, so that few kernels are launched.
+        On a CPU a batch is one block, which stays in the cache; on an accelerator it has up to the
+        elements of the largest block, so that few kernels are launched.
         """
         device = self.values.master.device
         numel, total, batch = block_numel(device), 0, list[tuple[int, int, _Values]]()
@@ -240,11 +240,11 @@ class _Stretch:
 
 
 class LambStepper(BaseStepper):
-    """Steps Lamb on flat slices of the master, in blocks.
+    """A stepper of Lamb on flat slices of the master, in blocks.
 
-    The update is computed twice, for its norm and for the step itself: to keep it in between would
-    move the same bytes and take a third moment's memory. So what is on a disk is read twice: the
-    moments are written the first time, and the masters the second.
+    The update is computed twice, for its norm and for the step itself: keeping it in between would
+    move the same bytes and take the memory of a third moment. So state on a disk is read twice: the
+    first pass writes the moments, the second the masters.
     """
 
     _optimizer: Lamb
@@ -258,13 +258,13 @@ class LambStepper(BaseStepper):
     ) -> None:
         self._model_parallel = model_parallel
         self._first_rows: dict[Gradients, int] = {}
-        """The row of norms of each bucket's first parameter."""
+        """The row of each bucket's first parameter."""
         self._groups: list[int] = []
-        """The param group of each row of norms: of each parameter, the same on every rank."""
+        """The param group of each row; there is a row per parameter, the same on every rank."""
         self._cut_rows: dict[int, str] = {}
-        """The rows of parameters that are cut over the model's parts, with their names."""
+        """The rows of parameters that are sharded over the model's parts, with their names."""
         self._are_agreed = False
-        """Whether the parts are known to have the same such rows."""
+        """True once the parts are known to have the same such rows."""
         super().__init__(optimizer, gradients, steps=steps)
 
     def _lay(self, one: Gradients) -> list[Piece]:
@@ -283,7 +283,7 @@ class LambStepper(BaseStepper):
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
-            OffloadError: the disk failed, on some rank; nothing has changed on any.
+            OffloadError: the disk failed on some rank; nothing has changed on any rank.
         """
         on_disk, deferred = self._on_disk(), Deferred()
         sending = sending_of(on_disk)
@@ -301,7 +301,7 @@ class LambStepper(BaseStepper):
             refresh(self._gradients)
 
     def _ratios(self, sums: Tensor) -> Tensor:
-        """(parameters,) ratios, from each rank's (parameters, 2) sums of squares."""
+        """Return (parameters,) ratios from each rank's (parameters, 2) sums of squares."""
         bucket = self._gradients[0].bucket
         if bucket.partition.optimizer:
             bucket.sharing.sum_(sums, "the sum of Lamb's norms")
@@ -310,15 +310,15 @@ class LambStepper(BaseStepper):
         return _trust_ratios(sums, [self._optimizer.param_groups[n] for n in self._groups])
 
     def _add_up_parts(self, sums: Tensor, model_parallel: Ranks) -> None:
-        """Make the sums of parameters that are cut over the model's parts those of all parts."""
+        """Sum, over all parts of the model, the rows of parameters that are sharded over them."""
         if not self._are_agreed:
             self._are_agreed = is_same_everywhere(repr(self._cut_rows), model_parallel)
         if not self._are_agreed:
             raise MismatchError(
-                "Lamb needs the norms of whole parameters, and the model-parallel ranks"
+                "Lamb needs the norms of whole parameters, but the model-parallel ranks"
                 f" {model_parallel.numbers} do not hold parts of the same ones (this one has"
-                f" {len(self._cut_rows)} parameters that are marked tensor_model_parallel); mark"
-                " the same parameters on each, or train with AdamW"
+                f" {len(self._cut_rows)} parameters marked tensor_model_parallel); mark the same"
+                " parameters on each rank, or train with AdamW"
             )
         rows = torch.tensor(list(self._cut_rows), dtype=torch.long, device=sums.device)
         cut = sums[rows]
@@ -342,76 +342,78 @@ class LambStepper(BaseStepper):
     def _learn(
         self, begun: Mapping[Gradients, list[_Begun]], multiplier: Multiplier, norms: _Norms
     ) -> None:
-        """Read everything, and write the moments."""
-        for one, stretches, _ in self._walk(begun, written=slice(1, None)):
-            for stretch in stretches:
-                _learn_stretch(stretch, one.mean, multiplier, norms)
+        """Read all state, and write the moments."""
+        for one, slices, _ in self._walk(begun, written=slice(1, None)):
+            for piece_slice in slices:
+                _learn_slice(piece_slice, one.mean, multiplier, norms)
 
     def _move(
         self, begun: Mapping[Gradients, list[_Begun]], ratios: Tensor, sending: Crossing | None
     ) -> None:
-        """Read everything once more, the moments as they are now, and write the masters."""
+        """Read all state again, with the new moments, and write the masters."""
         with rewriting_in_turn() as rewriting:
-            for one, stretches, part in self._walk(begun, written=slice(1)):
-                for stretch in stretches:
-                    _step_stretch(stretch, ratios)
+            for one, slices, part in self._walk(begun, written=slice(1)):
+                for piece_slice in slices:
+                    _step_slice(piece_slice, ratios)
                 if part is not None:
                     rewriting(one.bucket)
                     one.bucket.put_weights(*part, sending)
 
     def _walk(
         self, begun: Mapping[Gradients, list[_Begun]], written: slice
-    ) -> Iterator[tuple[Gradients, list[_Stretch], tuple[int, Tensor] | None]]:
-        """The masters and moments of all buckets: in memory at once, on the disk part by part.
+    ) -> Iterator[tuple[Gradients, list[_StepSlice], tuple[int, Tensor] | None]]:
+        """Yield the masters and moments of buckets: in memory at once, on the disk part by part.
 
-        For a part on the disk also its masters, and where they begin in the span. Parts end where
-        blocks do, so that the sums are those of state in memory, bit for bit. Of the masters and
-        moments on the disk those `written` are.
+        For a part on the disk it also yields its masters and their start in the span. Parts end at
+        block borders, so that the sums are bit for bit those of state in memory. `written` selects
+        the masters and moments on the disk that are written.
         """
         whole: dict[Gradients, Stop] = {}
         for one, pieces in begun.items():
             state = self._disk_states.of(one.bucket)
             if state is None:
                 here = [(p.start, [p.values.detach(), *own.state]) for p, own, _ in pieces]
-                yield one, self._stretches(one, pieces, here), None
-            elif pieces:  # else there is only padding
+                yield one, self._slices_of(one, pieces, here), None
+            elif pieces:  # otherwise there is only padding
                 whole[one] = state.stop(written)
         block = block_numel(torch.device("cpu"))
         for one, stop, values in walk_parts(whole, block, self._steps, self._part_buffers):
             one.bucket.absorb_edits_into(values[0], stop.start)
             here = [of_piece(stop, values, piece, runs) for piece, _, runs in begun[one]]
-            yield one, self._stretches(one, begun[one], here), (stop.start, values[0])
+            yield one, self._slices_of(one, begun[one], here), (stop.start, values[0])
 
-    def _stretches(
+    def _slices_of(
         self, one: Gradients, begun: Sequence[_Begun], here: Sequence[tuple[int, list[Tensor]]]
-    ) -> list[_Stretch]:
-        """What is `here` in memory of each piece of a bucket: where it begins, and its values."""
+    ) -> list[_StepSlice]:
+        """Return the slices of a bucket's pieces in memory; `here` lists (start, values)."""
         found, begin = [], one.bucket.span[0]
         for (piece, own, _), (start, values) in zip(begun, here, strict=True):
             first = begin + start
             fragments = [*one.bucket.layout.fragments(first, first + values[0].numel())]
             rows = self._first_rows[one]
-            stretch = _Values(*values), start, fragments, rows, self._group(piece), own.updates
-            found.append(_Stretch(*stretch))
+            piece_slice = _Values(*values), start, fragments, rows, self._group(piece), own.updates
+            found.append(_StepSlice(*piece_slice))
         return found
 
 
-def _learn_stretch(stretch: _Stretch, mean: Tensor, multiplier: Multiplier, norms: _Norms) -> None:
-    """Put gradients (`mean`, which lies like the span) into moments, and add up the norms."""
-    for batch in stretch.batches():
+def _learn_slice(
+    piece_slice: _StepSlice, mean: Tensor, multiplier: Multiplier, norms: _Norms
+) -> None:
+    """Update moments with gradients (`mean` is laid out like the span), and add the norms."""
+    for batch in piece_slice.batches():
         rows, starts, values = zip(*batch, strict=True)
         first, stop = starts[0], starts[-1] + values[-1].master.numel()
         whole = scale_(mean[first:stop].to(values[0].master.dtype, copy=True), multiplier)
         gradients = [whole[low - first :][: own.master.numel()] for _, low, own in batch]
-        _learn(values, gradients, stretch.group)
-        updates = _updates(values, stretch.group, stretch.updates)
+        _learn(values, gradients, piece_slice.group)
+        updates = _updates(values, piece_slice.group, piece_slice.updates)
         norms.add(rows, [own.master for own in values], updates)
 
 
-def _step_stretch(stretch: _Stretch, ratios: Tensor) -> None:
-    """Make the update, each parameter's by its ratio."""
-    ratios = ratios.to(stretch.values.master)
-    for batch in stretch.batches():
-        updates = _updates([own for *_, own in batch], stretch.group, stretch.updates)
+def _step_slice(piece_slice: _StepSlice, ratios: Tensor) -> None:
+    """Make the update of each parameter, scaled by its ratio."""
+    ratios = ratios.to(piece_slice.values.master)
+    for batch in piece_slice.batches():
+        updates = _updates([own for *_, own in batch], piece_slice.group, piece_slice.updates)
         for (row, _, own), update in zip(batch, updates, strict=True):
-            own.master.addcmul_(update, ratios[row], value=-stretch.group["lr"])
+            own.master.addcmul_(update, ratios[row], value=-piece_slice.group["lr"])

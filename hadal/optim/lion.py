@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum is the update."""
+"""Lion: an update by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lion(ElementwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
-        """Begin an update of one run."""
+        """Begin an update of one slice."""
         if "exp_avg" not in state:
             state["exp_avg"] = zeros()
         lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -47,7 +47,7 @@ class Lion(ElementwiseOptimizer):
                 gradient.div_(scaling.divisor)
             kept: Tensor | float = 1.0
             if scaling.overflowed is not None:
-                # A gradient equal to the momentum moves neither it nor, times 0, the values.
+                # A gradient equal to the momentum leaves it unchanged, and times 0 the values too.
                 kept = 1 - scaling.overflowed.double()
                 torch.where(scaling.overflowed > 0, momentum, gradient, out=gradient)
             if not spare or spare[0].numel() < values.numel():

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: state in, state out."""
+"""The loss scale of fp16 training, as pure functions of its state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ScaleRule:
-    """How the scale moves (section `fp16`). A static scale never does.
+    """The rule by which the scale changes (section `fp16`). A static scale never does.
 
-    DeepSpeed has two machines. With ZeRO an overflow at the floor ends training and `hysteresis`
-    forgives; without ZeRO the scale stays at its floor, and every overflow halves: `hysteresis` 1,
-    `ends_at_floor` false.
+    DeepSpeed has two variants. With ZeRO an overflow at the floor ends training and `hysteresis`
+    tolerates overflows; without ZeRO the scale stays at its floor and every overflow halves it:
+    `hysteresis` 1, `ends_at_floor` false.
     """
 
     initial: float = 1.0
@@ -26,38 +26,38 @@ class ScaleRule:
     """Clean updates before the scale doubles."""
     minimum: float = 1.0
     hysteresis: int = 2
-    """The overflow, since the start or the last doubling, that halves; 0 never halves."""
+    """The number of the overflow, since the start or last doubling, that halves; 0 never halves."""
     consecutive_hysteresis: bool = False
-    """Refill the forgiveness at every clean update, not only when the scale doubles."""
+    """Reset the tolerance at every clean update, not only when the scale doubles."""
     ends_at_floor: bool = True
-    """Whether an overflow at the floor is an error; else the scale stays there."""
+    """True if an overflow at the floor is an error; otherwise the scale stays there."""
     maximum: float = math.inf
-    """Ceiling: the scale does not double beyond it."""
+    """The ceiling: the scale does not double beyond it."""
 
 
 class ScaleState(NamedTuple):
-    """The machine's state between updates."""
+    """The state of the loss scale between updates."""
 
     scale: float
     spare: int
-    """Overflows still forgiven; at 1 the next one halves the scale."""
+    """The remaining tolerance; at 1 the next overflow halves the scale."""
     iteration: int = 0
     last_overflow: int = -1
 
 
 def first_scale(rule: ScaleRule) -> ScaleState:
-    """The state before the first update."""
+    """Return the state before the first update."""
     return ScaleState(rule.initial, rule.hysteresis)
 
 
 def next_scale(state: ScaleState, overflow: bool, rule: ScaleRule) -> ScaleState:
-    """The state after an update that did or did not overflow.
+    """Return the state after an update that did or did not overflow.
 
     The first doubling after the start or an overflow needs `window` + 1 clean updates, later ones
-    come every `window`. The forgiveness does not refill after a halving.
+    `window`. A halving does not reset the tolerance.
 
     Raises:
-        LossScaleError: an overflow although the scale stands at its floor, where that is the end.
+        LossScaleError: an overflow with the scale at its floor, if that ends training.
     """
     if not rule.dynamic:
         return state
@@ -67,9 +67,9 @@ def next_scale(state: ScaleState, overflow: bool, rule: ScaleRule) -> ScaleState
             if rule.ends_at_floor and scale == rule.minimum:
                 raise LossScaleError(
                     f"gradients overflow at the floor of the loss scale ({scale:g}, update"
-                    f" {iteration}). The weights or the data hold values that float16 cannot:"
+                    f" {iteration}). The weights or the data have values beyond float16's range:"
                     " train in bf16, lower the learning rate or fp16.min_loss_scale, or look for"
-                    " non-finite inputs. Were the weights trained in bf16, stay with it."
+                    " non-finite inputs. Weights trained in bf16 need bf16."
                 )
             scale = max(scale / _FACTOR, rule.minimum)
         else:

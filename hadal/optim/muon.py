@@ -1,4 +1,4 @@
-"""Muon (Jordan 2024) for hidden matrices, with Adam for whatever is none.
+"""Muon (Jordan 2024) for hidden matrices, with Adam for all other parameters.
 
 For a matrix W with the mean gradient G and the momentum M,
 
@@ -6,7 +6,7 @@ For a matrix W with the mean gradient G and the momentum M,
     U  = orthogonalized((1 - momentum) * G + momentum * M)          (Nesterov)
     W <- (1 - lr * weight_decay) * W - lr * sqrt(max(1, rows / columns)) * U
 
-A parameter of more than two dimensions is taken as a matrix of its first one by all others. Adam is
+A parameter of more than two dimensions is a matrix of its first dimension by all others. Adam is
 that of Kingma & Ba (2015), with decoupled weight decay (Loshchilov & Hutter 2019).
 """
 
@@ -27,11 +27,11 @@ from hadal.optim.step import BaseStepper, as_one_step
 from hadal.zero.gradients import Gradients
 
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
-# Parameters whose names hold one of these words are looked up by rows, or give logits: no map
-# from hidden states to hidden states.
+# Parameters with one of these words in their names are looked up by row, or produce logits: they
+# do not map hidden states to hidden states.
 _NO_HIDDEN_MATRIX = ("embed", "lm_head")
-# The odd polynomial a x + b x^3 + c x^5, chosen by Jordan (2024) to be steep at 0: five of them
-# bring every singular value above about 0.002 between 0.7 and 1.2.
+# The odd polynomial a x + b x^3 + c x^5, chosen by Jordan (2024) to be steep at 0: applied five
+# times, it brings every singular value above about 0.002 to between 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _TINY = 1e-7
@@ -39,17 +39,17 @@ METHODS = ("gram", "standard")
 
 
 class Muon(OwnOptimizer):
-    """Muon over whole parameters, in groups that say `use_muon`: True for matrices, False for Adam.
+    """Muon over whole parameters, in groups with `use_muon`: True for matrices, False for Adam.
 
-    `muon_groups` makes such groups from a model's names. State of a matrix: `momentum_buffer`; of
+    `muon_groups` builds such groups from a model's names. State of a matrix: `momentum_buffer`; of
     any other tensor: `exp_avg`, `exp_avg_sq` (its shape and dtype) and `step`.
 
     Args:
-        params: param groups; one without a learning rate of its own takes the first of `muon_lr`
-            (or `adam_lr`), `lr` and 0.02 (or 3e-4) that is given.
+        params: param groups; one without its own learning rate uses the first given of `muon_lr`
+            (or `adam_lr`), `lr` and 0.02 (or 3e-4).
         lr: see `params`.
-        momentum: of the matrices.
-        weight_decay: decoupled, of both kinds.
+        momentum: the momentum of matrices.
+        weight_decay: decoupled weight decay, for both kinds.
         muon_lr: see `params`.
         adam_lr: see `params`.
         betas: decay of Adam's moments.
@@ -58,8 +58,7 @@ class Muon(OwnOptimizer):
             smaller Gram matrix, in float32; None: "gram" on CPUs, "standard" on accelerators.
 
     Raises:
-        OptimizerError: a group does not say `use_muon`, or wants it for a vector; an unknown
-            `ns_method`.
+        OptimizerError: a group without `use_muon`, or with it for a vector; an unknown `ns_method`.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each key of its section
@@ -92,11 +91,11 @@ class Muon(OwnOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which must say `use_muon`."""
+        """Add a group, which must have `use_muon`."""
         use_muon = param_group.get("use_muon")
         if not isinstance(use_muon, bool):
             raise OptimizerError(
-                f"a param group of Muon has use_muon {use_muon!r}: give True for matrices, which"
+                f"a param group of Muon has use_muon {use_muon!r}: use True for matrices, which"
                 " Muon steps, or False for parameters that Adam steps"
             )
         if param_group.get("lr") is None:
@@ -135,7 +134,7 @@ class Muon(OwnOptimizer):
     def step_flat(
         self, parameter: nn.Parameter, mean: Tensor, multiplier: Multiplier, group: Group
     ) -> None:
-        """Make one update by Adam with `mean` times `multiplier`, in blocks."""
+        """Make one update with Adam from `mean` times `multiplier`, in blocks."""
         values, state = parameter.detach(), self.state[parameter]
         plain = {**group, "amsgrad": False, "maximize": False}
         update = begin_adam(plain, state, lambda: torch.zeros_like(values), decoupled=True)
@@ -160,7 +159,7 @@ def orthogonalized(matrix: Tensor, method: str | None) -> Tensor:
 
     "standard" iterates on the matrix: X <- a X + b (X X') X + c (X X')^2 X. "gram" iterates on
     G = X X' of the smaller side, and applies the product of all steps once: mathematically the
-    same, with fewer products where the matrix is far from square. Returned in the matrix's dtype.
+    same, with fewer products if the matrix is far from square. Returns the matrix's dtype.
     """
     method = method or ("gram" if matrix.device.type == "cpu" else "standard")
     wide = matrix.mT if matrix.size(0) > matrix.size(1) else matrix
@@ -202,11 +201,11 @@ def _iterate_gram(work: Tensor) -> Tensor:
 
 
 def muon_groups(chosen: Iterable[Any], names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-    """Param groups for `Muon` from parameters, or param groups, of a model.
+    """Build param groups for `Muon` from parameters, or param groups, of a model.
 
-    A group is divided where it holds both hidden matrices (two or more dimensions, and neither
-    "embed" nor "lm_head" in the lower-cased full name) and other parameters; one that says
-    `use_muon` itself is left as it is.
+    A group is divided if it holds both hidden matrices (two or more dimensions, and neither
+    "embed" nor "lm_head" in the lower-cased full name) and other parameters; a group with its own
+    `use_muon` is left unchanged.
 
     Args:
         chosen: parameters, (name, parameter) pairs, or param groups of these.
@@ -235,7 +234,7 @@ def _is_hidden_matrix(member: Any, names: Mapping[nn.Parameter, str]) -> bool:
 
 
 class MuonStepper(BaseStepper):
-    """Steps Muon's matrices whole, each on one rank, and the rest as flat slices on every rank."""
+    """A stepper of Muon: matrices whole, each on one rank, and the rest as slices on every rank."""
 
     _optimizer: Muon
 
@@ -246,7 +245,7 @@ class MuonStepper(BaseStepper):
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
-            OffloadError: the disk failed, on some rank; nothing has changed on any.
+            OffloadError: the disk failed on some rank; nothing has changed on any rank.
         """
 
         def step(gradients: Sequence[Gradients]) -> None:

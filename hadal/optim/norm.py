@@ -1,4 +1,4 @@
-"""The norm of all gradients, and the factor that clips it to a limit."""
+"""The global gradient norm, and the factor that clips it to a limit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.sharing import Sharing
 
-# Squares are summed in float32 along rows of so many elements; the rows' sums are added in float64,
-# which keeps digits.
+# Squares are summed in float32 along rows of this many elements; the rows' sums are added in
+# float64 for precision.
 ROW_NUMEL = 1 << 12
-# Elements that a CPU casts together: so few that they stay in the cache.
+# The number of elements that a CPU casts together: few enough to stay in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
 
 
 RowNorms = dict[Gradients, tuple[int, Tensor]]
-"""For each bucket the first element of what this rank counts, and the norms of its rows."""
+"""Each bucket's first element that this rank counts, and the norms of its rows."""
 
 
 def global_norm(
@@ -33,17 +33,17 @@ def global_norm(
     rows: RowNorms | None = None,
     total: Tensor | None = None,
 ) -> Tensor:
-    """The L2 norm of all mean gradients, each counted once; one small sum over a copy's ranks.
+    """Return the L2 norm of all mean gradients, each counted once, by one small sum over ranks.
 
-    The norm is a float64 scalar on the accelerator if all gradients are there and it has that
-    dtype, so that the host does not wait; otherwise on the host.
+    The norm is a float64 scalar on the accelerator, so that the host does not wait, if all
+    gradients are there and it supports that dtype; otherwise on the host.
 
     If gradients stay on their ranks, no rank has the mean: the norm is the root of the mean square
     of all ranks' norms, which the norm of the mean does not exceed.
 
-    `model_parallel` ranks hold parts of one model: their parts are counted too. A parameter that
-    all of them hold counts on the first one only. `rows` is filled with the norms of rows, except
-    on such ranks. `total`: the sum over a copy's ranks of `sum_of_squares`, where it is known.
+    `model_parallel` ranks hold parts of one model, which are counted too; a parameter that all of
+    them hold counts on the first only. `rows` is filled with the norms of rows, except on such
+    ranks. `total` is the sum over a copy's ranks of `sum_of_squares`, if already known.
     """
     if total is None:
         total = sum_of_squares(gradients, sharing, model_parallel, rows)
@@ -59,13 +59,13 @@ def sum_of_squares(
     model_parallel: Ranks | None = None,
     rows: RowNorms | None = None,
 ) -> Tensor:
-    """This rank's part of the squared norm: a float64 scalar (see `global_norm`)."""
+    """Return this rank's part of the squared norm, a float64 scalar (see `global_norm`)."""
     found: dict[Gradients, list[Tensor]] = {}
     ranks = sharing.shards
-    # Backward ends with the first: while its gradients are on their way to the host, those of the
-    # others are there already.
+    # Backward ends with the first bucket: while its gradients are copied to the host, those of
+    # the others are already there.
     for one in reversed(gradients):
-        # If the mean is whole on every rank, each rank counts its even slice of it.
+        # If every rank has the full mean, each rank counts its even slice of it.
         cut, stays = one.bucket.partition.optimizer, one.reduction.stays
         mine = one.mean if cut or stays else slice_of(one.mean, ranks.rank, ranks)
         span = one.bucket.span if stays else one.bucket.layout.span(ranks.rank)
@@ -88,7 +88,7 @@ def sum_of_squares(
 
 
 def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
-    """The same kind of device on all ranks, even on one that has nothing to add."""
+    """Return the device of the sum: of the same kind on all ranks, even those without gradients."""
     devices = {one.bucket.steps_on for one in gradients}
     if len(devices) == 1:
         (device,) = devices
@@ -98,26 +98,26 @@ def device_of_sum(gradients: Sequence[Gradients]) -> torch.device:
 
 
 def is_model_part(parameter: nn.Parameter) -> bool:
-    """Whether model-parallel ranks hold different parts of a parameter, by Megatron's marks."""
+    """Return whether a parameter is split over model-parallel ranks, by Megatron's marks."""
     marks = ("model_parallel", "tensor_model_parallel")
     return any(getattr(parameter, mark, False) is True for mark in marks)
 
 
 def _norms_of_parts(bucket: Bucket, mine: Tensor, span: tuple[int, int]) -> Iterator[Tensor]:
-    """The norms of `mine`, the `span` of a bucket, without what all model ranks hold."""
+    """Yield the norms of `mine`, the `span` of a bucket, without what all model ranks hold."""
     for part in bucket.layout.fragments(*span):
         if is_model_part(bucket.parameters[part.slot]):
             yield from _norms(mine[part.offset : part.offset + part.numel])
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:
-    """The norms of slices of `values`, which is 1-D: of each row, and of the rest."""
+    """Yield the norms of slices of the 1-D `values`: of each row, and of the rest."""
     exact = torch.promote_types(values.dtype, torch.float32)
     on_cpu = values.device.type == "cpu"
     step = min(_CPU_BLOCK_NUMEL * growth(), values.numel()) if on_cpu else values.numel()
     buffer = None
     if on_cpu and values.dtype != exact:
-        # There, to cast first takes a tenth of the time that a norm of 16-bit values takes.
+        # On a CPU casting first takes a tenth of the time of a norm of 16-bit values.
         buffer = torch.empty(step, dtype=exact)
     for part in values.split(step):
         block = part if buffer is None else buffer[: part.numel()].copy_(part)
@@ -128,12 +128,12 @@ def _norms(values: Tensor) -> Iterator[Tensor]:
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """The factor that brings gradients of this norm down to `limit` (0: no limit)."""
+    """Return the factor that scales gradients of this norm down to `limit` (0: no limit)."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
 def clip_on_device(norm: Tensor, limit: float) -> Tensor:
-    """The same as `clip_coefficient` as a scalar of the norm's device; `limit` is above 0."""
+    """Return `clip_coefficient` as a scalar on the norm's device; `limit` is above 0."""
     clip = limit / (norm + 1e-6)
-    # A NaN is no reason to clip, as on the host.
+    # A NaN does not clip, as on the host.
     return torch.where(clip < 1.0, clip, 1.0)

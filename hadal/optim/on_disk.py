@@ -1,4 +1,4 @@
-"""Updates of state on the disk: read, updated in memory and written, part by part."""
+"""Updates of state on a disk, which is read, updated in memory and written part by part."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class DiskSteps:
-    """How an update reads and writes state on the disk."""
+    """Settings for updates of state on the disk."""
 
     numel: int = 1 << 24
-    """Elements of one kind of state that are updated at a time, at most (a sub-group)."""
+    """The most elements of one kind of state that are updated at a time (a sub-group)."""
     buffer_count: int = 4
-    """How many sub-groups, in float32, the buffers hold together."""
+    """The number of sub-groups, in float32, that fit in all buffers."""
     pace: Pace = field(default_factory=Pace)
     pins: bool = False
-    """Whether the buffers are page-locked."""
+    """True if the buffers are pinned."""
     clears_first: bool = False
-    """Whether new state is written as it begins, before the first update reads it."""
+    """True if new state is written to the disk before the first update reads it."""
 
     def part_numel(self, runs: int, block: int) -> int:
-        """Elements that are read at a time, where each has `runs` values: whole blocks."""
+        """Return the elements to read at a time, with `runs` values each, in whole blocks."""
         room = self.buffer_count * self.numel // (runs * self.pace.parts)
         return max(1, min(room, self.numel) // block) * block
 
 
 class PartBuffers:
-    """The buffers that parts are read into, kept from one update to the next.
+    """The buffers for reading parts, kept from one update to the next.
 
-    In fresh memory every page is cleared and mapped first, which takes a good part of the time that
-    the disk does.
+    In new memory each page is cleared and mapped first, which takes a considerable part of the
+    disk's time.
     """
 
     def __init__(self) -> None:
         self._pool: BufferPool | None = None
 
     def pool(self, count: int, nbytes: int, *, pinned: bool) -> BufferPool:
-        """So many buffers of this length: the last ones, where they are alike."""
+        """Return a pool of `count` buffers of `nbytes`, the last one if it matches."""
         pool = self._pool
         if pool is None or (pool.count, pool.nbytes) != (count, nbytes):
             pool = self._pool = BufferPool(count, nbytes, pinned=pinned)
@@ -70,14 +70,14 @@ class PartBuffers:
 def update_on_disk(
     states: Sequence[DiskState], model_parallel: Ranks | None = None
 ) -> Iterator[None]:
-    """Around an update of these buckets. All ranks must come to its end, whatever fails on them.
+    """Guard an update of these buckets. All ranks must reach its end, whatever fails on them.
 
     Args:
         states: their masters and state on the disk.
-        model_parallel: the ranks that hold the other parts of the model, where they share sums.
+        model_parallel: the ranks with the other parts of the model, if they share sums.
 
     Raises:
-        OffloadError: the disk failed on some rank; on every rank everything is as it was.
+        OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
     before = [state.memory() for state in states]
     groups = states[0].optimizer.param_groups
@@ -87,7 +87,7 @@ def update_on_disk(
         with one_update(lambda: _runs_of(states)), parts, _told(states[0].bucket.ranks):
             yield
     except BaseException as error:
-        # Also when the user interrupts it: an emergency checkpoint may follow.
+        # Also on an interrupt by the user: an emergency checkpoint may follow.
         for state, memory in zip(states, before, strict=True):
             state.take_back(memory)
         for group, given in zip(groups, options, strict=True):
@@ -103,17 +103,17 @@ def _told(ranks: Ranks) -> AbstractContextManager[None]:
 
 
 class Deferred:
-    """The first fault of this rank in an update that all ranks must go through.
+    """The first fault of this rank in an update that all ranks must complete.
 
-    A rank whose disk has failed takes part in the exchanges that are left, with whatever it has:
-    the update is taken back in the end, on all ranks.
+    A rank whose disk has failed takes part in the remaining exchanges with arbitrary values: the
+    update is rolled back on all ranks in the end.
     """
 
     def __init__(self) -> None:
         self._fault: Exception | None = None
 
     def run(self, work: Callable[[], Result]) -> Result | None:
-        """What `work`, which sends nothing, returns; None once there is a fault."""
+        """Return the result of `work`, which must not communicate; None once there is a fault."""
         if self._fault is None:
             try:
                 return work()
@@ -122,7 +122,7 @@ class Deferred:
         return None
 
     def tell(self) -> None:
-        """Raise the fault, if there is one."""
+        """Raise the fault if there is one."""
         if self._fault is not None:
             raise self._fault
 
@@ -137,7 +137,7 @@ def step_on_disk(
     """Make one update of these buckets, part by part. All ranks must call it.
 
     Raises:
-        OffloadError: the disk failed on some rank; on every rank everything is as it was.
+        OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
     with update_on_disk([*on_disk.values()]):
         begun, desk = begin_on_disk(on_disk, begin, steps), desks.on(torch.device("cpu"))
@@ -167,7 +167,7 @@ def begin_on_disk(
     begin: Callable[[Group, State, Zeros], BegunT],
     steps: DiskSteps,
 ) -> dict[Gradients, list[tuple[Piece, BegunT, list[DiskTensor]]]]:
-    """Begin an update of the flat pieces of these buckets: see `DiskState.begin`."""
+    """Begin an update of the flat pieces of these buckets (see `DiskState.begin`)."""
     begun = {one: state.begin(begin) for one, state in on_disk.items()}
     if steps.clears_first:
         for run in (run for pieces in begun.values() for *_, runs in pieces for run in runs):
@@ -178,9 +178,9 @@ def begin_on_disk(
 def walk_parts(
     whole: Mapping[Gradients, Stop], block: int, steps: DiskSteps, buffers: PartBuffers
 ) -> Iterator[tuple[Gradients, Stop, Sequence[Tensor]]]:
-    """The stops `whole`, one for the span of each bucket, in parts of whole blocks with values.
+    """Walk the stops in `whole`, one per bucket's span, in parts of whole blocks with values.
 
-    A bucket's tensors are as long as its span.
+    A bucket's tensors have the length of its span.
     """
     if not whole:
         return
@@ -204,10 +204,10 @@ def walk_parts(
 def of_piece(
     stop: Stop, values: Sequence[Tensor], piece: Piece, runs: Sequence[DiskTensor]
 ) -> tuple[int, list[Tensor]]:
-    """The masters and state of a piece that are in a part; it may have none.
+    """Return the masters and state of a piece that are in a part, which may be empty.
 
     Returns:
-        Where they begin in the span, and the values: of the part's first tensor, and of `runs`.
+        Their start in the span, and the values of the part's first tensor and of `runs`.
     """
     last = stop.start + stop.numel
     low = min(max(stop.start, piece.start), last)
@@ -219,9 +219,9 @@ def of_piece(
 
 @contextmanager
 def rewriting_in_turn() -> Iterator[Callable[[Bucket], None]]:
-    """Around an update: what is given a bucket begins to write its weights anew.
+    """Yield a function that starts rewriting a bucket's weights during an update.
 
-    Those of the bucket before are stored.
+    Each call stores the weights of the previous bucket.
     """
     with ExitStack() as stack:
         present: list[Bucket] = []
@@ -238,11 +238,11 @@ def rewriting_in_turn() -> Iterator[Callable[[Bucket], None]]:
 def walk_whole(
     batches: Sequence[Sequence[DiskState]], steps: DiskSteps
 ) -> Generator[list[Tensor], None, None]:
-    """Masters, and all that the optimizer remembers, of one batch of buckets after the other.
+    """Load masters and optimizer state of one batch of buckets after another.
 
-    Yields the masters of each batch, 1-D and as long as the buckets' spans, while the optimizer
-    finds its memory and the values of flat cuts. What they hold when the next is asked for is
-    written.
+    Yields the masters of each batch, 1-D with the length of the buckets' spans, while the optimizer
+    has its state and the values of flat slices. Their contents are written when the next batch is
+    requested.
     """
     stops = []
     for batch in batches:
@@ -261,7 +261,7 @@ def walk_whole(
 
 
 def _largest_nbytes(stops: Iterable[Stop]) -> int:
-    """Bytes of the largest part of a tensor, in whole pages for each byte of an element."""
+    """Return the bytes of the largest part of a tensor, in whole pages per byte of an element."""
     return max(
         -(-stop.numel // UNIT_NUMEL) * UNIT_NUMEL * run.dtype.itemsize
         for stop in stops
@@ -277,7 +277,7 @@ def _step_owned(
     desk: Desk,
     sending: Crossing | None,
 ) -> None:
-    """Step masters and state, which begin at `start` of the span, block by block."""
+    """Step masters and state, which start at `start` of the span, block by block."""
     for low, high in blocks(start, start + owned[0].numel(), desk.numel):
         block = [run[low - start : high - start] for run in owned]
         desk.apply([Item(update, one.mean[low:high], block)])
@@ -285,14 +285,14 @@ def _step_owned(
 
 
 def _restore_weights(states: Iterable[DiskState], error: BaseException) -> None:
-    """Round weights in memory once more from the masters as they were."""
+    """Round weights in memory again from the unchanged masters."""
     try:
         for state in states:
             state.bucket.restore_weights()
     except OffloadError as second:
         raise OffloadError(
-            f"{_text_of(error)}; and the weights cannot be read back ({second}), so that they are"
-            " of different updates: load a checkpoint before going on"
+            f"{_text_of(error)}; the weights cannot be read back either ({second}), so they belong"
+            " to different updates: load a checkpoint before continuing"
         ) from error
 
 
@@ -303,10 +303,10 @@ def _text_of(error: BaseException) -> str:
 def bring_weights_to_disk(
     gradients: Sequence[Gradients], step: Callable[[Gradients], None]
 ) -> None:
-    """Make an update of buckets whose masters are in memory, and whose weights may be on the disk.
+    """Update buckets whose masters are in memory and whose weights may be on the disk.
 
     Raises:
-        OffloadError: it did not come to its end, on some rank; masters have changed already.
+        OffloadError: it failed on some rank, after masters had changed.
     """
     runs = [run for one in gradients for run in _disk_weights(one.bucket)]
     if not runs:
@@ -324,8 +324,8 @@ def bring_weights_to_disk(
     except CommunicationError:
         raise
     except BaseException as error:
-        # An interrupt too: what it leaves must be neither trained on nor saved.
+        # An interrupt too: the state that it leaves must be neither trained nor saved.
         raise OffloadError(
-            f"{_text_of(error)}; masters in memory are of the new update, and weights on the disk"
-            " of the last one: load a checkpoint before going on"
+            f"{_text_of(error)}; masters in memory belong to the new update, but weights on the"
+            " disk to the last one: load a checkpoint before continuing"
         ) from error

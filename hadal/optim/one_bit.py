@@ -1,15 +1,15 @@
 """1-bit Adam (Tang 2021), 1-bit Lamb (Li 2021) and 0/1 Adam (Lu 2022): their formulas and options.
 
-All of them learn the variance v while gradients are averaged exactly, and keep it from then on.
-With a variance that stands still the update is linear in the momentum m, so that m may travel as
-signs: what these lose is sent later and cancels out.
+All of them learn the variance v while gradients are averaged exactly, and freeze it from then on.
+With a frozen variance the update is linear in the momentum m, so m can be sent as signs: the error
+of these is sent later and cancels out.
 
     m = beta1 * m + (1 - beta1) * gradient
     v = beta2 * v + (1 - beta2) * gradient^2
     w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)
 
-No moment is corrected for its start at zero. How things travel is the steppers' job; an optimizer
-that no engine steps sees all gradients itself, and nothing travels.
+Moments have no bias correction. Communication is the steppers' job; an optimizer that no engine
+steps sees all gradients itself and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hadal.optim.own import Group, OwnOptimizer, State
 
 
 class SignOptimizer(OwnOptimizer):
-    """What the three share: `exp_avg`, `exp_avg_sq` and `step` of each tensor; options of a group.
+    """The base of all three: `exp_avg`, `exp_avg_sq` and `step` of each tensor; group options.
 
     A group may hold an `exp_avg_mask` of the shape of each of its parameters (or one that expands
-    to it): the momentum is multiplied with it whenever it has travelled. Elements that never get a
-    gradient would else be given the others' magnitude, with a sign.
+    to it), by which the momentum is multiplied after each exchange. Otherwise elements that never
+    get a gradient would get the others' magnitude, with a sign.
 
     Raises:
-        OptimizerError: `amsgrad`, which they do not have.
+        OptimizerError: `amsgrad` is given, which they do not support.
     """
 
     freeze_step: int
@@ -50,7 +50,7 @@ class SignOptimizer(OwnOptimizer):
     ) -> None:
         name = type(self).__name__
         if amsgrad:
-            raise OptimizerError(f"{name} has no amsgrad; leave it out or give false")
+            raise OptimizerError(f"{name} does not support amsgrad; remove it or set it to false")
         settings: dict[str, Any] = {
             "lr": lr,
             "betas": tuple(betas),
@@ -63,15 +63,15 @@ class SignOptimizer(OwnOptimizer):
 
     @property
     def last_of_variance(self) -> int:
-        """The last update at which v may be learnt: there is at least one."""
+        """The last update that may learn v: at least the first."""
         return max(1, self.freeze_step)
 
     def learns_variance(self, number: int) -> bool:
-        """Whether update `number` (from 1) averages gradients exactly, and learns v of them."""
+        """Return whether update `number` (from 1) averages gradients exactly, to learn v."""
         return number <= self.last_of_variance
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
-        """Make one update of a whole parameter, whose gradient is everybody's."""
+        """Make one update of a whole parameter from the averaged gradient."""
         state = begin_state(self.state[parameter], parameter)
         state["step"] += 1
         momentum = state["exp_avg"].lerp(gradient, 1 - group["betas"][0])
@@ -84,11 +84,11 @@ class SignOptimizer(OwnOptimizer):
         self.move_whole(parameter.detach(), state, group, learns=learns)
 
     def renewed(self, state: State) -> Sequence[Tensor]:
-        """The state that `take` renews, made where it is not there yet."""
+        """Return the state that `take` updates, created if missing."""
         return [state["exp_avg"]]
 
     def take(self, renewed: Sequence[Tensor], momentum: Tensor, group: Group) -> None:
-        """Take over a new momentum while the variance stands still; all are of one shape."""
+        """Store a new momentum while the variance is frozen; all tensors have one shape."""
         renewed[0].copy_(momentum)
 
     def move_whole(self, values: Tensor, state: State, group: Group, *, learns: bool) -> None:
@@ -97,7 +97,7 @@ class SignOptimizer(OwnOptimizer):
 
 
 class OneBitAdam(SignOptimizer):
-    """Adam whose momentum travels as signs from update `freeze_step` + 1 on."""
+    """Adam whose momentum is sent as signs from update `freeze_step` + 1 on."""
 
     def __init__(
         self,
@@ -115,11 +115,11 @@ class OneBitAdam(SignOptimizer):
 
 
 class OneBitLamb(SignOptimizer):
-    """Lamb whose momentum travels as signs from update `freeze_step` + 1 on.
+    """Lamb whose momentum is sent as signs from update `freeze_step` + 1 on.
 
-    From then on a parameter's trust ratio is its running average (`coeff_beta`) of the updates
-    before, times a factor: how far the variance has moved since, within [`factor_min`,
-    `factor_max`], by at most a share of `factor_threshold` in one update.
+    From then on a parameter's trust ratio is its running average (`coeff_beta`) over the earlier
+    updates, times a factor: the change of the variance since then, within [`factor_min`,
+    `factor_max`], which changes by at most a fraction `factor_threshold` per update.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each key of its section
@@ -148,18 +148,18 @@ class OneBitLamb(SignOptimizer):
         self.factor_threshold = factor_threshold
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
-        """Make one update of a whole parameter, whose gradient is everybody's."""
+        """Make one update of a whole parameter from the averaged gradient."""
         if parameter.numel():
             super().step_parameter(parameter, gradient, group)
 
     def renewed(self, state: State) -> Sequence[Tensor]:
-        """The momentum, and the variance that would be if it were still learnt."""
+        """Return the momentum, and the variance as it would be without the freeze."""
         if "exp_avg_sq_fresh" not in state:
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
         return [state["exp_avg"], state["exp_avg_sq_fresh"]]
 
     def take(self, renewed: Sequence[Tensor], momentum: Tensor, group: Group) -> None:
-        """Take over a new momentum, and learn the fresh variance of the gradient in it."""
+        """Store a new momentum, and update the fresh variance with the gradient in it."""
         first, fresh = renewed
         beta1, beta2 = group["betas"]
         gradient = (momentum - beta1 * first).div_(1 - beta1)
@@ -174,9 +174,9 @@ class OneBitLamb(SignOptimizer):
             self._move_by_factor(values, state, group)
 
     def _move_by_ratio(self, values: Tensor, state: State, group: Group) -> None:
-        """As Lamb does; the ratio goes into its running average."""
+        """Update as Lamb does, and add the ratio to its running average."""
         for key in ("exp_avg_sq_fresh", "last_factor"):
-            # Of a variance that stood still before: this one begins anew from where it will stand.
+            # These belong to an earlier frozen variance; the next freeze starts over.
             state.pop(key, None)
         update = state["exp_avg"] / divisor_of(state["exp_avg_sq"], group)
         if group["weight_decay"]:
@@ -185,19 +185,19 @@ class OneBitLamb(SignOptimizer):
         ratio = (weight / length).clamp(group["min_coeff"], group["max_coeff"])
         ratio = torch.where((weight > 0) & (length > 0), ratio, 1.0)
         known = _scalar(state, "lamb_coeff_freeze", 0.0, values)
-        # 1 stands for no ratio.
+        # A ratio of 1 means there is none.
         known.copy_(torch.where(ratio == 1, known, torch.lerp(ratio, known, self.coeff_beta)))
         values.sub_(update.mul_(ratio * group["lr"]))
 
     def _move_by_factor(self, values: Tensor, state: State, group: Group) -> None:
-        """As Lamb does with the ratio's average, times how far the variance has moved since."""
+        """Update as Lamb does with the ratio's average, times the change of the variance since."""
         divisor = divisor_of(state["exp_avg_sq"], group)
         factor = (divisor / divisor_of(state["exp_avg_sq_fresh"], group)).amax()
         update = state["exp_avg"] / divisor
         if group["weight_decay"]:
             length = update.norm()
             update.add_(values, alpha=group["weight_decay"])
-            # The variance bears on this share of the update alone.
+            # The variance affects only this part of the update.
             share = (length / update.norm()).clamp(max=1).nan_to_num(1.0)
             factor = factor * share + (1 - share)
         last = _scalar(state, "last_factor", 1.0, values)
@@ -209,12 +209,12 @@ class OneBitLamb(SignOptimizer):
 
 
 class ZeroOneAdam(SignOptimizer):
-    """Adam that learns the variance ever more rarely, and then exchanges ever more rarely.
+    """Adam that learns the variance at growing intervals, and then exchanges at growing intervals.
 
-    Up to update `var_freeze_step` v is learnt at some updates, of gradients that are averaged
-    exactly; at the others gradients travel as signs. The interval between the former doubles after
-    each `var_update_scaler` of them. From then on each rank makes updates of its own, and the sum
-    of their lr * m travels as signs: at every update at first; the interval doubles after each
+    Up to update `var_freeze_step` some updates average gradients exactly and learn v from them; at
+    the others gradients are sent as signs. The interval between the former doubles after each
+    `var_update_scaler` of them. After that each rank makes local updates, and the sum of their
+    lr * m is sent as signs: at first at every update; the interval doubles after each
     `local_step_scaler` updates, up to `local_step_clipper`.
     """
 
@@ -240,26 +240,26 @@ class ZeroOneAdam(SignOptimizer):
 
     @property
     def last_of_variance(self) -> int:
-        """The last update at which v may be learnt: there is at least one."""
+        """The last update that may learn v: at least the first."""
         return max(1, self.var_freeze_step)
 
     def learns_variance(self, number: int) -> bool:
-        """Some of the first updates."""
+        """Return whether an update learns v: some of the first ones do."""
         learns = is_variance_update(number, self.var_update_scaler)
         return super().learns_variance(number) and learns
 
     def is_local(self, number: int) -> bool:
-        """Whether ranks make an update of their own."""
+        """Return whether ranks make a local update."""
         return number > self.last_of_variance
 
     def synchronizes(self, number: int) -> bool:
-        """Whether a local update is followed by an exchange."""
+        """Return whether an exchange follows a local update."""
         local = number - self.last_of_variance
         return local % local_interval(local, self.local_step_scaler, self.local_step_clipper) == 0
 
 
 def is_variance_update(number: int, scaler: int) -> bool:
-    """Whether update `number` (from 1) learns v: intervals of 1, 2, 4, ..., `scaler` of each."""
+    """Return whether update `number` (from 1) learns v: `scaler` intervals each of 1, 2, 4, ..."""
     interval = 1
     while number > scaler * interval:
         number -= scaler * interval
@@ -268,12 +268,12 @@ def is_variance_update(number: int, scaler: int) -> bool:
 
 
 def local_interval(number: int, scaler: int, longest: int) -> int:
-    """Updates between two exchanges, at local update `number` (from 1)."""
+    """Return the updates between two exchanges at local update `number` (from 1)."""
     return int(min(longest, 2 ** min((number - 1) // scaler, longest.bit_length())))
 
 
 def begin_state(state: State, values: Tensor) -> State:
-    """The state of a tensor, made on first use."""
+    """Return the state of a tensor, created on first use."""
     if "step" not in state:
         state["step"] = torch.zeros(())
     for key in ("exp_avg", "exp_avg_sq"):
@@ -283,27 +283,27 @@ def begin_state(state: State, values: Tensor) -> State:
 
 
 def learn_second(second: Tensor, gradient: Tensor, group: Group) -> None:
-    """Put a gradient into the variance."""
+    """Update the variance with a gradient."""
     beta2 = group["betas"][1]
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
 
 def divisor_of(second: Tensor, group: Group) -> Tensor:
-    """What a momentum is divided by."""
+    """Return the divisor of a momentum."""
     if group["eps_inside_sqrt"]:
         return second.add(group["eps"]).sqrt_()
     return second.sqrt().add_(group["eps"])
 
 
 def move(values: Tensor, first: Tensor, second: Tensor, group: Group) -> None:
-    """Make Adam's update, without a correction."""
+    """Make Adam's update without bias correction."""
     divisor = divisor_of(second, group)
     values.mul_(1 - group["lr"] * group["weight_decay"])
     values.addcdiv_(first, divisor, value=-group["lr"])
 
 
 def _scalar(state: State, key: str, first: float, values: Tensor) -> Tensor:
-    """A number of one parameter, where its values are."""
+    """Return a scalar of the state on the device of the values, created if missing."""
     known = state.get(key)
     known = torch.tensor(first) if known is None else known
     made: Tensor = known.to(values.device, values.dtype)

@@ -1,4 +1,4 @@
-"""Search for gradients that are not finite, and for the first parameter that has one."""
+"""The search for non-finite gradients, and for the first parameter with one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hadal.zero.gradients import Gradients
 def has_overflow(
     gradients: Sequence[Gradients], ranks: Ranks, model_parallel: Ranks | None = None
 ) -> Tensor:
-    """Whether any mean gradient on any rank is not finite: for updates that compute no norm.
+    """Return whether any mean gradient on any rank is non-finite, for updates without a norm.
 
-    The ranks that hold the other parts of the model take part. The flag is on the accelerator if
-    all gradients are there.
+    The ranks of other model-parallel parts take part. The flag is on the accelerator if all
+    gradients are.
     """
     device = device_of_sum(gradients)
     found = torch.zeros((), device=device)
     for one in gradients:
         if one.mean.numel():
-            # The extremes need no mask as long as the gradient; a NaN is both.
+            # The extremes avoid a mask as long as the gradient; a NaN is both of them.
             extremes = torch.stack(torch.aminmax(one.mean))
             if one.mean.device != device:
                 extremes = read_on_host(extremes, "the extremes of the gradients")
@@ -41,16 +41,16 @@ def has_overflow(
 def first_overflow(
     gradients: Sequence[Gradients], names: Sequence[str], ranks: Ranks
 ) -> str | None:
-    """The first of `names` (full names, in the model's order) whose mean gradient is not finite.
+    """Return the first of `names` (full, in the model's order) with a non-finite mean gradient.
 
-    Each rank looks at its own cut of the gradients; all ranks must call it, and get the same name.
-    None where every single gradient is finite, and only the square of their norm is too large.
+    Each rank checks its own slice of the gradients; all ranks must call it, and get the same name.
+    None if every gradient is finite and only the square of their norm is too large.
     """
     return _first_of((name for one in gradients for name in _not_finite(one)), names, ranks)
 
 
 def _first_of(found: Iterable[str], names: Sequence[str], ranks: Ranks) -> str | None:
-    """The first of `names` that any rank has found."""
+    """Return the first of `names` that any rank has found."""
     place = {name: number for number, name in enumerate(names)}
     mine = min((place[name] for name in found), default=len(names))
     first = min(gather_codes(mine, ranks))
@@ -67,9 +67,9 @@ def _not_finite(one: Gradients) -> Iterator[str]:
 
 
 def first_row_overflow(rows: RowNorms, names: Sequence[str], ranks: Ranks) -> str | None:
-    """As `first_overflow`, by the norms of rows, when the gradients are gone already.
+    """Search like `first_overflow`, by the norms of rows, if the gradients are already freed.
 
-    Parameters that share a row cannot be told apart.
+    It cannot distinguish parameters that share a row.
     """
     near = (_near(one, start, norms) for one, (start, norms) in rows.items())
     return _first_of(chain.from_iterable(near), names, ranks)

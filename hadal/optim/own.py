@@ -1,4 +1,4 @@
-"""What the optimizers of our own share: a step that updates one parameter after the other."""
+"""The base of Hadal's own optimizers: a step that updates one parameter at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Group = dict[str, Any]
 
 
 class OwnOptimizer(Optimizer, ABC):
-    """An optimizer of our own, which steps by itself, as torch's do, where no engine steps it."""
+    """The base class of Hadal's optimizers, which step like torch's if no engine steps them."""
 
     @abstractmethod
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
-        """Make one update of a whole parameter; `gradient` may be overwritten."""
+        """Make one update of a whole parameter; may overwrite `gradient`."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -42,9 +42,9 @@ class OwnOptimizer(Optimizer, ABC):
 
 
 def _laid_like(parameter: nn.Parameter) -> Tensor:
-    """A parameter's gradient in its strides: fused kernels walk through the memory of both."""
+    """Return a parameter's gradient with its strides, as fused kernels traverse both in memory."""
     gradient = parameter.grad
-    assert gradient is not None  # the caller has looked
+    assert gradient is not None  # the caller has checked
     if gradient.layout != torch.strided or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

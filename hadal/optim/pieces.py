@@ -1,4 +1,4 @@
-"""What flat cuts an optimizer finds in its param groups: one tensor per group and bucket."""
+"""The tensors in an optimizer's param groups: flat slices, one per group and bucket."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from hadal.zero.views import flattened, shaped
 
 
 class Piece(NamedTuple):
-    """A contiguous run of one param group in one bucket's master, or a whole parameter."""
+    """A contiguous slice of one param group in a bucket's master, or a whole parameter."""
 
     group: int
     start: int
     stop: int
     values: nn.Parameter
     slot: Slot | None = None
-    """Whose whole values they are; None for a flat cut."""
+    """The slot of a whole parameter; None for a flat slice."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether `values` are a whole parameter, and no flat cut."""
+        """True if `values` are a whole parameter rather than a flat slice."""
         return self.slot is not None
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A view of as many elements, 1-D as they lie in memory, in the shape of `values`."""
+        """Return a view, in the shape of `values`, of as many 1-D elements in memory order."""
         return flat if self.slot is None else shaped(flat, self.slot)
 
     def flattened(self, values: Tensor) -> Tensor:
-        """What `shaped` gives such a view of."""
+        """Return the 1-D elements of such a view, in memory order: the inverse of `shaped`."""
         return values if self.slot is None else flattened(values, self.slot)
 
 
-class Held(NamedTuple):
-    """A tensor that an optimizer has in its param groups, and where its values lie."""
+class HeldTensor(NamedTuple):
+    """A tensor in an optimizer's param groups, with the location of its values."""
 
     values: nn.Parameter
     bucket: Bucket
     start: int
-    """The first of its elements, counted from the bucket's start."""
+    """Its first element, counted from the bucket's start."""
     group: int
     slot: int | None
-    """Whose whole values they are; None for a flat cut through the parameters of a group."""
+    """The slot of a whole parameter; None for a flat slice of a group's parameters."""
 
 
 def lay_pieces(
     optimizer: Optimizer, one: Gradients, takes: Callable[[int], bool] = lambda _: True
 ) -> list[Piece]:
-    """Add this rank's runs of a bucket to the param groups that `takes` accepts.
+    """Add this rank's slices of a bucket to the param groups that `takes` accepts.
 
-    State that the optimizer holds for the parameters goes along.
+    The optimizer's state of the parameters moves with them.
 
     Raises:
-        OptimizerError: that state differs between parameters that are stepped together.
+        OptimizerError: the state differs between parameters that are stepped together.
     """
     bucket = one.bucket
     master = bucket.master
@@ -83,9 +83,9 @@ def lay_pieces(
 
 
 def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor) -> dict[str, Any]:
-    """What the optimizer holds for the parameters of a run, laid out like the run.
+    """Return the optimizer's state of a slice's parameters, arranged like the slice.
 
-    Tensors of a parameter's shape are cut and joined; anything else must be the same for all.
+    Tensors of a parameter's shape are cut and joined; other state must be equal for all parameters.
     """
     begin = bucket.span[0] + run.start
     parts = list(bucket.layout.fragments(begin, bucket.span[0] + run.stop))
@@ -94,7 +94,7 @@ def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor
     for key in dict.fromkeys(key for known in states for key in known):
         for part, known in zip(parts, states, strict=True):
             slot, value = bucket.layout.slots[part.slot], known.get(key)
-            # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
+            # A 0-dim parameter has 0-dim state; a step count is not per element.
             fits = isinstance(value, Tensor) and tuple(value.shape) == slot.shape
             if fits and key != "step":
                 dtype = bucket.precision.state_dtype if value.is_floating_point() else value.dtype
@@ -105,8 +105,8 @@ def _state_of_run(optimizer: Optimizer, bucket: Bucket, run: Run, values: Tensor
                 state[key] = value.clone() if isinstance(value, Tensor) else value
             elif value is None or bool(state[key] != value):
                 raise OptimizerError(
-                    f"the state {key!r} that the {type(optimizer).__name__} brings along is"
-                    f" {value!r} for {slot.name} and {state[key]!r} for the parameters before it;"
-                    " parameters of one group are stepped together. Give a fresh optimizer."
+                    f"the existing state {key!r} of {type(optimizer).__name__} is {value!r} for"
+                    f" {slot.name}, but {state[key]!r} for the parameters before it; parameters of"
+                    " one group are stepped together. Pass a new optimizer."
                 )
     return state

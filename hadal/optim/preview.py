@@ -1,4 +1,4 @@
-"""What a schedule will do over a number of updates, without a model."""
+"""A preview of a schedule over a number of updates, without a model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hadal.optim.build import build_optimizer
 from hadal.optim.schedules import build_schedule, needs_metric
 
 _DEFAULT_RATE = 1e-3
-# What torch's schedulers take one value of for each param group; other lists of theirs are not.
+# Arguments of torch's schedulers with one value per param group; their other lists are not.
 _PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum", "lr_lambda")
 
 
 @dataclass(slots=True)
 class Course:
-    """One param group's course; item n is what holds after n updates."""
+    """The course of one param group; item n applies after n updates."""
 
     rates: list[float] = field(default_factory=list)
     momenta: list[float] = field(default_factory=list)
-    """SGD's momentum, or the first of Adam's betas; empty where the optimizer has neither."""
+    """SGD's momentum or Adam's first beta; empty if the optimizer has neither."""
 
 
 def preview(
@@ -34,20 +34,20 @@ def preview(
     optimizer: tuple[str, Mapping[str, Any]] | None,
     steps: int,
 ) -> list[Course]:
-    """Play a schedule for `steps` updates of an optimizer that updates nothing.
+    """Run a schedule for `steps` updates of an optimizer that updates nothing.
 
     Args:
         schedule: type and params of the `scheduler` section.
         optimizer: type and params of the `optimizer` section, for its rate and momentum; None:
             AdamW with its defaults.
-        steps: how many updates.
+        steps: the number of updates.
 
     Returns:
-        A course for each param group, of `steps` + 1 values; there are as many groups as the lists
-        in the schedule's params have values.
+        A course of `steps` + 1 values for each param group; the number of groups is the length of
+        lists in the schedule's params.
 
     Raises:
-        OptimizerError: no such schedule, arguments that it does not take, or it follows a metric.
+        OptimizerError: an unknown schedule, one that follows a metric, or invalid arguments.
     """
     kind, params = schedule
     groups = [
@@ -59,7 +59,7 @@ def preview(
         raise OptimizerError(f"{kind} needs a metric at every step, so its course is not known")
     courses = [Course() for _ in made.param_groups]
     with warnings.catch_warnings():
-        # Torch's schedulers expect a step of the optimizer before each of theirs.
+        # torch's schedulers expect a step of the optimizer before each of theirs.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         for step in range(steps + 1):
             if step:
@@ -83,7 +83,7 @@ def _count_groups(kind: str, params: Mapping[str, Any]) -> int:
 
 
 def _optimizer(section: tuple[str, Mapping[str, Any]] | None, groups: list[Any]) -> Optimizer:
-    """The section's optimizer; AdamW with its rate where this version does not make it."""
+    """Build the section's optimizer, or AdamW with its rate if it cannot be built here."""
     kind, params = section or ("AdamW", {})
     try:
         return build_optimizer(kind, {"lr": _DEFAULT_RATE, **params}, groups)

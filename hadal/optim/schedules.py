@@ -1,4 +1,4 @@
-"""Learning-rate schedules of the `scheduler` section: pure curves, and the object that plays them.
+"""Learning-rate schedules of the `scheduler` section: pure curves, and objects that apply them.
 
 In every curve `n` counts the schedule's steps so far (0 before the first) and `t` is n - 1.
 """
@@ -22,15 +22,15 @@ from hadal.errors import OptimizerError
 _log = logging.getLogger(__name__)
 
 Rates = float | Sequence[float]
-# What OneCycle holds the second beta at while it moves the first.
+# OneCycle's constant second beta while it varies the first.
 _SECOND_BETA = 0.99
 
 
 class Schedule(ABC):
-    """Sets each param group's learning rate after each update.
+    """A schedule that sets each param group's learning rate after each update.
 
-    Owns the number of steps so far; the curve itself is `rate`. `last_batch_iteration` is the
-    number of the last step, -1 before the first: a schedule made with a larger one goes on there.
+    It owns the number of steps so far; `rate` is the curve. `last_batch_iteration` is the number
+    of the last step, -1 before the first: a schedule created with a larger one continues there.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
@@ -42,10 +42,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def rate(self, n: int, group: int) -> float:
-        """The learning rate of param group number `group` after `n` steps."""
+        """Return the learning rate of param group number `group` after `n` steps."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move on by one update (or to a given one) and write the new rates."""
+        """Advance by one update (or to a given one) and write the new rates."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
@@ -54,27 +54,27 @@ class Schedule(ABC):
     def _write(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups[: self._known]):
             rate = self.rate(self.last_batch_iteration + 1, index)
-            # A rate that the caller holds in a tensor stays one: captured steps read it there.
+            # A rate in a tensor stays in it: captured steps read it there.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
     def get_lr(self) -> list[float]:
-        """The present rate of each param group."""
+        """Return the current rate of each param group."""
         n = self.last_batch_iteration + 1
         return [self.rate(n, index) for index in range(self._known)]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were written last."""
+        """Return the rates that were written last."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
+        """Return the state for `load_state_dict`."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
         self._write()
 
@@ -84,7 +84,7 @@ class Schedule(ABC):
             return [float(value)] * groups  # type: ignore[arg-type]
         if len(value) != groups:
             raise OptimizerError(
-                f"scheduler.params.{key} lists {len(value)} values for {groups} param groups; give"
+                f"scheduler.params.{key} lists {len(value)} values for {groups} param groups; use"
                 " one value, or one for each group"
             )
         return [float(item) for item in value]
@@ -102,19 +102,19 @@ class _WarmUp(Schedule):
     """A schedule that begins with a warm-up of `warmup_num_steps`, of `warmup_type`."""
 
     def _set_warm_up(self, steps: int, kind: str) -> None:
-        # The logarithm divides by ln(length): none and one step count as two.
+        # The logarithm divides by ln(length), so 0 and 1 steps count as 2.
         self._length = max(2, _count(steps, "warmup_num_steps", 0))
         if kind not in ("log", "linear"):
             _log.warning('scheduler.params.warmup_type %r is unknown, "log" is used', kind)
         self._is_linear = kind == "linear"
 
     def _warmed_up(self, t: int) -> float:
-        """The share of the warm-up that is done at t < length, from 0 to 1."""
+        """Return the completed fraction of the warm-up at t < length, from 0 to 1."""
         return t / self._length if self._is_linear else math.log(t + 1) / math.log(self._length)
 
 
 class WarmupLR(_WarmUp):
-    """From a low rate to a high one in `warmup_num_steps`, then constant."""
+    """A schedule from a low rate to a high one in `warmup_num_steps`, then constant."""
 
     def __init__(
         self,
@@ -134,17 +134,17 @@ class WarmupLR(_WarmUp):
         super().__init__(optimizer, last_batch_iteration)
 
     def share(self, t: int) -> float:
-        """How far between the low (0) and the high (1) rate."""
+        """Return the position between the low (0) and the high (1) rate."""
         return self._warmed_up(t) if t < self._length else 1.0
 
     def rate(self, n: int, group: int) -> float:
-        """The rate of a param group after `n` steps."""
+        """Return the rate of a param group after `n` steps."""
         low, high = self._low[group], self._high[group]
         return low if n == 0 else low + (high - low) * self.share(n - 1)
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then linearly down to the low rate at `total_num_steps`."""
+    """`WarmupLR` followed by a linear decay to the low rate at `total_num_steps`."""
 
     def __init__(
         self,
@@ -167,14 +167,14 @@ class WarmupDecayLR(WarmupLR):
             )
 
     def share(self, t: int) -> float:
-        """How far between the low (0) and the high (1) rate."""
+        """Return the position between the low (0) and the high (1) rate."""
         if t < self._length:
             return self._warmed_up(t)
         return max(0.0, (self._total - t) / max(1.0, self._total - self._length))
 
 
 class WarmupCosineLR(_WarmUp):
-    """Warm-up as a share of each group's own rate, then half a cosine down (Loshchilov 2017)."""
+    """A warm-up to each group's own rate, then half a cosine down (Loshchilov 2017)."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class WarmupCosineLR(_WarmUp):
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, t: int) -> float:
-        """The share of a group's own rate."""
+        """Return the fraction of a group's own rate."""
         if t < self._length:
             done = self._warmed_up(t)
             return self._first_ratio + (1.0 - self._first_ratio) * done
@@ -203,12 +203,12 @@ class WarmupCosineLR(_WarmUp):
         return max(0.0, last + (1.0 - last) * (1.0 + math.cos(math.pi * done)) / 2.0)
 
     def rate(self, n: int, group: int) -> float:
-        """The rate of a param group after `n` steps."""
+        """Return the rate of a param group after `n` steps."""
         return 0.0 if n == 0 else self._own[group] * self.ratio(n - 1)
 
 
 class LRRangeTest(Schedule):
-    """A rate that only grows, to find the largest that still trains (Smith 2017)."""
+    """A growing rate, to find the largest that still trains (Smith 2017)."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rate(self, n: int, group: int) -> float:
-        """The rate of a param group after `n` steps."""
+        """Return the rate of a param group after `n` steps."""
         interval = n // self._size if self._stairs else n / self._size
         return self._low[group] * (1.0 + self._growth * interval)
 
@@ -267,15 +267,15 @@ class OneCycle(Schedule):
         self._cycles_momentum = cycle_momentum
         if cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             _log.warning(
-                "scheduler.params.cycle_momentum is off: %s has no betas; say false to say so"
-                " yourself",
+                "scheduler.params.cycle_momentum has no effect: %s has no betas; set it to false to"
+                " silence this warning",
                 type(optimizer).__name__,
             )
             self._cycles_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
     def position(self, n: int) -> float:
-        """Where in the cycle: 0 at both ends, 1 at the peak."""
+        """Return the position in the cycle: 0 at both ends, 1 at the peak."""
         first, second = self._sizes
         rising = n <= first
         done, size = (n, first) if rising else (first + second - n, second)
@@ -289,14 +289,14 @@ class OneCycle(Schedule):
         return behind / self._decay[0] if self._decay[0] else 0.0
 
     def rate(self, n: int, group: int) -> float:
-        """The rate of a param group after `n` steps."""
+        """Return the rate of a param group after `n` steps."""
         low, high = self._low[group], self._high[group]
         if n > sum(self._sizes):
             return low / (1.0 + self._decay[1] * self._decay_intervals(n))
         return low + (high - low) * self.position(n)
 
     def momentum(self, n: int, group: int) -> float:
-        """The first beta of a param group after `n` steps."""
+        """Return the first beta of a param group after `n` steps."""
         low, high = self._low_momentum[group], self._high_momentum[group]
         if n == 0:
             return low
@@ -318,17 +318,17 @@ _NATIVE: dict[str, type[Schedule]] = {
 
 
 def needs_metric(schedule: object) -> bool:
-    """Whether each step of a schedule takes a metric, such as a validation loss."""
+    """Return whether each step of a schedule takes a metric, such as a validation loss."""
     return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def build_schedule(
     kind: str, params: Mapping[str, Any], optimizer: Optimizer
 ) -> Schedule | LRScheduler:
-    """Make the schedule that the `scheduler` section names.
+    """Build the schedule that the `scheduler` section names.
 
     Raises:
-        OptimizerError: no such schedule, or parameters that it does not take.
+        OptimizerError: an unknown schedule, or parameters that it does not accept.
     """
     made: Any = _NATIVE.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if not inspect.isclass(made) or not issubclass(made, (Schedule, LRScheduler)):
@@ -345,5 +345,5 @@ def build_schedule(
     except (TypeError, ValueError) as error:
         if isinstance(error, OptimizerError):
             raise
-        raise OptimizerError(f"{kind} cannot be made with {dict(params)}: {error}") from error
+        raise OptimizerError(f"{kind} cannot be created with {dict(params)}: {error}") from error
     return schedule

@@ -1,4 +1,4 @@
-"""Steppers of 1-bit Lamb and 0/1 Adam: how they differ from 1-bit Adam's."""
+"""The steppers of 1-bit Lamb and 0/1 Adam, derived from 1-bit Adam's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hadal.comm.collectives import sum_
 from hadal.optim.desk import Multiplier
-from hadal.optim.exchanging import Block, ExchangingStepper, Lane, Slice
+from hadal.optim.exchanging import ExchangingStepper, Lane, MomentBlock, Slice
 from hadal.optim.one_bit import OneBitLamb, ZeroOneAdam, divisor_of
 from hadal.optim.own import Group
 from hadal.optim.step import refresh
@@ -17,7 +17,7 @@ from hadal.zero.gradients import Gradients
 
 
 class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
-    """Steps 1-bit Lamb on whole parameters, each of which has a trust ratio."""
+    """A stepper of 1-bit Lamb on whole parameters, each of which has a trust ratio."""
 
     def _is_whole(self, group: int) -> bool:
         return True
@@ -30,12 +30,12 @@ class OneBitLambStepper(ExchangingStepper[OneBitLamb]):
 
 
 class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
-    """Steps 0/1 Adam: first gradients travel as signs between the updates that learn the variance,
-    then what ranks have moved by themselves.
+    """A stepper of 0/1 Adam: at first, between the updates that learn the variance, ranks send
+    gradients as signs; later they send the sum of their local updates.
 
-    Where an exchange does not follow each update at once, `_anchors` hold what all ranks had at the
-    last one, decayed as weights are. Then all start from there with what all have moved, so that
-    they come to the same bits.
+    If not every update is followed by an exchange, `_anchors` hold the weights of the last
+    exchange, with weight decay applied since. All ranks then start from them and add what all have
+    moved, so that they get the same bits.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
     ) -> None:
         self._anchors: dict[Slice, Tensor] = {}
         self._rates: dict[int, float] = {}
-        """By param group: the sum of learning rates since the last exchange; empty: ranks agree."""
+        """The sum of learning rates since the last exchange, by param group; empty: ranks agree."""
         super().__init__(optimizer, gradients, parameters)
 
     def _update(self, number: int, multiplier: Multiplier) -> None:
@@ -55,8 +55,8 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         else:
             super()._update(number, multiplier)
 
-    def _owe_block(self, block: Block, gradient: Tensor, group: Group) -> None:
-        """Send the gradient."""
+    def _owe_block(self, block: MomentBlock, gradient: Tensor, group: Group) -> None:
+        """Add the gradient to what is owed."""
         block.rest[0].add_(gradient)
 
     def _take(self, part: Slice, cut: slice, mean: Tensor) -> None:
@@ -65,7 +65,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
 
     def _step_locally(self, number: int, multiplier: Multiplier) -> None:
         if not self._optimizer.is_local(number - 1):
-            # What is owed is a part of gradients, and will be one of updates.
+            # The debt so far is of gradients; from now on it is of updates.
             for lane in self._lanes:
                 lane.sending().forget()
         follows = self._optimizer.synchronizes(number)
@@ -79,7 +79,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
             self._synchronize()
 
     def _step_part(self, lane: Lane, part: Slice, multiplier: Multiplier) -> None:
-        """Make an update of this rank's own, and owe it. Without an anchor the values are it."""
+        """Make a local update and owe it. Without an anchor the values serve as the anchor."""
         group, owed = self._group_of(part), part.cut(lane.sending().owed.mine)
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         anchor = [self._anchors[part]] if part in self._anchors else []
@@ -94,15 +94,15 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
                 block.values.addcdiv_(block.first, divisor, value=-rate)
 
     def _share(self, part: Slice) -> float:
-        """The learning rates of a part's group since the last exchange, in the largest such sum."""
+        """Return a part's sum of learning rates since the last exchange, over the largest sum."""
         largest = max(self._rates.values())
         return self._rates[part.held.group] / largest if largest else 1.0
 
     def _synchronize(self) -> None:
-        """Start from the anchors with what all ranks have moved since.
+        """Set the weights to the anchors plus the movement of all ranks since.
 
-        Groups travel as if they had one learning rate: a group would else get the signs of another
-        one in its block at the length of that one's updates, even where its own rate is 0.
+        Groups are sent as if they had one learning rate. Otherwise a group that shares a block with
+        another would get signs scaled to the other's updates, even at a learning rate of 0.
         """
         shares = [(lane, part, self._share(part)) for lane, part in self._all_parts()]
         uneven = [(lane, part, share) for lane, part, share in shares if share != 1.0]
@@ -113,7 +113,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
             lane.rescale(part, share)
         for lane, part in self._all_parts():
             if not self._rates[part.held.group]:
-                # Nothing was moved that could tell the momentum.
+                # Nothing was moved from which the momentum could be derived.
                 first = self._state(part)["exp_avg"]
                 sum_(first, lane.bucket.ranks, "the sum of momenta at a learning rate of 0")
                 first.div_(lane.bucket.ranks.size)
@@ -133,7 +133,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
 
     @torch.no_grad()
     def bring_together(self) -> None:
-        """Where ranks have moved by themselves: exchange before the time for it has come."""
+        """Exchange now, ahead of schedule, if ranks have made local updates."""
         if self._rates:
             self._synchronize()
             refresh(self._gradients)
@@ -142,7 +142,7 @@ class ZeroOneAdamStepper(ExchangingStepper[ZeroOneAdam]):
         return "updates" if self._optimizer.is_local(self._count) else "gradients"
 
     def begin_anew(self) -> None:
-        """Weights and state have been replaced: nothing of before is owed."""
+        """Forget all debts, as weights and state have been replaced."""
         self._anchors.clear()
         self._rates.clear()
         super().begin_anew()

@@ -1,4 +1,4 @@
-"""Masters and optimizer state on the disk, bucket by bucket."""
+"""Masters and optimizer state on a disk, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -20,40 +20,39 @@ from hadal.offload.tensors import DiskTensor, StoredSlice, one_update
 from hadal.offload.walk import Stop
 from hadal.optim.elementwise import Zeros
 from hadal.optim.own import Group, State
-from hadal.optim.pieces import Held, Piece
+from hadal.optim.pieces import HeldTensor, Piece
 from hadal.zero.bucket import Bucket
 
 Memory = list[dict[str, Any]]
 
 
-class Begun(Protocol):
-    """An update of one tensor that was begun."""
+class BegunUpdate(Protocol):
+    """A begun update of one tensor."""
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """The optimizer's state, each as long as the tensor."""
+        """The optimizer's state, each with the length of the tensor."""
 
 
-BegunT = TypeVar("BegunT", bound=Begun)
+BegunT = TypeVar("BegunT", bound=BegunUpdate)
 
 
-class Kind(NamedTuple):
-    """One tensor of state: of all flat pieces of a bucket, or of all whole ones."""
+class StateKind(NamedTuple):
+    """One kind of state: that of all flat pieces of a bucket, or of all whole ones."""
 
     key: str
-    """The optimizer's own name of it."""
+    """The optimizer's name for it."""
     is_whole: bool
 
 
 class DiskState:
     """The masters and the optimizer state of one bucket, on a disk.
 
-    `pieces` are flat cuts of the master, or whole parameters that this rank owns, laid end to end.
-    State that has one value for each element is on the disk, one tensor for each kind;
-    counts of steps, and whatever has another shape, stay in memory. Between uses the optimizer
-    finds placeholders of the right shape, which hold NaN, of the values too; inside `present` it
-    finds its state, and the values of flat cuts. Whole values are brought to their owner for an
-    update alone.
+    `pieces` are flat slices of the master, or whole parameters that this rank owns, laid end to
+    end. Per-element state is on the disk, one tensor for each kind; step counts, and state of other
+    shapes, stay in memory. Between uses the optimizer has placeholders of the right shape, which
+    hold NaN, for the values too; inside `present` it has its state, and the values of flat slices.
+    Whole values are sent to their owner only for an update.
     """
 
     def __init__(
@@ -68,30 +67,30 @@ class DiskState:
         self._pieces = [*pieces]
         self._flat = [piece for piece in pieces if not piece.is_whole]
         self._disk = disk
-        self._tensors: dict[Kind, DiskTensor] = {}
+        self._tensors: dict[StateKind, DiskTensor] = {}
         self._is_shown = False
         with one_update(self._state_tensors):
             self.write_all()
 
-    # ---- what is where ---------------------------------------------------------------------------
+    # ---- tensors ---------------------------------------------------------------------------------
 
     def _state_tensors(self) -> list[DiskTensor]:
         return [*self._tensors.values()]
 
     @property
     def tensors(self) -> list[DiskTensor]:
-        """The master, and the kinds of state so far."""
+        """The master, and the existing kinds of state."""
         master = self.bucket.stored_master
         assert master is not None and master.on_disk is not None  # it is trained, on a disk
         return [master.on_disk, *self._tensors.values()]
 
     def stop(self, written: slice = slice(None)) -> Stop:
-        """The whole span as a stop of a walk, which writes all of `tensors` or a slice of them."""
+        """Return the whole span as a stop of a walk that writes `tensors[written]`."""
         tensors = tuple(self.tensors)
         return Stop(tensors, 0, tensors[0].numel, tensors[written])
 
     def _numel(self, is_whole: bool) -> int:
-        """Elements of a kind, gaps between the pieces included."""
+        """Return the elements of a kind, including gaps between the pieces."""
         if is_whole:
             return max(piece.stop for piece in self._pieces if piece.is_whole)
         return self.bucket.span[1] - self.bucket.span[0]
@@ -101,7 +100,7 @@ class DiskState:
         return state
 
     def _elementwise(self, piece: Piece) -> list[str]:
-        """The keys of state that has one value for each element of a piece."""
+        """Return the keys of a piece's per-element state."""
         shape = piece.values.shape
         return [
             key
@@ -109,26 +108,26 @@ class DiskState:
             if isinstance(value, Tensor) and value.shape == shape and key != "step"
         ]
 
-    def _by_kind(self) -> dict[Kind, list[Piece]]:
-        """The pieces that the optimizer has a kind of state of, for each kind."""
-        found: dict[Kind, list[Piece]] = {}
+    def _by_kind(self) -> dict[StateKind, list[Piece]]:
+        """Return, for each kind of state, the pieces that have it."""
+        found: dict[StateKind, list[Piece]] = {}
         for piece in self._pieces:
             for key in self._elementwise(piece):
-                found.setdefault(Kind(key, piece.is_whole), []).append(piece)
+                found.setdefault(StateKind(key, piece.is_whole), []).append(piece)
         return found
 
-    def slices(self, held: Held) -> dict[str, StoredSlice]:
-        """The stored state, by key, of a tensor in the optimizer's param groups."""
+    def slices(self, held: HeldTensor) -> dict[str, StoredSlice]:
+        """Return the stored state, by key, of a tensor in the optimizer's param groups."""
         for piece in self._pieces:
             if piece.values is held.values:
                 keys = self._elementwise(piece)
-                tensors = {key: self._tensors[Kind(key, piece.is_whole)] for key in keys}
+                tensors = {key: self._tensors[StateKind(key, piece.is_whole)] for key in keys}
                 span = piece.start, piece.stop
                 return {key: StoredSlice(one, *span) for key, one in tensors.items()}
         return {}
 
-    def _tensor_of(self, kind: Kind, dtype: torch.dtype, fill: float = 0.0) -> DiskTensor:
-        """The tensor of one kind of state, made if there is none of that dtype."""
+    def _tensor_of(self, kind: StateKind, dtype: torch.dtype, fill: float = 0.0) -> DiskTensor:
+        """Return the tensor of one kind of state, created if there is none of that dtype."""
         found = self._tensors.get(kind)
         if found is None or found.dtype != dtype:
             if found is not None:
@@ -139,25 +138,25 @@ class DiskState:
         return found
 
     def drop_unused(self) -> None:
-        """Free the tensors of kinds that the optimizer has of no piece any more."""
+        """Free the tensors of kinds that no piece has any more."""
         used = self._by_kind()
         for kind in [kind for kind in self._tensors if kind not in used]:
             self._tensors.pop(kind).free()
 
-    # ---- in memory for a while -------------------------------------------------------------------
+    # ---- temporarily in memory -------------------------------------------------------------------
 
     @contextmanager
     def present(self, *, writes: bool = True) -> Iterator[None]:
-        """Have masters and state in memory; what is written into them is kept.
+        """Hold masters and state in memory in a block; changes are kept.
 
-        If the body raises nothing is. An outer `present` decides for those inside.
+        Nothing is kept if the block raises. An outer `present` decides for nested ones.
         """
         if self._is_shown:
             yield
             return
         before = self.memory()
         try:
-            # State that was written counts once the masters are written, too.
+            # Written state takes effect once the masters are written, too.
             with one_update(self._state_tensors), self.bucket.present(writes=writes):
                 master = self.bucket.master
                 assert master is not None  # it is trained, and present
@@ -178,8 +177,8 @@ class DiskState:
         finally:
             self._is_shown = False
 
-    def _show(self, master: Tensor, known: Mapping[Kind, Tensor]) -> None:
-        """Let the optimizer find these values and this state."""
+    def _show(self, master: Tensor, known: Mapping[StateKind, Tensor]) -> None:
+        """Give the optimizer these values and this state."""
         for piece in self._flat:
             piece.values.data = master[piece.start : piece.stop]
         for kind, pieces in self._by_kind().items():
@@ -196,16 +195,16 @@ class DiskState:
             state = self._state(piece)
             state[key] = placeholder(piece, state[key].dtype)
 
-    def write_all(self, *, except_in: Mapping[Kind, Tensor] | None = None) -> None:
-        """Write the state in memory, one kind after the other, and leave placeholders.
+    def write_all(self, *, except_in: Mapping[StateKind, Tensor] | None = None) -> None:
+        """Write the state in memory, one kind after another, and leave placeholders.
 
-        It counts once the tensors are committed. Kinds in `except_in` are copied there; the caller
-        writes them.
+        It takes effect once the tensors are committed. Kinds in `except_in` are only copied there,
+        for the caller to write.
         """
         for kind, pieces in self._by_kind().items():
             out = None if except_in is None else except_in.get(kind)
             if out is None:
-                # Zeros where a piece has none.
+                # Zeros for pieces without this state.
                 dtype, numel = self._state(pieces[0])[kind.key].dtype, self._numel(kind.is_whole)
                 out = aligned(max(numel, 1) * dtype.itemsize).view(dtype)[:numel].zero_()
                 self._gather(kind.key, pieces, out)
@@ -221,15 +220,15 @@ class DiskState:
             if value.dtype != out.dtype:
                 raise OptimizerError(
                     f"{type(self.optimizer).__name__} changed the dtype of its state {key!r} of"
-                    f" {self.bucket.name} from {out.dtype} to {value.dtype}: state on the disk"
-                    ' keeps its dtype; give zero_optimization.offload_optimizer.device "cpu"'
+                    f" {self.bucket.name} from {out.dtype} to {value.dtype}, but state on the disk"
+                    ' cannot; set zero_optimization.offload_optimizer.device to "cpu"'
                 )
             place = out[piece.start : piece.stop]
             if value.data_ptr() != place.data_ptr():
                 place.copy_(piece.flattened(value.detach()))
 
     def read_each(self) -> Iterator[tuple[Piece, dict[str, Tensor]]]:
-        """Yield each piece with copies of its state, reading one kind after the other."""
+        """Yield each piece with copies of its state, reading one kind after another."""
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         by_kind = self._by_kind()
         for kind, tensor in self._tensors.items():
@@ -241,10 +240,10 @@ class DiskState:
             if piece.values in found:
                 yield piece, found[piece.values]
 
-    # ---- in an update ----------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def memory(self) -> Memory:
-        """A copy of what the optimizer has of each piece in memory: counts, and placeholders."""
+        """Return a copy of each piece's state in memory: counts and placeholders."""
         return [self._copied(piece) for piece in self._pieces]
 
     def _copied(self, piece: Piece) -> dict[str, Any]:
@@ -255,7 +254,7 @@ class DiskState:
         }
 
     def take_back(self, memory: Memory) -> None:
-        """Restore what `memory` returned before something failed."""
+        """Restore the state that `memory` returned before a failure."""
         for piece, state in zip(self._pieces, memory, strict=True):
             if state:
                 self.optimizer.state[piece.values] = state
@@ -264,16 +263,15 @@ class DiskState:
         self._hide_values()
 
     def show_all(self, values: Sequence[Tensor]) -> Tensor:
-        """Let the optimizer find what was read of `tensors`; returns the master."""
+        """Give the optimizer the values read from `tensors`, and return the master."""
         master, *state = values
         self._show(master, dict(zip(self._tensors, state, strict=True)))
         return master
 
     def collect(self, values: Sequence[Tensor], *, lays_out: bool) -> None:
-        """Put the state in memory into what was read of `tensors`; the caller writes that.
+        """Copy the state in memory into the values read from `tensors`, for the caller to write.
 
-        New kinds of state are written here; with `lays_out` their tensors are filled with zeros
-        first.
+        New kinds of state are written here; with `lays_out` their tensors are zeroed first.
         """
         buffers = dict(zip(self._tensors, values[1:], strict=True))
         if lays_out:
@@ -285,7 +283,7 @@ class DiskState:
     def begin(
         self, begin: Callable[[Group, State, Zeros], BegunT]
     ) -> list[tuple[Piece, BegunT, list[DiskTensor]]]:
-        """Begin an update of every flat piece; each with the tensors of its state, in its order."""
+        """Begin an update of every flat piece; return each with its state's tensors, in order."""
         self.drop_unused()
         begun, to_fill = [], []
         for piece in self._flat:
@@ -296,7 +294,7 @@ class DiskState:
             keys = [next(k for k, v in state.items() if v is own) for own in update.state]
             tensors = []
             for key in keys:
-                kind = Kind(key, is_whole=False)
+                kind = StateKind(key, is_whole=False)
                 fill = 0.0 if key in known else float(state[key])
                 if key not in known and kind in self._tensors and not self._tensors[kind].is_blank:
                     to_fill.append((piece, key, fill))
@@ -304,7 +302,7 @@ class DiskState:
                 state[key] = placeholder(piece, state[key].dtype)
             begun.append((piece, update, tensors))
         if to_fill:
-            # Other pieces have left values there.
+            # The tensors hold other pieces' values there.
             with self.present():
                 for piece, key, fill in to_fill:
                     self._state(piece)[key].fill_(fill)
@@ -314,8 +312,8 @@ class DiskState:
 class DiskStates:
     """The buckets of an optimizer whose masters and state are on a disk.
 
-    `state_dict` of the optimizer reads them into host memory, one bucket after the other, and
-    `load_state_dict` writes them; both are each rank's own, as those of state in memory.
+    The optimizer's `state_dict` reads them into host memory, one bucket after another, and
+    `load_state_dict` writes them; both are local to each rank, as for state in memory.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -338,22 +336,22 @@ class DiskStates:
         self._states[bucket] = DiskState(self._optimizer, bucket, pieces, disk)
 
     def of(self, bucket: Bucket) -> DiskState | None:
-        """The state of a bucket on the disk; None if it is in memory."""
+        """Return the state of a bucket on the disk; None if it is in memory."""
         return self._states.get(bucket)
 
     @contextmanager
     def present(self, bucket: Bucket, *, writes: bool = True) -> Iterator[None]:
-        """Have a bucket's masters and state in memory; what is written into them is kept."""
+        """Hold a bucket's masters and state in memory in a block; changes are kept."""
         state = self.of(bucket)
         with bucket.present(writes=writes) if state is None else state.present(writes=writes):
             yield
 
-    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
-        """The stored state, by key, of a tensor in the optimizer's param groups."""
+    def slices(self, held: HeldTensor) -> Mapping[str, StoredSlice]:
+        """Return the stored state, by key, of a tensor in the optimizer's param groups."""
         state = self.of(held.bucket)
         return {} if state is None else state.slices(held)
 
-    # ---- torch's own way to save and load --------------------------------------------------------
+    # ---- torch's state_dict ----------------------------------------------------------------------
 
     def _read_into(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
         """Replace placeholders by the state on the disk."""
@@ -363,7 +361,7 @@ class DiskStates:
         for state in self._states.values():
             for piece, values in state.read_each():
                 number = numbers[id(piece.values)]
-                # Another dict: torch's is the one that the optimizer works with.
+                # A new dict: torch's is the one that the optimizer uses.
                 found["state"][number] = {**found["state"][number], **values}
 
     def _remember(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
@@ -393,5 +391,5 @@ def _copied(value: Any) -> Any:
 
 
 def placeholder(piece: Piece, dtype: torch.dtype) -> Tensor:
-    """NaN in the shape of a piece, in the memory of one element."""
+    """Return NaN in the shape of a piece, with the memory of one element."""
     return torch.full((), torch.nan).to(dtype).expand(piece.values.shape)

@@ -1,4 +1,4 @@
-"""One update of an optimizer; elementwise ones read and write each byte once."""
+"""Steppers: one update of an optimizer; elementwise ones read and write each byte once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hadal.optim.on_disk import (
     walk_whole,
 )
 from hadal.optim.own import Group
-from hadal.optim.pieces import Held, Piece, lay_pieces
+from hadal.optim.pieces import HeldTensor, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
 from hadal.zero import place
@@ -37,32 +37,32 @@ from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
 
 DISK_STEPS = DiskSteps()
-# Their update of one parameter looks at that parameter's gradient and state alone. Subclasses are
-# not trusted: they may have overridden the update.
+# The update of a parameter depends only on that parameter's gradient and state. Subclasses are not
+# trusted: they may override the update.
 _ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 
 class Stepper(place.Stepper, Protocol):
-    """Steps an optimizer once per update and leaves the new weights in the buckets."""
+    """An object that steps an optimizer once per update and leaves new weights in the buckets."""
 
     def step(self, multiplier: Multiplier) -> None:
         """Make one update with the mean gradients times `multiplier`."""
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group, whose parameters are `members`."""
+        """Add the buckets of the newest param group, whose parameters are `members`."""
 
-    def held(self) -> Iterator[Held]:
-        """All that the optimizer has in its param groups on this rank."""
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield all tensors in the optimizer's param groups on this rank."""
 
-    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
-        """The state on the disk, by key, of a tensor in the optimizer's param groups."""
+    def slices(self, held: HeldTensor) -> Mapping[str, StoredSlice]:
+        """Return the state on the disk, by key, of a tensor in the optimizer's param groups."""
 
 
 class BaseStepper:
-    """The tensors that an optimizer finds in its param groups, and the state that goes along.
+    """The base of steppers: the tensors in an optimizer's param groups, and their state.
 
     They are flat slices of masters, one per group and bucket, or whole parameters (see
-    `WholeParameters`) for groups that `_is_whole` names. Masters and state may be on a disk.
+    `WholeParameters`) for groups selected by `_is_whole`. Masters and state may be on a disk.
     """
 
     def __init__(
@@ -83,31 +83,31 @@ class BaseStepper:
         self._take_up(gradients, groups, parameters or [()] * len(groups))
 
     def add(self, gradients: Sequence[Gradients], members: Sequence[nn.Parameter]) -> None:
-        """Take up the buckets of the newest param group, whose parameters are `members`."""
+        """Add the buckets of the newest param group, whose parameters are `members`."""
         self._take_up(gradients, [len(self._optimizer.param_groups) - 1], [members])
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The whole values that stand for a parameter in the optimizer, if this rank owns them."""
+        """Return a parameter's whole values in the optimizer if this rank owns them, else None."""
         return self._wholes.values.get(parameter)
 
-    def held(self) -> Iterator[Held]:
-        """All that the optimizer has in its param groups on this rank."""
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield all tensors in the optimizer's param groups on this rank."""
         yield from self._wholes.held()
         for one, pieces in self._pieces.items():
             for piece in pieces:
                 start = one.bucket.span[0] + piece.start
-                yield Held(piece.values, one.bucket, start, piece.group, None)
+                yield HeldTensor(piece.values, one.bucket, start, piece.group, None)
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
-        """Have a bucket's masters and state in memory; what is written into them is kept."""
+        """Hold a bucket's masters and state in memory in a block; changes are kept."""
         return self._disk_states.present(bucket, writes=writes)
 
-    def slices(self, held: Held) -> Mapping[str, StoredSlice]:
-        """The state on the disk, by key, of a tensor in the optimizer's param groups."""
+    def slices(self, held: HeldTensor) -> Mapping[str, StoredSlice]:
+        """Return the state on the disk, by key, of a tensor in the optimizer's param groups."""
         return self._disk_states.slices(held)
 
     def _is_whole(self, group: int) -> bool:
-        """Whether a param group's parameters are stepped whole."""
+        """Return whether a param group's parameters are stepped whole."""
         return False
 
     def _take_up(
@@ -138,7 +138,7 @@ class BaseStepper:
         return self._optimizer.param_groups[piece.group]
 
     def _on_disk(self) -> dict[Gradients, DiskState]:
-        """The buckets whose state is on the disk, with that state."""
+        """Return the buckets whose state is on the disk, with that state."""
         pairs = ((one, self._disk_states.of(one.bucket)) for one in self._gradients)
         return {one: state for one, state in pairs if state is not None}
 
@@ -151,12 +151,12 @@ class BaseStepper:
     ) -> None:
         """Make one update. All ranks must call it.
 
-        `step` updates what the optimizer has of some buckets, when masters, state and the gradients
-        of whole parameters are in memory: of all buckets, or of one after the other if they are on
-        the disk and it need not be `at_once`.
+        `step` updates some buckets' tensors in the optimizer, once masters, state and the gradients
+        of whole parameters are in memory: all buckets, or, if they are on the disk and `at_once` is
+        false, one at a time.
 
         Raises:
-            OffloadError: the disk failed on some rank; on every rank everything is as it was.
+            OffloadError: the disk failed on some rank; nothing has changed on any rank.
         """
         on_disk, wholes = self._on_disk(), self._wholes
         if not on_disk:
@@ -176,7 +176,7 @@ class BaseStepper:
         ):
             for batch in batches:
                 found = deferred.run(partial(next, walked))
-                if found is None:  # this rank sends anything: the update will be taken back
+                if found is None:  # arbitrary values will do, as the update will be rolled back
                     found = [_nothing_like(one.bucket) for one in batch]
                 masters = dict(zip(batch, found, strict=True))
                 deferred.run(partial(_absorb_edits, masters))
@@ -190,9 +190,9 @@ class BaseStepper:
 
 
 def sending_of(gradients: Iterable[Gradients]) -> Crossing | None:
-    """The way of new weights to the device, if any of these buckets is updated on the host.
+    """Return the path of new weights to the device, if any bucket is updated on the host.
 
-    It follows what the device was given so far, and not the updates that it is given now.
+    It follows the device's work so far, but not the updates that start now.
     """
     ways = (one.bucket.start_sending() for one in gradients)
     return next(filter(None, ways), None)
@@ -218,11 +218,11 @@ def _put_weights(
 
 
 class WholeStepper(BaseStepper):
-    """Steps optimizers that must see whole parameters of their true shape (Adafactor, ...).
+    """A stepper of optimizers that need whole parameters in their shapes (Adafactor, ...).
 
-    The optimizer's own `step` is called once for each update, on the parameters that this rank
-    owns. If state is on the disk, and one parameter's update is known not to look at others, it is
-    called once for each bucket.
+    It calls the optimizer's own `step` once per update, on the parameters that this rank owns. If
+    state is on the disk, and a parameter's update is known not to depend on others, it calls it
+    once per bucket.
     """
 
     def _is_whole(self, group: int) -> bool:
@@ -232,7 +232,7 @@ class WholeStepper(BaseStepper):
         """Make one update with the mean gradients times `multiplier`.
 
         Raises:
-            OffloadError: the disk failed, on some rank; nothing has changed on any.
+            OffloadError: the disk failed on some rank; nothing has changed on any rank.
         """
         optimizer = self._optimizer
         at_once = type(optimizer) not in _ONE_BY_ONE or has_step_hooks(optimizer)
@@ -240,19 +240,19 @@ class WholeStepper(BaseStepper):
 
 
 class FlatStepper(BaseStepper):
-    """Steps elementwise optimizers on flat slices of the master, in blocks where it can."""
+    """A stepper of elementwise optimizers on flat slices of the master, in blocks if possible."""
 
     @property
     def steps_in_blocks(self) -> bool:
-        """Whether `step` updates masters block by block, and looks for edits in each."""
+        """True if `step` updates masters block by block, and looks for edits in each."""
         return _beginner_of(self._optimizer, self._gradients) is not None
 
     @property
     def may_skip_on_device(self) -> bool:
-        """Whether `step` takes a flag on the device for the next update.
+        """True if `step` accepts a flag on the device for the next update.
 
-        Only updates in blocks read it, and only for state that exists already: a first update that
-        is skipped must not make any.
+        Only updates in blocks read it, and only for existing state: a skipped first update must not
+        create any.
         """
         optimizer = self._optimizer
         if _beginner_of(optimizer, self._gradients) is None:
@@ -271,14 +271,14 @@ class FlatStepper(BaseStepper):
         `overflowed` is a flag on the device: if it is 1, nothing changes; see `may_skip_on_device`.
 
         Raises:
-            OffloadError: the disk failed, on some rank. If masters are on the disk nothing has
-                changed then.
+            OffloadError: the disk failed on some rank. If masters are on the disk, nothing has
+                changed.
         """
         begin = _beginner_of(self._optimizer, self._gradients)
         if begin is None:
             refuse_other_state_dtype(self._optimizer, self._gradients)
             refuse_disk_beside_memory(self._optimizer, self._gradients)
-            at_once = has_step_hooks(self._optimizer)  # they may look at everything
+            at_once = has_step_hooks(self._optimizer)  # they may read everything
             self._step_whole_buckets(
                 multiplier, partial(self._step_pieces, multiplier), at_once=at_once
             )
@@ -303,17 +303,17 @@ class FlatStepper(BaseStepper):
                     one.bucket.start_refresh()
         if overflowed is not None:
             self._uncount(overflowed)
-        # A scheduler that was made by torch asks whether the optimizer has stepped.
+        # torch's schedulers check whether the optimizer has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         for one in ordered:
             one.bucket.leave_refresh()
 
     def _uncount(self, overflowed: Tensor) -> None:
-        """Take the update out of the counts of steps if the kernels have skipped it."""
+        """Subtract the update from the step counts if the kernels have skipped it."""
         states = (self._optimizer.state[p.values] for ps in self._pieces.values() for p in ps)
         counts = [state["step"] for state in states if "step" in state]
         if counts:
-            # A list: torch would read a single tensor on the host.
+            # A list, as torch would read a single tensor on the host.
             torch._foreach_sub_(counts, [overflowed.to(torch.float32)] * len(counts))
 
     def _step_buckets(self, gradients: Sequence[Gradients], begin: Beginner, desks: Desks) -> None:
@@ -346,7 +346,7 @@ class FlatStepper(BaseStepper):
         return begin(self._group(piece), self._optimizer.state[piece.values], zeros)
 
     def _step_pieces(self, multiplier: Multiplier, gradients: Iterable[Gradients]) -> None:
-        """The optimizer's own `step` on the flat slices of these buckets."""
+        """Call the optimizer's own `step` on the flat slices of these buckets."""
         stepped = []
         for one in gradients:
             for piece in self._pieces[one]:
@@ -363,17 +363,17 @@ class FlatStepper(BaseStepper):
 
 
 def _item(one: Gradients, piece: Piece, update: Update, start: int, stop: int) -> Item:
-    """A block of a piece, between these elements of the span."""
+    """Return the block of a piece between these elements of the span."""
     cut = slice(start - piece.start, stop - piece.start)
     owned = [run[cut] for run in (piece.values.detach(), *update.state)]
     return Item(update, one.mean[start:stop], owned)
 
 
 def _together(gradients: Iterable[Gradients]) -> Iterator[list[Gradients]]:
-    """Neighbours that one kernel updates: on an accelerator up to as many elements as a block.
+    """Yield groups of buckets that one kernel updates: on an accelerator up to a block's elements.
 
-    Longer ones keep it busy alone, and their refreshes begin while the next ones are updated. On a
-    CPU a block should lie in the cache.
+    A larger bucket keeps it busy alone, and its refresh starts while the next ones are updated. On
+    a CPU a block should fit in the cache.
     """
     some: list[Gradients] = []
     numel = 0
@@ -390,59 +390,59 @@ def _together(gradients: Iterable[Gradients]) -> Iterator[list[Gradients]]:
 
 
 def _in_order(gradients: Sequence[Gradients]) -> list[Gradients]:
-    """The order of an update's buckets: the same on all ranks.
+    """Return an update's buckets in order, which is the same on all ranks.
 
-    Those of a device come first: it makes them while the host makes the others. Of these, what
-    backward has reached first comes first, as its gradients have landed first.
+    Those of a device come first: it updates them while the host updates the others. Among the
+    host's, those that backward reached first come first, as their gradients arrived first.
     """
     on_device = [one for one in gradients if not is_host_memory(one.bucket.steps_on)]
     return [*on_device, *(one for one in reversed(gradients) if one not in set(on_device))]
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether the user wants to see each update."""
+    """Return whether the user has registered step hooks."""
     before = optimizer._optimizer_step_pre_hooks.values()
     own = sum(getattr(hook, "__module__", "").startswith("hadal.") for hook in before)
     return len(before) > own or bool(optimizer._optimizer_step_post_hooks)
 
 
 def refuse_disk(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
-    """Raise `OptimizerError` if state should be on the disk, but must be in memory."""
+    """Raise `OptimizerError` if state is configured on the disk but must be in memory."""
     if any(one.bucket.offload.disk_of_state is not None for one in gradients):
         raise OptimizerError(
-            f"{type(optimizer).__name__} keeps its state in memory, and"
-            ' zero_optimization.offload_optimizer.device "nvme" wants it on the disk; choose'
+            f"{type(optimizer).__name__} keeps its state in memory, but"
+            ' zero_optimization.offload_optimizer.device "nvme" puts it on the disk; use'
             ' another optimizer, or device "cpu"'
         )
 
 
 def refuse_disk_beside_memory(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
-    """Raise `OptimizerError` where an update of state in two places could not be taken back."""
+    """Raise `OptimizerError` if an update of state in two tiers could not be rolled back."""
     rests = [one.bucket.offload.disk_of_state is not None for one in gradients]
     if any(rests) and not all(rests):
         raise OptimizerError(
-            f"{type(optimizer).__name__} does not go with"
+            f"{type(optimizer).__name__} cannot be combined with"
             ' zero_optimization.offload_optimizer.device "nvme" and a ratio below 1: if the disk'
-            " failed, what is in memory could not be taken back; give ratio 1, or choose Adam,"
-            " AdamW, Lion, Adagrad or SGD (without step hooks, and without foreach or capturable)"
+            " failed, state in memory could not be rolled back; set ratio 1, or use Adam, AdamW,"
+            " Lion, Adagrad or SGD (without step hooks, and without foreach or capturable)"
         )
 
 
 def refuse_other_state_dtype(optimizer: Optimizer, gradients: Sequence[Gradients]) -> None:
-    """Raise `OptimizerError` where state should not be kept in the master's dtype, but must be."""
+    """Raise `OptimizerError` if state must have the master's dtype but is configured otherwise."""
     for one in gradients:
         precision = one.bucket.precision
         if precision.state_dtype != precision.master:
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps its state in the dtype of the master"
-                f" ({precision.master}), and the configuration asks for {precision.state_dtype};"
-                " choose Adam, AdamW, Lion, Adagrad or SGD (without step hooks, and without"
-                " foreach or capturable), or one dtype for both"
+                f" ({precision.master}), but the configuration requires {precision.state_dtype};"
+                " use Adam, AdamW, Lion, Adagrad or SGD (without step hooks, and without foreach"
+                " or capturable), or one dtype for both"
             )
 
 
 def _beginner_of(optimizer: Optimizer, gradients: Sequence[Gradients]) -> Beginner | None:
-    """What steps this optimizer in blocks, if that does exactly what its own step would do."""
+    """Return the function that steps an optimizer in blocks exactly as its own step, or None."""
     if has_step_hooks(optimizer):
         return None
     if isinstance(optimizer, ElementwiseOptimizer):
@@ -454,14 +454,14 @@ def _beginner_of(optimizer: Optimizer, gradients: Sequence[Gradients]) -> Beginn
 
 
 def _is_fused(group: dict[str, Any]) -> bool:
-    """Whether a group asks for no other implementation than torch's fused one."""
+    """Return whether a group allows torch's fused implementation."""
     if group.get("capturable"):
         return False
     return bool(group.get("fused")) or (group.get("fused") is None and not group.get("foreach"))
 
 
 def refresh(gradients: Iterable[Gradients]) -> None:
-    """Put masters that were stepped anywhere into the weights, and gather these where asked."""
+    """Write stepped masters back into the weights, and gather these if required."""
     stepped = list(gradients)
     bring_weights_to_disk(stepped, _write_all_back)
     refresh_all([one.bucket for one in stepped])
@@ -473,9 +473,9 @@ def _write_all_back(one: Gradients) -> None:
 
 @contextmanager
 def as_one_step(optimizer: Optimizer) -> Iterator[None]:
-    """Around an update that is not made by the optimizer's own `step`: whoever watches that hears.
+    """Make an update in the block look like a call of the optimizer's own `step`.
 
-    The user's step hooks are called, and a scheduler of torch's learns that there was a step.
+    The user's step hooks are called, and torch's schedulers see that there was a step.
     """
     for before in [*optimizer._optimizer_step_pre_hooks.values()]:
         before(optimizer, (), {})

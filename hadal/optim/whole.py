@@ -1,4 +1,4 @@
-"""Whole parameters, each on the rank that owns it, for optimizers that must see them."""
+"""Whole parameters, each on the rank that owns it, for optimizers that require them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
 from hadal.optim.desk import Multiplier, scale_
-from hadal.optim.pieces import Held, Piece
+from hadal.optim.pieces import HeldTensor, Piece
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out
@@ -21,7 +21,7 @@ from hadal.zero.views import flattened, shaped
 
 
 class _Stamp(NamedTuple):
-    """What tells whether a tensor was written to since the last look."""
+    """A tensor's address and version, which show whether it has been written to since."""
 
     address: int
     version: int
@@ -29,28 +29,28 @@ class _Stamp(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """What of one bucket travels between the shards and the owners of whole parameters."""
+    """The exchange of one bucket between shards and the owners of whole parameters."""
 
     owned: dict[int, nn.Parameter]
-    """The whole values of the slots that this rank owns."""
+    """The whole values that this rank owns, by slot."""
     held: list[list[Fragment]]
-    """By rank: the fragments of my span whose parameters that rank owns."""
+    """The fragments of this rank's span whose parameters another rank owns, by that rank."""
     asked: list[list[Fragment]]
-    """By rank: the fragments of that rank's span whose parameters I own."""
+    """The fragments of another rank's span whose parameters this rank owns, by that rank."""
     seen: _Stamp | None = None
-    """My shard of the master as the owners know it; None where they know nothing of it."""
+    """This rank's shard of the master as last sent to the owners; None if never sent."""
 
 
 class WholeParameters:
     """Whole parameters, each on the rank that owns it, beside the flat shards they are cut into.
 
     Owns `values`: for each of the model's parameters that this rank owns, a parameter of the same
-    shape and strides in the master's dtype, whose `grad` an optimizer finds between `to_owners` and
-    `to_shards`. A gradient travels to its owner only, and new values to the shards they belong to.
-    Owners remember values from update to update, so masters travel only where somebody else has
+    shape and strides in the master's dtype, whose `grad` is set between `to_owners` and
+    `to_shards`. Gradients are sent only to their owners, and new values only to the shards that
+    need them. Owners keep values from update to update, so masters are sent only if others have
     changed them.
 
-    Where optimizer state is not partitioned every rank owns everything and nothing travels.
+    If optimizer state is not partitioned, every rank owns everything and nothing is sent.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class WholeParameters:
     def add(
         self, gradients: Iterable[Gradients], takes: Callable[[int], bool] = lambda _: True
     ) -> None:
-        """Take up the parameters of these buckets whose param group `takes` accepts."""
+        """Add the parameters of these buckets whose param group `takes` accepts."""
         flat = [
             (one, slot)
             for one in gradients
@@ -100,7 +100,7 @@ class WholeParameters:
         return _Transfer(owned, held, asked)
 
     def pieces(self, one: Gradients) -> list[Piece]:
-        """The whole values of one bucket that this rank owns, laid end to end."""
+        """Return the whole values of one bucket that this rank owns, laid end to end."""
         transfer, pieces, start = self._transfers.get(one), [], 0
         for slot, values in {} if transfer is None else transfer.owned.items():
             stop = start + values.numel()
@@ -109,20 +109,20 @@ class WholeParameters:
             start = stop
         return pieces
 
-    def held(self) -> Iterator[Held]:
-        """The whole values that this rank owns."""
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield the whole values that this rank owns."""
         for one, transfer in self._transfers.items():
             for slot, values in transfer.owned.items():
                 place = one.bucket.layout.slots[slot]
-                yield Held(values, one.bucket, place.offset, place.group, slot)
+                yield HeldTensor(values, one.bucket, place.offset, place.group, slot)
 
     def to_owners(
         self, multiplier: Multiplier, masters: Mapping[Gradients, Tensor] | None = None
     ) -> None:
-        """Give the owners the mean gradients times `multiplier`, and the values they do not know.
+        """Send the owners the mean gradients times `multiplier`, and changed values.
 
-        All ranks must call it together. `masters` names the buckets whose masters are in memory
-        for a while: the owners of their parameters are given values each time; None: all buckets.
+        All ranks must call it together. `masters` are the buckets whose masters are temporarily in
+        memory: the owners of their parameters get all values each time; None: all buckets.
         """
         chosen = self._chosen(masters)
         self._gradients_to_owners(chosen, multiplier)
@@ -139,7 +139,7 @@ class WholeParameters:
                 values.data = whole
 
     def to_shards(self, masters: Mapping[Gradients, Tensor] | None = None) -> None:
-        """Bring the owners' new values into every rank's shard of the master, or into `masters`.
+        """Send the owners' new values to every rank's shard of the master, or into `masters`.
 
         All ranks must call it together; see `to_owners`.
         """
@@ -157,7 +157,7 @@ class WholeParameters:
 
     @contextmanager
     def without_gradients_after(self) -> Iterator[None]:
-        """Around an update: gradients are gone behind it, even where it was interrupted."""
+        """Clear the gradients after an update in the block, even if it is interrupted."""
         try:
             yield
         finally:
@@ -176,7 +176,7 @@ class WholeParameters:
         for transfer, join in joins:
             for slot, gradient in join().items():
                 values = transfer.owned[slot]
-                # A copy even where nothing is cast: an optimizer may change what it is given.
+                # A copy even if nothing is cast: an optimizer may change its gradients.
                 values.grad = scale_(gradient.to(values.dtype, copy=True), multiplier)
 
     def _values_to_owners(self) -> None:
@@ -233,9 +233,9 @@ def _copy_values(transfer: _Transfer, wholes: Mapping[int, Tensor]) -> None:
 def _start_to_owners(
     bucket: Bucket, transfer: _Transfer, cut: Tensor
 ) -> Callable[[], dict[int, Tensor]]:
-    """Send the fragments of `cut`, laid out like my span, to their owners.
+    """Start sending the fragments of `cut`, laid out like this rank's span, to their owners.
 
-    The call that is returned waits, and gives what I own: by slot, whole and in its shape.
+    The returned function waits, and returns the values this rank owns by slot, in their shapes.
     """
     slots = bucket.layout.slots
     if not bucket.partition.optimizer:
@@ -258,7 +258,7 @@ def _start_to_owners(
 
 
 def _start_to_shards(bucket: Bucket, transfer: _Transfer, master: Tensor) -> Callable[[], None]:
-    """Send my whole values to the shards they belong to; the call that is returned waits."""
+    """Start sending this rank's whole values to their shards; the returned function waits."""
     slots = bucket.layout.slots
     flat = {n: flattened(values.detach(), slots[n]) for n, values in transfer.owned.items()}
     outgoing = [
@@ -297,7 +297,7 @@ def hand_over(
     members: Iterable[nn.Parameter],
     wholes: WholeParameters,
 ) -> None:
-    """Put what this rank owns of a param group in the place of its parameters, with its state."""
+    """Replace a param group's parameters by the values that this rank owns, with their state."""
     members = list(members)
     group["params"] = [wholes.values[member] for member in members if member in wholes.values]
     for member in members:

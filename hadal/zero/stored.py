@@ -15,7 +15,7 @@ from hadal.device import Event
 from hadal.errors import OffloadError, ShardedAccessError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
-from hadal.offload.requests import Request
+from hadal.offload.requests import IoRequest
 from hadal.offload.tensors import DiskTensor, StoredSlice
 
 # Values that are encoded, and decoded, at a time: a multiple of any codec's block.
@@ -71,7 +71,7 @@ class _ReadAhead:
         self._source = source
         self._pool = pool
         self._buffer: Tensor | None = None
-        self._request: Request | None = None
+        self._request: IoRequest | None = None
 
     def start(self) -> None:
         """Begin to read, if a buffer is free."""

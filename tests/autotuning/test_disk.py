@@ -1,4 +1,4 @@
-"""The search for the settings that suit a disk."""
+"""The search for the best settings of a disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hadal.autotuning.disk import Clock, Measured, Search, Speed, Track, measurer
+from hadal.autotuning.disk import Measured, Search, Speed, SpeedTest, TimeBudget, measurer
 from hadal.config import load_config
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore, IoSettings, settings_of
@@ -35,7 +35,7 @@ def test_the_best_of_all_keys_is_found() -> None:
     assert len(measured) == len({one.settings for one in measured}) == Search.count
 
 
-def test_what_is_hardly_faster_is_chance() -> None:
+def test_small_gains_count_as_noise() -> None:
     search = Search(lambda settings: as_measured(settings, 1 - (settings != IoSettings()) * 0.02))
     list(search.run())
     assert search.best is not None
@@ -63,7 +63,7 @@ def test_settings_survive_their_section(settings: IoSettings) -> None:
 
 def test_a_disk_is_measured(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
-    track = Track(store, 1 << 20)
+    track = SpeedTest(store, 1 << 20)
     for move in (track.written, track.read):
         speed = move(0.05)
         assert speed.nbytes % (1 << 20) == 0
@@ -81,8 +81,8 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_time_is_shared_out() -> None:
-    clock = Clock(10, 2)
+def test_time_is_divided_evenly() -> None:
+    clock = TimeBudget(10, 2)
     assert clock.turn() == pytest.approx(5, abs=0.5)
     assert clock.turn() == pytest.approx(10, abs=0.5)  # the first took no time at all
-    assert Clock(0, 1).turn() > 0
+    assert TimeBudget(0, 1).turn() > 0

@@ -1,4 +1,4 @@
-"""Memory estimates: the figures of the mechanism itself, and the tables they are printed in."""
+"""Memory estimates: checked against real engines, and the printed tables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from hadal.zero.policy import Tier
     devices=some.integers(1, 16),
     nodes=some.integers(1, 64),
 )
-def test_figures_are_what_a_rank_is_measured_to_hold(
+def test_figures_match_the_formulas(
     stage: int, numel: int, frozen: int, devices: int, nodes: int
 ) -> None:
     job = Job(devices, nodes)
@@ -57,13 +57,13 @@ def test_figures_are_what_a_rank_is_measured_to_hold(
         assert cost.weight * (resting - 1) <= more <= cost.weight * (resting + 1)
 
 
-def test_the_host_holds_what_every_process_builds() -> None:
+def test_host_memory_counts_every_process() -> None:
     model, job = Model(trained=1000, largest=100), Job(4, 2)
     assert host_nbytes(model, job, born_sharded=False) == 4 * 4 * 1000
     assert host_nbytes(model, job, born_sharded=True) == 4 * 4 * (125 + 100)
 
 
-def test_a_model_is_counted_and_not_touched() -> None:
+def test_counting_leaves_the_model_unchanged() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10, 20), nn.Sequential(nn.Linear(20, 30), nn.ReLU()))
     model.append(nn.Linear(20, 30))
@@ -75,17 +75,17 @@ def test_a_model_is_counted_and_not_touched() -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("precision", "cost"), [("bf16", HALF), ("fp32", FULL)])
-def test_an_engine_holds_what_was_estimated(
+def test_an_engine_holds_the_estimated_bytes(
     stage: int, precision: str, cost: Cost, ranks: RankPools
 ) -> None:
-    """When the gradients of an update are complete, on two ranks."""
+    """Measured once the gradients of an update are complete, on two ranks."""
     for held in ranks(2).run(memory_of_a_rank, stage, precision, KEYS[0]):
         estimated = device_nbytes(stage, Model(held.numel), Job(2), cost)
         assert estimated - 16 <= held.before_step <= most(estimated)
 
 
 def disk_of_a_rank(stage: int, precision: str, weights: Tier, path: str) -> tuple[int, int]:
-    """Elements of a model, and the bytes that this rank has in files after an update."""
+    """Return the elements of a model, and the bytes of this rank's files after an update."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     nvme = {"device": "nvme", "nvme_path": path}
     away = nvme | {"max_in_cpu": 100_000, "buffer_size": 1_000_000}
@@ -108,7 +108,7 @@ def disk_of_a_rank(stage: int, precision: str, weights: Tier, path: str) -> tupl
 
 @pytest.mark.parametrize(("stage", "weights"), [(1, Tier.DEVICE), (3, Tier.DEVICE), (3, Tier.DISK)])
 @pytest.mark.parametrize(("precision", "cost"), [("bf16", HALF), ("fp32", FULL)])
-def test_an_engine_has_on_the_disk_what_was_estimated(
+def test_an_engine_has_the_estimated_bytes_on_disk(
     stage: int, weights: Tier, precision: str, cost: Cost, ranks: RankPools, tmp_path: Path
 ) -> None:
     rest = Rest(weights, Tier.DISK, in_host_numel=100_000)
@@ -121,7 +121,7 @@ def test_an_engine_has_on_the_disk_what_was_estimated(
 
 
 def buffers_of_a_rank(config: dict[str, Any], path: str) -> tuple[int, int]:
-    """Bytes of host memory that a disk is read and written through: estimated, and taken."""
+    """Return the bytes of host buffers for a disk: estimated, and actually used."""
     taken: list[int] = []
     plain = buffers.BufferPool._made
 
@@ -148,7 +148,7 @@ NODE = {"devices_per_node": 2, "nodes": 1}
 
 @pytest.mark.parametrize("kind", ["AdamW", "Lion", "SGD"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_an_engine_takes_the_buffers_that_were_estimated(
+def test_an_engine_uses_the_estimated_buffers(
     kind: str, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     for pace, weights in ((True, "nvme"), (False, None)):
@@ -166,7 +166,7 @@ numels = some.integers(10_000, 10**11)
 
 
 @given(stage=some.integers(0, 3), numel=numels, devices=some.integers(1, 64))
-def test_an_optimizer_rests_off_the_device(stage: int, numel: int, devices: int) -> None:
+def test_an_offloaded_optimizer(stage: int, numel: int, devices: int) -> None:
     model, job = Model(numel), Job(devices)
     shard = math.ceil(numel / (devices if stage else 1))
     for tier, place, copies in ((Tier.HOST, 1, 1), (Tier.DISK, 2, 2)):
@@ -181,7 +181,7 @@ def test_an_optimizer_rests_off_the_device(stage: int, numel: int, devices: int)
         assert optimizer[place] == copies * 12 * shard
 
 
-def test_a_part_of_the_optimizer_rests_off_the_device() -> None:
+def test_a_partly_offloaded_optimizer() -> None:
     rest = Rest(optimizer=Tier.HOST, ratio=0.75)
     _, gradients, optimizer, _ = states_of(3, Model(8000), Job(2), HALF, rest)
     assert optimizer == Held(device=12 * 1000, host=12 * 3000)
@@ -189,7 +189,7 @@ def test_a_part_of_the_optimizer_rests_off_the_device() -> None:
 
 
 @given(numel=numels, frozen=some.integers(0, 10**9), devices=some.integers(1, 64))
-def test_weights_rest_off_the_device(numel: int, frozen: int, devices: int) -> None:
+def test_offloaded_weights(numel: int, frozen: int, devices: int) -> None:
     model, job = Model(numel, frozen, persistent=1000), Job(devices)
     shard = math.ceil((numel + frozen - 1000) / devices)
     host, disk = Rest(Tier.HOST), Rest(Tier.DISK)
@@ -209,7 +209,7 @@ def test_weights_rest_off_the_device(numel: int, frozen: int, devices: int) -> N
     assert apart.optimizer == Held(12 * math.ceil(numel / devices))
 
 
-def test_copies_cost_what_they_hold() -> None:
+def test_copies_of_the_states_are_counted() -> None:
     model = Model(64_000, persistent=6_400)
     plain = states_of(3, model, Job(8, 8))
     assert plain.total.device == 2 * (900 + 6_400) + (2 + 12) * 1000
@@ -226,7 +226,7 @@ def test_small_parameters_are_counted() -> None:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of a printed table, without its head."""
+    """Return the cells of a printed table, without its header."""
     return [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[3:]]
 
 

@@ -1,4 +1,4 @@
-"""The order of trials, when to stop, and what memory admits: arithmetic."""
+"""The order of trials, the end of a search, and the micro-batch that fits: arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.autotuning.measuring import numbers_of
-from hadal.autotuning.memory import Need, is_exhausted, largest, predicted, seen
+from hadal.autotuning.memory import Need, fitted, is_exhausted, largest, predicted
 from hadal.autotuning.runs import Outcome
 from hadal.autotuning.search import has_gained, is_over, next_trial, score
 from hadal.autotuning.space import Trial
@@ -23,7 +23,7 @@ SPACE = [
 
 
 def order(kind: str, worth: dict[Trial, float]) -> list[Trial]:
-    """All trials of a space in the order in which they are made."""
+    """Return all trials of a space in the order of the search."""
     done: dict[Trial, float | None] = {}
     while (trial := next_trial(kind, SPACE, done)) is not None:
         assert trial not in done
@@ -32,7 +32,7 @@ def order(kind: str, worth: dict[Trial, float]) -> list[Trial]:
 
 
 @pytest.mark.claims("autotuning.tuner_type")
-def test_each_order_tries_all() -> None:
+def test_each_order_tries_all_trials() -> None:
     # Large micro-batches are best, and large buckets next to them.
     worth = {t: t.micro_batch * 10.0 + t.value_of("reduce_bucket_size") / 1e8 for t in SPACE}
     assert order("gridsearch", worth) == SPACE
@@ -47,7 +47,7 @@ def test_each_order_tries_all() -> None:
     assert set(guided[1:4]) == {SPACE[7], SPACE[3], SPACE[6]} == {*ranked[:2], ranked[2]}
 
 
-def test_failures_teach_nothing_and_break_nothing() -> None:
+def test_failures_are_ignored_by_the_model() -> None:
     done: dict[Trial, float | None] = dict.fromkeys(SPACE[:3])
     assert next_trial("model_based", SPACE, done) == SPACE[3]
 
@@ -64,12 +64,12 @@ def test_failures_teach_nothing_and_break_nothing() -> None:
         ([-3.0, -2.0, -1.0], False),
     ],
 )
-def test_a_stage_is_left(scores: list[float | None], over: bool) -> None:
+def test_the_search_of_a_stage_ends(scores: list[float | None], over: bool) -> None:
     assert is_over(scores, patience=2, most=5) is over
 
 
 @given(st.floats(0.01, 1e9), st.floats(0.01, 1e9))
-def test_less_latency_is_more(one: float, other: float) -> None:
+def test_less_latency_scores_higher(one: float, other: float) -> None:
     assert (score("latency", one) > score("latency", other)) == (one < other)
     assert (score("throughput", one) > score("throughput", other)) == (one > other)
     assert has_gained(score("latency", one), score("latency", other)) == (
@@ -102,10 +102,10 @@ def test_the_largest_micro_batch_just_fits(
     assert need.at(fits + 1) > 0.949 * memory
 
 
-def test_what_was_seen_tells_more() -> None:
-    assert seen([(4, 900)]) is None
-    assert seen([(4, 900), (8, 900)]) is None  # the peak was older than the batch
-    need = seen([(4, 900), (2, 700), (8, 1300)])
+def test_measured_peaks_replace_the_prediction() -> None:
+    assert fitted([(4, 900)]) is None
+    assert fitted([(4, 900), (8, 900)]) is None  # the peak was older than the batch
+    need = fitted([(4, 900), (2, 700), (8, 1300)])
     assert need == Need(500.0, 100.0)
     assert largest(need, 2000) == 14
     assert largest(Need(0, 0), 10) is None
@@ -113,7 +113,7 @@ def test_what_was_seen_tells_more() -> None:
     assert largest(Need(inf, 0), 10) == 0
 
 
-def test_who_ran_out_of_memory() -> None:
+def test_out_of_memory_is_recognized() -> None:
     assert is_exhausted(
         "rank 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     )
@@ -124,7 +124,7 @@ def test_who_ran_out_of_memory() -> None:
 # ---- the summary -------------------------------------------------------------------------------
 
 
-def test_the_summary_tells_the_best_and_every_failure() -> None:
+def test_the_summary_lists_the_best_and_every_failure() -> None:
     def result(stage: int, value: float | None, why: str = "") -> Result:
         trial = Trial(stage, 3)
         return Result(trial, Outcome(trial.name(1), {}, why, "z.log" if why else ""), value)

@@ -1,4 +1,4 @@
-"""Searches as people start them: real jobs of a tiny model on CPUs."""
+"""Searches as users start them: real jobs of a tiny model on CPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GOOD, BAD = "z0_tmbspg2_gas2", "z0_tmbspg8_gas2"
 
 
 def tune(kind: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a search to its end: several jobs, for which a busy machine takes a while."""
+    """Run a search to its end: several jobs, which take a while on a busy machine."""
     return subprocess.run(
         command(f"--autotuning={kind}", *words),
         cwd=folder,
@@ -87,7 +87,7 @@ WORDS = ("--num_accelerators", "1", "train.py", "--deepspeed", "ds.json", "--lim
 
 
 class Searched(NamedTuple):
-    """A folder in which a search has been made, and what was printed."""
+    """The folder of a finished search, and its output."""
 
     folder: Path
     out: str
@@ -100,7 +100,7 @@ class Searched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
-    """A search over two micro-batches, one of which fails, and the training after it."""
+    """Run a search over two micro-batches, one of which fails, and the training after it."""
     folder = tmp_path_factory.mktemp("searched")
     configure(folder, micro=[2, 8], **SECTION)
     done = tune("run", *WORDS, folder=folder)
@@ -144,7 +144,7 @@ def test_the_best_one_trains(searched: Searched) -> None:
     assert (searched.results / "cmd_optimal.txt").read_text().startswith("hadal run --num_acc")
 
 
-def test_a_failure_is_told_by_the_ranks_own_words_and_its_log(searched: Searched) -> None:
+def test_a_failure_is_reported_with_the_ranks_message_and_log(searched: Searched) -> None:
     log = searched.results / BAD / "stderr.log"
     told = f"rank 0: ValueError: a batch of 8 is too much (see {log})"
     assert told in searched.error
@@ -152,7 +152,7 @@ def test_a_failure_is_told_by_the_ranks_own_words_and_its_log(searched: Searched
     assert "Traceback" in log.read_text()
 
 
-def test_an_interrupt_leaves_nothing_and_keeps_what_is_measured(searched: Searched) -> None:
+def test_an_interrupt_leaves_no_process_and_keeps_the_measurements(searched: Searched) -> None:
     configure(searched.folder, micro=[2, 4], **SECTION)
     (searched.folder / "for_ever").touch()
     search = start("--autotuning", "tune", *WORDS, folder=searched.folder)
@@ -178,14 +178,14 @@ def test_an_interrupt_between_two_experiments_stops_the_search(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.claims("autotuning.overwrite")
-def test_where_nothing_runs_the_error_says_why(tmp_path: Path) -> None:
+def test_if_nothing_runs_the_error_says_why(tmp_path: Path) -> None:
     configure(tmp_path, micro=[2], **SECTION)
     assert tune("tune", *WORDS, folder=tmp_path).returncode == 0
     (tmp_path / RESULTS / "mine.txt").touch()
     configure(tmp_path, micro=[8], **SECTION, overwrite=True)
     done = tune("tune", *WORDS, folder=tmp_path)
     assert done.returncode == 1
-    told = done.stderr.partition("no configuration was found that runs:")[2]
+    told = done.stderr.partition("no configuration runs:")[2]
     assert f"{BAD} failed: rank 0: ValueError: a batch of 8 is too much (see " in told
     assert sorted(os.listdir(tmp_path / RESULTS)) == ["mine.txt", "summary.txt", BAD]
 

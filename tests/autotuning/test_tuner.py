@@ -1,4 +1,4 @@
-"""Which experiments a search makes: jobs are formulas here, as no CPU runs out of memory so."""
+"""The experiments of a search, with formulas instead of jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUT_OF_MEMORY = "rank 0: torch.OutOfMemoryError: CUDA out of memory."
 
 @dataclass
 class Formulas:
-    """Stands for what runs jobs: their speed, and what they take of memory, is arithmetic."""
+    """A fake runner whose jobs have computed speed and memory use."""
 
     folder: Path
     speed: Callable[[int, int], float]
@@ -65,7 +65,7 @@ class Formulas:
 
 @pytest.fixture
 def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
-    """Searches with formulas; the second value is what was run, in order."""
+    """Return a function that searches with formulas; its second value is the runs, in order."""
 
     def search(
         speed: Callable[[int, int], float],
@@ -114,17 +114,17 @@ def test_the_micro_batch_grows_while_it_gains_and_fits(searched: Any) -> None:
     assert tuner.findings.best().outcome.name == "z0_tmbspg2_gas1"
 
 
-def test_what_does_not_fit_is_left_out_and_said(searched: Any) -> None:
+def test_trials_that_do_not_fit_are_skipped_and_reported(searched: Any) -> None:
     tuner, made = searched(lambda stage, size: 10.0 * size, micro=[4, 16])
     assert made == ["z0_tmbspg4"]
-    told = "z0_tmbspg16_gas1 was not run: it would take 2.6e-06 GB of the 2e-06 GB of a rank"
+    told = "z0_tmbspg16_gas1 was not run: it needs 2.6e-06 GB, but a rank has 2e-06 GB"
     assert told in tuner.findings.failures()
     # The first one does not fit: smaller ones are tried.
     _, made = searched(lambda stage, size: 10.0 * size, micro=24)
     assert made == ["z0_tmbspg6", "z0_tmbspg8", "z0_tmbspg9"]
 
 
-def test_memory_that_nobody_foresaw(searched: Any) -> None:
+def test_unpredicted_memory_use_lowers_the_micro_batch(searched: Any) -> None:
     # 5 samples fit where 9 were foreseen: two jobs fail, then two peaks tell the rest.
     tuner, made = searched(lambda stage, size: 10.0 * size, micro=8, hidden=400)
     assert made == ["z0_tmbspg8", "z0_tmbspg4", "z0_tmbspg7", "z0_tmbspg5"]
@@ -134,7 +134,7 @@ def test_memory_that_nobody_foresaw(searched: Any) -> None:
     assert made == ["z0_tmbspg2", "z0_tmbspg4"]
 
 
-def test_stages_are_left_where_they_gain_nothing(searched: Any) -> None:
+def test_later_stages_are_skipped_without_a_gain(searched: Any) -> None:
     def slower(stage: int, size: int) -> float:
         return {0: 10.0, 1: 20.0, 2: 15.0, 3: 30.0}[stage]
 
@@ -145,7 +145,7 @@ def test_stages_are_left_where_they_gain_nothing(searched: Any) -> None:
     assert grows[-2:] == ["z1_tmbspg4", "z1_tmbspg8"]
 
 
-def test_where_nothing_runs_each_reason_is_told(searched: Any) -> None:
+def test_if_nothing_runs_each_reason_is_reported(searched: Any) -> None:
     _, made = searched(lambda stage, size: 0.0, stage=[0, 1], fails=True)
     assert made[:2] == ["z0_tmbspg1", "z1_tmbspg1"]
     for stage in (0, 1):
@@ -153,11 +153,11 @@ def test_where_nothing_runs_each_reason_is_told(searched: Any) -> None:
         assert told in made[2]
 
 
-def test_a_model_that_cannot_be_looked_at_ends_the_search(searched: Any, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_profiled_ends_the_search(searched: Any, tmp_path: Path) -> None:
     searched(lambda stage, size: 10.0, micro=[1])
     assert (tmp_path / "results" / "cmd_optimal.txt").exists()
     _, made = searched(lambda stage, size: 10.0, hidden=10_000, fails=True)
-    assert made == [f"the model cannot be looked at: {OUT_OF_MEMORY} (see e.log)"]
+    assert made == [f"the model cannot be profiled: {OUT_OF_MEMORY} (see e.log)"]
     assert OUT_OF_MEMORY in (tmp_path / "results" / "summary.txt").read_text()
     # What is left of an earlier search would pass for the best of this one.
     assert not list((tmp_path / "results").glob("*optimal*"))

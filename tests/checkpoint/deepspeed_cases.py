@@ -1,4 +1,4 @@
-"""The kept checkpoints of DeepSpeed's: unpacked, and what they are expected to hold."""
+"""DeepSpeed's checkpoints under tests/data: unpacking them, and their expected contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ make = _module("make")
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A checkpoint in a folder, and what DeepSpeed said of it."""
+    """A checkpoint in a folder, and the values that DeepSpeed reported for it."""
 
     folder: Path
     tag: str
@@ -60,7 +60,7 @@ def unpack(case: str, folder: Path) -> Unpacked:
 
 
 def group_names() -> list[list[str]]:
-    """The parameters of each param group, by name."""
+    """Return the parameter names of each param group."""
     model = toy.Toy()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in toy.groups_of(model)]

@@ -1,4 +1,4 @@
-"""What saves leave in a folder."""
+"""Listing of the files in a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from hadal.checkpoint.script import SCRIPTS
 
 
 def names_in(folder: str | Path) -> list[str]:
-    """The names in a folder of checkpoints, without the script that stands beside them."""
+    """Return the names in a folder of checkpoints, without the scripts beside them."""
     return sorted(path.name for path in Path(folder).iterdir() if path.name not in SCRIPTS)

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: what is saved is what was there, and failures are told."""
+"""Asynchronous saves: they hold the state at the time of the call, and failures are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASYNC = {"checkpoint": {"async_save": True}}
 
 
 class Gate:
-    """Keeps the writing of files back until it is opened."""
+    """A gate that blocks the writing of files until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -85,7 +85,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 def fail_meanwhile(folder: str, waits: bool) -> None:
-    """One rank cannot write; every rank is told, once, and the next save works."""
+    """One rank cannot write: every rank raises once, and the next save works."""
     engine = engine_of(1, **ASYNC)
     engine.save_checkpoint(folder, "good")
     engine.wait_for_checkpoint()
@@ -117,7 +117,7 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "next save"])
-def test_a_failure_is_told_on_all_ranks(waits: bool, ranks: RankPools, tmp_path: Path) -> None:
+def test_a_failure_is_raised_on_all_ranks(waits: bool, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(fail_meanwhile, str(tmp_path), waits)
 
 

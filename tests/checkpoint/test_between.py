@@ -1,4 +1,4 @@
-"""A checkpoint of one kind of training goes on in another: dtypes, groups, optimizers, names."""
+"""Checkpoints loaded into another configuration: dtypes, param groups, optimizers, names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def odd(seed: int, settings: dict[str, Any]) -> Odd:
 
 
 def save(folder: str, stage: int, settings: dict[str, Any], tag: str = "one") -> None:
-    """Save, and what follows beside it: masters, weights, and weights three steps later."""
+    """Save, and return the masters, the weights, and the weights three steps later."""
     engine = engine_of(stage, odd(3, settings), **settings)
     trained(engine, range(3))
     engine.save_checkpoint(folder, tag)
@@ -101,7 +101,7 @@ def masters_from_weights(folder: str) -> None:
         engine = engine_of(2, Odd(5), **BF16, zero_optimization={"stage": 2, **zero})
         with logged() as told:
             engine.load_checkpoint(folder)
-        told_of_it = any("masters are taken from the saved weights" in line for line in told)
+        told_of_it = any("masters are initialized from the saved weights" in line for line in told)
         assert told_of_it == (bool(zero) and comm.get_rank() == 0)
         for name, found in masters_of(engine).items():
             assert torch.equal(found, wanted[name].float()), name
@@ -143,7 +143,7 @@ def go_on(folder: str, stage: int, settings: dict[str, Any], tag: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_kind_of_stepper_goes_on_elsewhere(
+def test_state_loads_into_every_kind_of_stepper(
     name: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     settings, folder = OPTIMIZERS[name], str(tmp_path)
@@ -218,7 +218,9 @@ def regroup(folder: str) -> None:
     with logged() as told:
         joined.load_checkpoint(folder)
     assert joined.get_lr() == [0.5]
-    assert any("differed in lr, weight_decay" in line for line in told) == (comm.get_rank() == 0)
+    assert any("disagree keep their values here: lr, weight_decay" in line for line in told) == (
+        comm.get_rank() == 0
+    )
     # One that was not trained: it begins with zeros, and that is told.
     more = grouped(5, ([*EDGE, "last.bias"], 0.5), (CORE, 0.5))
     with logged() as told:
@@ -231,7 +233,7 @@ def regroup(folder: str) -> None:
         engine.destroy()
 
 
-def test_groups_are_found_again_by_the_names_in_them(ranks: RankPools, tmp_path: Path) -> None:
+def test_groups_are_matched_by_parameter_names(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(regroup, str(tmp_path))
 
 
@@ -239,7 +241,7 @@ def test_groups_are_found_again_by_the_names_in_them(ranks: RankPools, tmp_path:
 
 
 class Renamed(Odd):
-    """One parameter less, one more, and a tied one that goes by its other name."""
+    """A model with one parameter fewer, one more, and a tied one under its other name."""
 
     def __init__(self) -> None:
         super().__init__(5)
@@ -263,14 +265,14 @@ def fit_names(folder: str) -> None:
     masters, weights, _ = torch.load(Path(folder, "one.pt"))
     engine = engine_of(3, Renamed())
     before = engine.state_dict()
-    with pytest.raises(CheckpointError, match=r"lacks extra\. the model lacks scale\. Give"):
+    with pytest.raises(CheckpointError, match=r"lacks extra\. the model lacks scale\. Pass"):
         engine.load_checkpoint(folder)
     assert_equal(engine.state_dict(), before)
     with logged() as told:
         engine.load_checkpoint(folder, load_module_strict=False)
     if comm.get_rank() == 0:
-        assert any("lacks extra, which keep" in line for line in told), told
-        assert any("scale is not in the model" in line for line in told), told
+        assert any("lacks extra: these keep" in line for line in told), told
+        assert any("not in the model and ignored: scale" in line for line in told), told
     found = engine.state_dict()
     for name, value in found.items():
         saved = {"extra": before["extra"], "tied.weight": masters["second.weight"]}
@@ -278,7 +280,7 @@ def fit_names(folder: str) -> None:
     engine.destroy()
 
 
-def test_names_are_strict_unless_told_otherwise(ranks: RankPools, tmp_path: Path) -> None:
+def test_names_are_strict_by_default(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save, str(tmp_path), 2, {})
     ranks(2).run(fit_names, str(tmp_path))
 
@@ -293,7 +295,7 @@ class Wrapped(nn.Module):
 
 
 def wrap_later(folder: str) -> None:
-    """Names are those of the model as it stands; what has gone out of it is nobody's fault."""
+    """Names are those of the current model; parameters removed from it are not missing."""
     engine = engine_of(2, Odd())
     trained(engine, range(2))
     engine.module.last = Wrapped(engine.module.last)
@@ -314,7 +316,7 @@ def wrap_later(folder: str) -> None:
     engine.destroy(), other.destroy()
 
 
-def test_names_are_those_of_the_model_today(ranks: RankPools, tmp_path: Path) -> None:
+def test_names_are_those_of_the_current_model(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(wrap_later, str(tmp_path))
 
 
@@ -323,7 +325,7 @@ def leave_frozen_out(folder: str, stage: int) -> None:
     trained(engine, range(2))
     engine.save_checkpoint(folder, exclude_frozen_parameters=True)
     kept = engine.state_dict()
-    with pytest.raises(CheckpointError, match=r"lacks frozen\.bias\. Give load_module_strict"):
+    with pytest.raises(CheckpointError, match=r"lacks frozen\.bias\. Pass load_module_strict"):
         engine.load_checkpoint(folder)
     other = engine_of(stage, Odd(5))
     bias = other.state_dict()["frozen.bias"]
@@ -341,7 +343,7 @@ def test_frozen_parameters_can_be_left_out(stage: int, ranks: RankPools, tmp_pat
 
 
 def load_parts(folder: str, stage: int) -> None:
-    """What is asked for alone, and what is not touched then."""
+    """Load some parts of a checkpoint; the rest of the engine's state does not change."""
     masters, weights, _ = torch.load(Path(folder, "one.pt"))
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 50, "warmup_max_lr": 0.1}}
     engine = engine_of(stage, Odd(5), scheduler=schedule)
@@ -375,7 +377,7 @@ def test_parts_of_a_checkpoint_load_alone(stage: int, ranks: RankPools, tmp_path
 
 
 class Counted(nn.Linear):
-    """Keeps a count beside its tensors."""
+    """A module with a count as extra state."""
 
     def __init__(self) -> None:
         super().__init__(6, 4)
@@ -401,7 +403,7 @@ def keep_extra_state(folder: str) -> None:
     assert other.module[0].calls == {"forward": 3}
     plain = engine_of(1, nn.Sequential(nn.Linear(6, 4)))
     plain.save_checkpoint(folder, "plain")
-    with pytest.raises(CheckpointError, match=r"lacks the extra state of 0; give load_module_str"):
+    with pytest.raises(CheckpointError, match=r"lacks the extra state of 0; pass load_module_str"):
         other.load_checkpoint(folder, "plain")
     assert other.module[0].calls == {"forward": 3}
     other.load_checkpoint(folder, "plain", load_module_strict=False)
@@ -410,12 +412,12 @@ def keep_extra_state(folder: str) -> None:
         one.destroy()
 
 
-def test_what_modules_keep_beside_tensors_goes_along(ranks: RankPools, tmp_path: Path) -> None:
+def test_extra_state_of_modules_is_saved_and_loaded(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(keep_extra_state, str(tmp_path))
 
 
 class Stubborn(torch.optim.lr_scheduler.LambdaLR):
-    """A schedule that takes nothing but its own first state."""
+    """A schedule that accepts only its own initial state."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, lambda _: 1.0)
@@ -432,7 +434,7 @@ def refuse_a_schedule(folder: str) -> None:
     engine.save_checkpoint(folder)
     other = engine_of(1, Odd(5), {"lr_scheduler": Stubborn})
     before = other.state_dict()
-    with pytest.raises(CheckpointError, match=r"not mine.*give load_lr_scheduler_states=False"):
+    with pytest.raises(CheckpointError, match=r"not mine.*pass load_lr_scheduler_states=False"):
         other.load_checkpoint(folder)
     assert_equal(other.state_dict(), before)
     assert (other.global_steps, other.lr_scheduler.last_epoch) == (0, 0)
@@ -456,7 +458,7 @@ def refuse_a_schedule_of_other_groups(folder: str) -> None:
     one.save_checkpoint(folder)
     other = scheduled((EDGE + CORE, 0.5))
     before = dict(other.lr_scheduler.state_dict())
-    with pytest.raises(CheckpointError, match=r"schedule was that of 2 param groups, and there ar"):
+    with pytest.raises(CheckpointError, match=r"saved schedule has 2 param groups, but there ar"):
         other.load_checkpoint(folder)
     assert other.lr_scheduler.state_dict() == before
     one.destroy(), other.destroy()
@@ -466,7 +468,7 @@ def test_a_schedule_of_other_groups_is_refused(ranks: RankPools, tmp_path: Path)
     ranks(2).run(refuse_a_schedule_of_other_groups, str(tmp_path))
 
 
-def test_a_schedule_that_does_not_fit_is_told_before_anything_moves(
+def test_a_schedule_that_does_not_fit_is_refused_before_any_change(
     ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(refuse_a_schedule, str(tmp_path))
@@ -526,11 +528,11 @@ def test_parts_of_a_model_load_at_another_number_of_replicas(
         ranks(world).run(go_on_in_parts, str(tmp_path))
     for error in ranks(2).raises(load_without_parts, str(tmp_path)):
         assert isinstance(error, CheckpointError), repr(error)
-        assert "cut in 2 model-parallel parts, and this one is cut in 1" in str(error)
+        assert "in 2 model-parallel parts, but this one has 1" in str(error)
 
 
 def share_sequences(folder: str) -> None:
-    """Ranks of one sequence share the model states with all others."""
+    """Ranks of one sequence share the model states with all other ranks."""
     masters, _, _ = torch.load(Path(folder, "one.pt"))
     engine = engine_of(2, Odd(5), {"mesh_param": (1, 2)})
     engine.load_checkpoint(folder)
@@ -563,7 +565,7 @@ def read(folder: str, batches: int, saves: bool) -> list[int]:
     return seen
 
 
-def test_the_rest_of_the_epoch_is_dealt_out_anew(ranks: RankPools, tmp_path: Path) -> None:
+def test_the_rest_of_the_epoch_is_redistributed(ranks: RankPools, tmp_path: Path) -> None:
     before = ranks(2).run(read, str(tmp_path), 2, True)
     first = [n for seen in before for n in seen]
     for world in (1, 2, 4):
@@ -585,9 +587,7 @@ def draw(folder: str, saves: bool) -> tuple[float, list[str]]:
     return torch.rand(1).item(), list(told)
 
 
-def test_ranks_draw_as_the_saved_ones_and_further_ones_of_their_own(
-    ranks: RankPools, tmp_path: Path
-) -> None:
+def test_additional_ranks_draw_numbers_of_their_own(ranks: RankPools, tmp_path: Path) -> None:
     saved = [number for number, _ in ranks(2).run(draw, str(tmp_path), True)]
     found = {world: ranks(world).run(draw, str(tmp_path), False) for world in (1, 2, 4)}
     assert [number for number, _ in found[1]] == saved[:1]
@@ -603,7 +603,7 @@ def test_ranks_draw_as_the_saved_ones_and_further_ones_of_their_own(
 
 @pytest.mark.claims("checkpoint.load_universal", "zero_optimization.elastic_checkpoint")
 def test_resharding_needs_no_key(ranks: RankPools, tmp_path: Path) -> None:
-    """True or false: every checkpoint loads at another number of ranks."""
+    """Every checkpoint loads at another number of ranks, whether the key is true or false."""
     ranks(2).run(save, str(tmp_path), 3, {})
     for keys in (
         {"checkpoint": {"load_universal": True}},

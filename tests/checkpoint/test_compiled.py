@@ -1,4 +1,4 @@
-"""A model that was compiled before `initialize` has the names of one that was not, on disk."""
+"""Models compiled before `initialize` are saved under the same names as uncompiled ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hadal.checkpoint.opening import opened
 
 
 class Model(nn.Module):
-    """With a tied parameter, a buffer, and state of its own."""
+    """A model with a tied parameter, a buffer and extra state."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def model_as(kind: str, seed: int) -> tuple[nn.Module, Model]:
-    """What is handed to `initialize`, and the model in it."""
+    """Return the module to pass to `initialize`, and the model in it."""
     model = Model(seed)
     if kind == "whole":
         return torch.compile(model, backend="eager"), model

@@ -1,4 +1,4 @@
-"""A kill of all ranks at any moment of a save: what was complete stays, and loads.
+"""Kills of all ranks at any moment of a save: complete checkpoints survive, and load.
 
 Run as a program, this file is the process that starts the ranks: it imports everything once, and
 forks them.
@@ -28,7 +28,7 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"
 
 
 def digest(engine: Any) -> int:
-    """A checksum of all weights."""
+    """Return a checksum of all weights."""
     crc32 = 0
     for value in engine.state_dict().values():
         crc32 = zlib.crc32(value.numpy().tobytes(), crc32)
@@ -36,7 +36,7 @@ def digest(engine: Any) -> int:
 
 
 class Moments:
-    """Counts what this process does to files under a folder, and kills all ranks at one of them."""
+    """A counter of file operations under a folder, which kills all ranks at one of them."""
 
     def __init__(self, folder: str, fatal: int) -> None:
         self.folder, self.fatal, self.count = folder, fatal, -1
@@ -51,7 +51,7 @@ class Moments:
 
 
 def be_a_rank(rank: int, folder: str, meeting: str, killer: int, fatal: int, told: int) -> None:
-    """Load what is there, check it, and save until killed; tell of each step that is over."""
+    """Load the latest checkpoint, check it, and save until killed; report each finished step."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(meeting, 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -74,7 +74,7 @@ def be_a_rank(rank: int, folder: str, meeting: str, killer: int, fatal: int, tol
 
 
 def one_life(folder: str, killer: int, fatal: int) -> list[tuple[str, int]]:
-    """Two ranks in a process group of their own: what they told until their end."""
+    """Run two ranks in their own process group; return what they reported until killed."""
     listens, told = os.pipe()
     leader = 0
     children = []
@@ -104,7 +104,7 @@ def one_life(folder: str, killer: int, fatal: int) -> list[tuple[str, int]]:
 
 
 def many_lives(folder: str) -> list[str]:
-    """Kill and go on, from one process that has everything imported; no rank is started anew."""
+    """Kill and resume, with ranks forked from one process that has everything imported."""
     found = random.Random(7)
     lines = one_life(folder, 0, -1)
     lines = one_life(folder, 0, -1)  # this one replaces, and prunes

@@ -1,4 +1,4 @@
-"""Damaged files and refused saves: told on every rank, with the file, and nothing moves."""
+"""Damaged files and failed saves: every rank raises with the file's name; nothing changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLIENT = "client_state.safetensors"
 
 
 def refused(engine: Any, folder: str, named: str, tag: str | None = None) -> str:
-    """Loading fails on this rank with the file's name, and changes nothing."""
+    """Check that loading fails on this rank with the file's name, and changes nothing."""
     before, drawn = engine.state_dict(), torch.get_rng_state()
     steps = engine.global_steps
     with pytest.raises(CheckpointError) as caught:
@@ -52,7 +52,7 @@ def on_one(change: Callable[[], None]) -> None:
 
 
 def harmed(data: bytes, found: random.Random) -> bytes:
-    """The data with bits flipped, cut short, made longer, or with a piece that is another's."""
+    """Return the data with bits flipped, truncated, extended, or with a piece of other data."""
     place = found.randrange(len(data))
     match found.randrange(5):
         case 0:
@@ -71,7 +71,7 @@ def harmed(data: bytes, found: random.Random) -> bytes:
 
 
 def harm_at_random(folder: str, times: int, stage: int) -> None:
-    """Saved at stage 3, loaded at another one: by stretches, or by the elements of parameters."""
+    """Save at stage 3 and load at another: by slices of buckets, or by parameters."""
     first = engine_of(3)
     train(first, range(1))
     zero = {"stage": stage, "reduce_bucket_size": 60 if stage == 3 else 10**6}
@@ -114,7 +114,7 @@ def swap(one: Path, other: Path) -> None:
 
 
 def reheaded(path: Path, **changes: Any) -> None:
-    """Another header for the same bytes: shapes, dtypes or counts that were not written."""
+    """Replace a file's header by one with other shapes, dtypes or counts."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -125,7 +125,7 @@ def reheaded(path: Path, **changes: Any) -> None:
 
 
 def resealed(folder: Path, **changes: Any) -> None:
-    """An index that was written anew, with a checksum that fits."""
+    """Rewrite an index with changed values and a valid checksum."""
     content = read_index(folder)
     (folder / INDEX).unlink()
     with suppress(CheckpointError):  # it is read back at once, and may be refused
@@ -133,7 +133,7 @@ def resealed(folder: Path, **changes: Any) -> None:
 
 
 def reparted(folder: Path, *keys: Any) -> None:
-    """The same, with another value (the last of `keys`) at a place of the part's description."""
+    """Rewrite an index with another value (the last of `keys`) in the part's description."""
     parts = read_index(folder)["parts"]
     *path, last, value = keys
     target = parts[0]
@@ -180,8 +180,8 @@ PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing index": (lambda tag: (tag / INDEX).unlink(), INDEX),
     "not finite": (lambda tag: not_finite(tag / INDEX), INDEX),
     "deep": (lambda tag: (tag / INDEX).write_text("[" * 100_000), INDEX),
-    "version": (lambda tag: (tag / INDEX).write_text('{"format": 9}'), "index.json is of format 9"),
-    "sealed: version": (lambda tag: resealed(tag, format=8), "index.json is of format 8"),
+    "version": (lambda tag: (tag / INDEX).write_text('{"format": 9}'), "index.json has format 9"),
+    "sealed: version": (lambda tag: resealed(tag, format=8), "index.json has format 8"),
     "sealed: world": (lambda tag: resealed(tag, world_size=10**30), "world_size"),
     "sealed: climbing": (lambda tag: resealed(tag, files=CLIMBING), INDEX),
     "sealed: sizes": (lambda tag: resealed(tag, files=SEALS), ONE),
@@ -249,7 +249,7 @@ def test_planned_damage_is_found(verifies: bool, ranks: RankPools, tmp_path: Pat
 
 
 def skip_the_checksums(folder: str) -> None:
-    """Without checksums a flipped bit among the weights is not looked for."""
+    """Without checksums a flipped bit in the weights goes undetected."""
     engine = engine_of(1, checkpoint={"verify_checksums": False})
     engine.save_checkpoint(folder)
     path = Path(folder, "global_step0", ONE)
@@ -286,7 +286,7 @@ def refuse(error: int, function: str, place: str, rank: int) -> Callable[..., An
 
 
 def fail_to_save(folder: str, function: str, place: str, rank: int, named: str) -> None:
-    """All ranks are told, what was there stays, and the next save works.
+    """Fail a save: all ranks raise, the earlier checkpoint is kept, and the next save works.
 
     A limit on the size of files stands for a full disk.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints that a real DeepSpeed has written, value for value, and files to be refused."""
+"""Checkpoints written by a real DeepSpeed, value by value, and files that are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hadal.errors import CheckpointError, NotBuiltYetError
 
 
 def whole(source: DeepSpeedSource, name: str, *kinds: str) -> Tensor:
-    """A value, of the first of the kinds that there is."""
+    """Return a value, of the first of the kinds that exists."""
     name = source.aliases.get(name, name)
     kind = next(kind for kind in kinds if (name, kind) in source.entries)
     entry = source.entries[name, kind]
@@ -63,7 +63,7 @@ def test_every_value_is_the_one_that_was_saved(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_no_tensor_is_there_too(case: str, tmp_path: Path) -> None:
+def test_values_that_are_no_tensors_are_read_too(case: str, tmp_path: Path) -> None:
     saved = unpack(case, tmp_path)
     source = DeepSpeedSource(saved.checkpoint, group_names())
     stage, dtype, world = case.split("_")
@@ -91,7 +91,7 @@ def test_what_is_no_tensor_is_there_too(case: str, tmp_path: Path) -> None:
     assert len(source.notes) == 1 + (source.stage == 0 and dtype == "fp16")
 
 
-def test_at_stage_0_values_find_their_names(tmp_path: Path) -> None:
+def test_stage_0_values_are_matched_to_names(tmp_path: Path) -> None:
     saved = unpack("stage0_bf16_world2", tmp_path)
     first, second = group_names()
     turned = DeepSpeedSource(saved.checkpoint, [first[::-1], second[::-1]])
@@ -100,7 +100,7 @@ def test_at_stage_0_values_find_their_names(tmp_path: Path) -> None:
         CheckpointError, match=r"unexpected (master|elements) of .*load_optimizer_states"
     ):
         DeepSpeedSource(saved.checkpoint, [second, first])
-    with pytest.raises(CheckpointError, match=r"unexpected param groups: 2, here are \[8\]"):
+    with pytest.raises(CheckpointError, match=r"unexpected param groups: 2, here \[8\]"):
         DeepSpeedSource(saved.checkpoint, [first + second])
     unnamed = DeepSpeedSource(saved.checkpoint)
     assert {kind for _, kind in unnamed.entries} == {"weight", "buffer"}
@@ -196,13 +196,13 @@ def test_a_pickle_that_would_run_something_is_refused(name: str, tmp_path: Path)
     path = saved.checkpoint / name
     content = {"optimizer_state_dict": {}, "epoch": [{"deep": Shell(str(witness))}]}
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=f"{name} names .*system.*nothing of it was run"):
+    with pytest.raises(CheckpointError, match=f"{name} names .*system.*none of its code was run"):
         DeepSpeedSource(saved.checkpoint)
     assert not witness.exists()
 
 
 class Unknown:
-    """A class of the caller's own."""
+    """A class of the caller."""
 
 
 def test_plain_values_of_other_libraries_pass_and_classes_do_not(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         check_pickle(path, tmp_path)
 
 
-def test_missing_files_and_other_forms_are_told(tmp_path: Path) -> None:
+def test_missing_files_and_other_formats_are_reported(tmp_path: Path) -> None:
     saved = unpack("stage3_bf16_world2", tmp_path)
     second = saved.checkpoint / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = second.read_bytes()

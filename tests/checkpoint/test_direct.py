@@ -1,4 +1,4 @@
-"""Bytes past the cache: what goes in comes out, wherever it is cut."""
+"""Direct file I/O: bytes read equal bytes written, for any chunking."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def together(file: BinaryIO, start: int, stop: int, kept: Kept | None = None) ->
 
 @settings(max_examples=60)
 @given(st.data(), st.booleans(), st.booleans())
-def test_what_goes_in_comes_out(data: st.DataObject, doubled: bool, knows_direct: bool) -> None:
+def test_bytes_read_equal_bytes_written(
+    data: st.DataObject, doubled: bool, knows_direct: bool
+) -> None:
     sizes = data.draw(st.lists(st.integers(0, 3 * BLOCK), max_size=5))
     pieces = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     whole = b"".join(pieces)
@@ -79,9 +81,7 @@ def test_what_goes_in_comes_out(data: st.DataObject, doubled: bool, knows_direct
     assert direct.set_direct is real
 
 
-def test_what_is_not_in_the_cache_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncached_bytes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kept = tmp_path / "x", Kept(2 * BLOCK + 1)
     whole = os.urandom(3 * BLOCK + 5)
     path.write_bytes(whole)
@@ -95,7 +95,7 @@ def test_what_is_not_in_the_cache_is_read_once(
             together(file, 1, 2 * BLOCK + 1, kept)
 
 
-def test_what_follows_what_the_cache_has_is_kept(
+def test_bytes_after_the_cached_ones_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "_PATIENCE", 0)
@@ -123,7 +123,7 @@ def test_what_follows_what_the_cache_has_is_kept(
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(0, 4))
-def test_extents_are_held_apart(data: st.DataObject, blocks: int) -> None:
+def test_extents_get_tensors_of_their_own(data: st.DataObject, blocks: int) -> None:
     whole = os.urandom(data.draw(st.integers(100, 3 * BLOCK)))
     edges = data.draw(st.lists(st.integers(0, len(whole)), max_size=6).map(sorted))
     apart = [*zip(edges[::2], edges[1::2], strict=False)]
@@ -148,7 +148,7 @@ def test_extents_are_held_apart(data: st.DataObject, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 3, 20])
-def test_few_pages_that_the_cache_lacks_are_waited_for(
+def test_a_few_cache_misses_are_waited_for(
     missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, whole = tmp_path / "x", os.urandom(12 * BLOCK)
@@ -187,9 +187,7 @@ def test_memory_that_is_slower_than_the_disk_is_not_used(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("doubled", [False, True])
-def test_a_full_disk_is_told(
-    doubled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_raises(doubled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, room = os.write, [2 * BLOCK + 100]
 
     def write(descriptor: int, given: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint: for the Hugging Face hub, in fp32, as state dicts."""
+"""Export of weights from a checkpoint: in the Hugging Face layout, in fp32, as state dicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = ["stage1_bf16_world2", "stage3_fp16_world2", "universal2_bf16_world2"]
 
 
 def weights_of(saved: Unpacked) -> dict[str, Tensor]:
-    """fp32 values under all names, as DeepSpeed told them."""
+    """Return the fp32 values under all names, as DeepSpeed reported them."""
     masters = {k[5:]: v for k, v in saved.tensors.items() if k.startswith("fp32.")}
     module = {k[7:]: v.float() for k, v in saved.tensors.items() if k.startswith("module.")}
     found = {**module, **masters}
@@ -53,7 +53,7 @@ def read_back(folder: Path) -> dict[str, Tensor]:
 
 
 def hadals(folder: str, stage: int, dtype: str) -> dict[str, Tensor] | None:
-    """Save a checkpoint of Hadal's; what it should be exported as."""
+    """Save a Hadal checkpoint; return the expected export."""
     model = toy.Toy()
     engine, *_ = hadal.initialize(
         model=model, model_parameters=toy.groups_of(model), config=toy.config_of(stage, dtype)
@@ -75,7 +75,7 @@ def hadals(folder: str, stage: int, dtype: str) -> dict[str, Tensor] | None:
 
 @pytest.fixture(scope="module")
 def own(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of Hadal's, stage 3 on two ranks in bf16, and its fp32 values."""
+    """Return a Hadal checkpoint, stage 3 on two ranks in bf16, and its fp32 values."""
     folder = tmp_path_factory.mktemp("own")
     (exact, _) = ranks(2).run(hadals, str(folder), 3, "bf16")
     return folder, exact
@@ -85,7 +85,7 @@ def own(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def saved(
     request: pytest.FixtureRequest, own: tuple[Path, Any], tmp_path: Path
 ) -> tuple[Path, dict[str, Tensor]]:
-    """A folder of checkpoints, and the fp32 values in it."""
+    """Return a folder of checkpoints, and the fp32 values in it."""
     if request.param == "hadal":
         return own
     unpacked = unpack(request.param, tmp_path / "saved")
@@ -109,7 +109,9 @@ def test_fp32_comes_from_the_masters(saved: tuple[Path, Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", ["700B", "1kB", "5GB"])
-def test_files_are_those_of_the_hub(size: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_files_have_the_hugging_face_layout(
+    size: str, saved: tuple[Path, Any], tmp_path: Path
+) -> None:
     folder, exact = saved
     for dtype in (None, torch.float32):
         paths = export(
@@ -167,17 +169,17 @@ def test_stage_0_has_no_named_masters_and_says_so(
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert "those of the 16-bit weights" in caplog.text
     assert torch.equal(state["gain"], unpacked.tensors["module.gain"].float())
-    with pytest.raises(CheckpointError, match="does not tell which parameters were trained"):
+    with pytest.raises(CheckpointError, match="does not record which parameters were trained"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
 
 
-def test_what_is_not_there_is_told(own: tuple[Path, Any], tmp_path: Path) -> None:
+def test_missing_checkpoints_are_reported(own: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = own
     with pytest.raises(CheckpointError, match="no complete checkpoint 'other'"):
         get_fp32_state_dict_from_zero_checkpoint(folder, "other")
     with pytest.raises(CheckpointError, match="latest is missing"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a directory"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="found 'big'"):
         convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path, max_shard_size="big")
@@ -188,7 +190,7 @@ def test_what_is_not_there_is_told(own: tuple[Path, Any], tmp_path: Path) -> Non
 def test_a_whole_model_has_no_parts(tmp_path: Path) -> None:
     folder = unpack("stage1_bf16_world2", tmp_path).folder
     assert opened(folder, part=0).entries.keys() == opened(folder).entries.keys()
-    with pytest.raises(CheckpointError, match="holds a whole model: it has no part 1"):
+    with pytest.raises(CheckpointError, match="holds a whole model and has no part 1"):
         opened(folder, part=1)
 
 
@@ -219,7 +221,7 @@ def test_a_failing_export_leaves_the_earlier_one(own: tuple[Path, Any], tmp_path
     before = (tmp_path / NAME).read_bytes()
     values = [Value("a", (2,), torch.float32), Value("b", (2,), torch.float32)]
     cuts = iter([torch.ones(2), torch.ones(2, dtype=torch.float16)])
-    with pytest.raises(CheckpointError, match="b was to be written as 2 elements"):
+    with pytest.raises(CheckpointError, match="b must be written as 2 elements"):
         write_model(tmp_path, NAME, values, cuts, {}, 10)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     assert (tmp_path / NAME).read_bytes() == before
@@ -238,7 +240,7 @@ def test_shards_hold_everything_in_order(numels: list[int], limit: int) -> None:
     ("text", "nbytes"),
     [("5GB", 5 * 10**9), ("2GiB", 2**31), ("1.5kB", 1500), (17, 17), ("300", 300), ("1 MB", 10**6)],
 )
-def test_sizes_are_read_as_the_hub_does(text: str | int, nbytes: int) -> None:
+def test_sizes_are_parsed_as_by_hugging_face(text: str | int, nbytes: int) -> None:
     assert nbytes_of(text) == nbytes
 
 
@@ -288,7 +290,7 @@ def save_large(folder: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own accounts")
-def test_memory_is_that_of_a_cut(ranks: RankPools, tmp_path: Path) -> None:
+def test_memory_is_that_of_one_chunk(ranks: RankPools, tmp_path: Path) -> None:
     (nbytes,) = ranks(1).run(save_large, str(tmp_path / "in"))
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path / "in"), str(tmp_path / "out")],

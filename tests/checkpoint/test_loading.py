@@ -1,4 +1,4 @@
-"""Saving and loading: training goes on bit for bit, and what does not fit is refused."""
+"""Saving and loading: training resumes bit for bit, and other models are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIRST, SECOND = range(4), range(4, 8)
 
 
 class WithBuffers(nn.Module):
-    """Running statistics, and a parameter that is frozen."""
+    """A model with running statistics and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,16 +110,16 @@ def test_training_goes_on_bit_for_bit(
 
 
 def take_over(stage: int, name: str, folder: str) -> None:
-    """Files that are not in the system's cache are read once; moments stay where they were read."""
+    """Uncached files are read once; moments keep the memory they were read into."""
     through = fresh(stage, name)
     train(through, FIRST)
     through.save_checkpoint(folder)
     losses, whole = train(through, SECOND), through.state_dict()
     through.destroy()
     given: list[torch.Tensor] = []
-    real = StoredSource.taken
+    real = StoredSource.take_slice
 
-    def taken(*arguments: Any) -> torch.Tensor | None:
+    def take_slice(*arguments: Any) -> torch.Tensor | None:
         found = real(*arguments)
         given.extend([] if found is None else [found])
         return found
@@ -130,7 +130,7 @@ def take_over(stage: int, name: str, folder: str) -> None:
         patch.setattr(direct, "_BLOCK_NBYTES", 8192)
         patch.setattr(direct, "_TRIED_BLOCKS", sys.maxsize)
         patch.setattr(direct, "_free", [])
-        patch.setattr(StoredSource, "taken", taken)
+        patch.setattr(StoredSource, "take_slice", take_slice)
         again = fresh(stage, name, seed=5)
         again.load_checkpoint(folder)
         again.load_checkpoint(folder)
@@ -154,14 +154,14 @@ def tensors_in(state: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bf16", "momentum"])
-def test_moments_stay_where_they_were_read(
+def test_moments_keep_the_memory_they_were_read_into(
     name: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(take_over, stage, name, str(tmp_path))
 
 
 class WithMore(WithBuffers):
-    """With parameters that no checkpoint of the other one has."""
+    """A model with parameters that the other model's checkpoints lack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class WithMore(WithBuffers):
 
 
 def load_into_used_memory(stage: int, is_alike: bool, folder: str) -> None:
-    """What a bucket pads, and what is new, begins with zeros; whatever the memory held before."""
+    """Padding and new values start at zero, whatever the memory held before."""
     saved = fresh(stage, "bf16")
     train(saved, FIRST)
     saved.save_checkpoint(folder)
@@ -194,7 +194,7 @@ def load_into_used_memory(stage: int, is_alike: bool, folder: str) -> None:
 
 
 def remembered(engine: Any) -> list[torch.Tensor]:
-    """The moments, in the order of the optimizer's parameters."""
+    """Return the moments, in the order of the optimizer's parameters."""
     state = engine.optimizer.state
     order = [values for group in engine.optimizer.param_groups for values in group["params"]]
     return [moment.view(-1) for values in order for moment in tensors_in(state[values])]
@@ -209,7 +209,7 @@ def test_moments_are_read_into_any_memory(
 
 
 def load_unmapped(stage: int, name: str, folder: str) -> None:
-    """Behind a page of a mapped file the system reads on, megabytes for what a rank has alone."""
+    """A page of a mapped file makes the system read megabytes ahead, for each rank's own values."""
     saved = fresh(stage, name)
     train(saved, FIRST)
     saved.save_checkpoint(folder, client_state={"epoch": 3})
@@ -234,7 +234,7 @@ def test_files_of_as_many_ranks_are_not_mapped(
 
 
 def accumulate_anew(folder: str) -> None:
-    """Gradients are not saved: what is loaded begins an update, whatever was counted before."""
+    """Gradients are not saved: a load starts a new update, whatever was accumulated before."""
     first = engine_of(2, gradient_accumulation_steps=2)
     with logged() as silence:
         train(first, range(6))
@@ -263,7 +263,7 @@ def accumulate_anew(folder: str) -> None:
             again.destroy()
 
 
-def test_an_update_that_was_under_way_is_begun_anew(ranks: RankPools, tmp_path: Path) -> None:
+def test_an_interrupted_accumulation_starts_over(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(accumulate_anew, str(tmp_path))
 
 
@@ -279,13 +279,13 @@ def save_on_one_rank(stage: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_saves_alone_is_told(stage: int, ranks: RankPools, tmp_path: Path) -> None:
+def test_a_rank_that_saves_alone_raises(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save_on_one_rank, stage, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 class Counting(torch.optim.Optimizer):
-    """Looks at whole parameters, and remembers plain numbers of each."""
+    """An optimizer that steps whole parameters and keeps plain numbers for each."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -301,7 +301,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def go_on_with_plain_state(stage: int, folder: str) -> None:
-    """Each rank steps other parameters, and not equally many."""
+    """Ranks step different parameters, and different numbers of them."""
 
     def engine_with_counts() -> Any:
         model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4, bias=False))
@@ -344,7 +344,7 @@ def go_on_without_a_named_optimizer(folder: str) -> None:
     assert_equal(again.state_dict(), engine.state_dict())
 
 
-def test_an_optimizer_made_late_goes_on_too(ranks: RankPools, tmp_path: Path) -> None:
+def test_a_late_optimizer_resumes_too(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(go_on_without_a_named_optimizer, str(tmp_path))
 
 
@@ -409,10 +409,10 @@ def load(stage: int, folder: str, width: int = 9) -> None:
 
 @pytest.mark.parametrize(
     ("world", "stage", "width", "told"),
-    [(1, 1, 8, "0.weight is (8, 6), and (9, 6) in the checkpoint"), (2, 2, 8, "shapes differ")],
+    [(1, 1, 8, "0.weight is (8, 6), but (9, 6) in the checkpoint"), (2, 2, 8, "shapes differ")],
     ids=["one", "two"],
 )
-def test_what_does_not_fit_is_refused(world, stage, width, told, ranks: RankPools, tmp_path):
+def test_another_model_is_refused(world, stage, width, told, ranks: RankPools, tmp_path):
     ranks(2).run(save, 1, str(tmp_path))
     ranks(2).run(load_fitting, 1, str(tmp_path))
     for error in ranks(world).raises(load, stage, str(tmp_path), width):
@@ -457,7 +457,7 @@ def list_as_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [cut_short, remove_a_shard, scribble, empty_the_index, lose_a_group, list_as_index]
 )
-def test_damage_is_told_and_hangs_nobody(
+def test_damage_raises_on_all_ranks_without_a_hang(
     damage: Callable[[Path], None], stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(save, stage, str(tmp_path))
@@ -472,7 +472,7 @@ def load_only(stage: int, folder: str) -> None:
 
 
 def lose_a_file_while_loading(stage: int, folder: str) -> str:
-    """Rank 1's file goes when it has been verified; another checkpoint loads all the same."""
+    """Rank 1's file is removed after it was verified; another checkpoint still loads."""
     engine = engine_of(stage)
     backward(engine, 0)
     engine.step()
@@ -498,11 +498,11 @@ def lose_a_file_while_loading(stage: int, folder: str) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_file_that_goes_during_a_load_is_told_on_every_rank(
+def test_a_file_removed_during_a_load_raises_on_every_rank(
     stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     for told in ranks(2).run(lose_a_file_while_loading, stage, str(tmp_path)):
-        assert "in part only" in told
+        assert "only partly loaded" in told
         assert "rank 1" in told
         assert "rank_00001.safetensors" in told
 
@@ -521,7 +521,7 @@ def save_where_nothing_can_be(folder: str) -> None:
     ("mistake", "who"),
     [(save_what_json_cannot_hold, "every rank: "), (save_where_nothing_can_be, "rank 0: ")],
 )
-def test_what_cannot_be_saved_is_told_on_every_rank(
+def test_unsavable_state_raises_on_every_rank(
     mistake: Callable[[str], None], who: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     for error in ranks(2).raises(mistake, str(tmp_path)):
@@ -531,7 +531,7 @@ def test_what_cannot_be_saved_is_told_on_every_rank(
 
 
 def save_in_the_middle(stage: int, folder: str) -> None:
-    """Saving between two micro-steps disturbs nothing."""
+    """Saving between two micro-steps has no effect on training."""
     states = []
     for saves in (True, False):
         engine = engine_of(stage, gradient_accumulation_steps=2)
@@ -546,5 +546,5 @@ def save_in_the_middle(stage: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_saving_disturbs_nothing(stage: int, ranks: RankPools, tmp_path: Path) -> None:
+def test_saving_does_not_affect_training(stage: int, ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save_in_the_middle, stage, str(tmp_path))

@@ -1,4 +1,4 @@
-"""What others do in a folder of checkpoints while a job saves there, and the other way round."""
+"""Concurrent use of a folder of checkpoints while a job saves into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = ["0123456789abcde0", "0123456789abcde1"]
 
 
 def complete(save_dir: Path, tag: str) -> Path:
-    """As much of a checkpoint as it takes to find it."""
+    """Create just enough of a checkpoint for it to be found."""
     folder = save_dir / tag
     folder.mkdir(parents=True)
     (folder / INDEX).touch()
@@ -31,7 +31,7 @@ def complete(save_dir: Path, tag: str) -> Path:
 
 
 def first_then(act: Callable[[], object], plain: Callable[..., Any], *, after: bool) -> Any:
-    """Call `plain`; something happens before, or after, it is called for the first time."""
+    """Return `plain` wrapped so that something happens before or after its first call."""
     due = [act]
 
     def called(*arguments: Any, **more: Any) -> Any:
@@ -60,7 +60,7 @@ def test_two_saves_of_a_process_leave_each_other_alone(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a", "b"]
 
 
-def test_a_save_that_failed_is_under_way_no_more(tmp_path: Path) -> None:
+def test_a_failed_save_is_no_longer_under_way(tmp_path: Path) -> None:
     draft = folders.begin(tmp_path, "a", MARKS[0])
     folders.discard(draft)
     draft.mkdir()
@@ -68,7 +68,7 @@ def test_a_save_that_failed_is_under_way_no_more(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_somebody_writes_stays_for_an_hour(tmp_path: Path) -> None:
+def test_a_recent_draft_file_is_kept_for_an_hour(tmp_path: Path) -> None:
     drafts = [tmp_path / f".model.safetensors.{mark}.partial" for mark in MARKS]
     for draft, age in zip(drafts, (3000, 4200), strict=True):
         draft.touch()
@@ -88,7 +88,7 @@ def test_latest_is_written_while_another_save_begins(tmp_path: Path) -> None:
     assert not left.exists()  # of a process that was killed
 
 
-def test_what_another_removes_too_is_no_error(tmp_path: Path) -> None:
+def test_removal_by_another_process_is_no_error(tmp_path: Path) -> None:
     draft = tmp_path / f".a.{MARKS[0]}.partial"
     draft.mkdir()
     (draft / "rank_00000.safetensors").touch()
@@ -173,7 +173,7 @@ def inspect_while_saving(folder: str) -> None:
     assert {one.tag: bool(one.faults) for one in reports} == {"b": False, "c": True}
     shutil.rmtree(path / "b")
     told = {one.tag: one.faults for one in inspection.inspected(path)}["b"]
-    assert len(told) == 1 and "names 'b', and no such checkpoint is there" in told[0]
+    assert len(told) == 1 and "names 'b', but there is no such checkpoint" in told[0]
 
 
 def inspected_while(act: Callable[[], object], path: Path) -> list[inspection.Report]:
@@ -182,5 +182,5 @@ def inspected_while(act: Callable[[], object], path: Path) -> list[inspection.Re
         return inspection.inspected(path)
 
 
-def test_who_inspects_a_running_job_is_told_no_damage(ranks: RankPools, tmp_path: Path) -> None:
+def test_inspecting_a_running_job_reports_no_damage(ranks: RankPools, tmp_path: Path) -> None:
     ranks(1).run(inspect_while_saving, str(tmp_path))

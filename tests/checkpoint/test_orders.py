@@ -1,4 +1,4 @@
-"""Parameters in channels_last, or transposed, are stepped, saved and loaded as contiguous ones."""
+"""Parameters in channels_last or transposed: stepped, saved and loaded like contiguous ones."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Keeps rows and columns of a matrix: state of another shape than its parameter's."""
+    """An optimizer with a matrix's rows and columns as state, which have other shapes."""
 
 
 class WholeAdam(torch.optim.AdamW):
-    """Adam of a name that is not known to be elementwise: it gets whole parameters."""
+    """Adam under a name not known to be elementwise, so it steps whole parameters."""
 
 
 def leaves(*, strided: bool, seed: float = 0.0) -> Leaves:
@@ -62,7 +62,7 @@ def train(engine: Any, steps: range) -> None:
 
 
 def values_of(engine: Any) -> dict[str, Tensor]:
-    """Weights, masters and state by name, whole, in their shapes."""
+    """Return weights, masters and state by name, whole, in their shapes."""
     found = {name: value.clone() for name, value in engine.state_dict().items()}
     for name, parameter in engine.module.named_parameters():
         found[f"{name}.master"] = safe_get_full_fp32_param(parameter)
@@ -117,7 +117,7 @@ def test_updates_are_those_of_contiguous_parameters(
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
 def test_optimizers_that_send_signs(kind: str, ranks: RankPools) -> None:
-    """Before they do: signs have scales of blocks, which other elements share in another order."""
+    """Before they send signs: in another order, other elements share the scale of a block."""
     late = {"var_freeze_step": 100} if kind == "ZeroOneAdam" else {"freeze_step": 100}
     optimizer = {"type": kind, "params": {"lr": 0.01, **late}}
     ranks(2).run(in_both_orders, 0, optimizer, kind != "OneBitLamb", None)

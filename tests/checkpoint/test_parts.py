@@ -24,7 +24,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 class Dropping(nn.Module):
-    """Numbers are drawn anew in each forward: those of a rank's own generator."""
+    """A model that draws numbers from the rank's own generator in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_parts_go_on_bit_for_bit_and_load_with_fewer_replicas(
 
 
 class Alone:
-    """Every rank holds the whole model."""
+    """Process groups where every rank holds the whole model."""
 
     def __init__(self) -> None:
         self._world, (self._one, _) = comm.Ranks.world(), comm.Ranks.world().in_blocks(1)
@@ -116,7 +116,7 @@ def change_the_parts(folder: str) -> None:
     parts.save_checkpoint(folder, "parts")
     whole.save_checkpoint(folder, "whole")
     for engine, tag, told in (
-        (whole, "parts", "cut in 2 model-parallel parts, and this one is cut in 1"),
+        (whole, "parts", "in 2 model-parallel parts, but this one has 1"),
         (parts, "whole", "with the model-parallel size that saved it"),
     ):
         before = engine.state_dict()

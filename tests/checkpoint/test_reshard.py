@@ -1,4 +1,4 @@
-"""Saved at any stage and number of ranks, loaded at any other: every value where it belongs."""
+"""Saving at any stage and number of ranks, and loading at any other: every value is in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 class Odd(nn.Module):
-    """Tied, frozen, 0-dim and empty parameters, a buffer, and sizes that nothing divides."""
+    """A model with tied, frozen, 0-dim and empty parameters, a buffer, and prime sizes."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Odd(nn.Module):
 
 
 def trained(engine: Any, steps: range) -> None:
-    """The same samples on every rank: the mean is the same on any number of them."""
+    """Train on the same samples on every rank: the mean is the same for any number of ranks."""
     dtype = next(engine.module.parameters()).dtype
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -63,7 +63,7 @@ def trained(engine: Any, steps: range) -> None:
 
 
 def values_of(engine: Any) -> dict[str, Tensor]:
-    """Everything there is by name, whole: for engines of one rank or stage 0."""
+    """Return all values by name, whole: for engines of one rank or stage 0."""
     values = {f"weight.{name}": value for name, value in engine.state_dict().items()}
     for name, parameter in engine.module.named_parameters():
         place = place_of(parameter)
@@ -77,7 +77,7 @@ def values_of(engine: Any) -> dict[str, Tensor]:
 
 
 def check(engine: Any, expected: dict[str, Tensor], *, exact: bool = True) -> None:
-    """Compare what lies on this rank with whole values, by name."""
+    """Compare this rank's values with whole values, by name."""
 
     def same(found: Tensor, name: str) -> bool:
         wanted = expected[name].reshape(-1)
@@ -122,7 +122,7 @@ def save_at_every_stage(folder: str) -> None:
 
 
 def load_at_every_stage(folder: str, every: int) -> None:
-    """Every `every`-th pair: each pair of world sizes, and each of stages, is among them."""
+    """Load every `every`-th pair; these include each pair of world sizes and of stages."""
     world = comm.get_world_size()
     for stage in STAGES:
         # Small and large buckets by turns: they need not be those that were saved.
@@ -160,7 +160,7 @@ _BLOCKS = (1 + direct._AHEAD) * direct._BLOCK_NBYTES
 
 
 class Anonymous:
-    """The most memory beyond mapped files that a block takes, in bytes."""
+    """The peak memory of a block in bytes, without mapped files."""
 
     def __enter__(self) -> Anonymous:
         self._over = threading.Event()
@@ -186,7 +186,7 @@ class Anonymous:
 
 
 def save_and_load_large(folder: str, stage: int, saves: bool, room: int) -> tuple[int, int]:
-    """The most extra memory, and the bytes of a bucket."""
+    """Return the peak extra memory, and the bytes of a bucket."""
     model = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(20)))
     zero = {"stage": stage, "reduce_bucket_size": 500_000, "stage3_param_persistence_threshold": 0}
     engine = engine_of(stage, model, zero_optimization=zero)
@@ -205,7 +205,7 @@ def save_and_load_large(folder: str, stage: int, saves: bool, room: int) -> tupl
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_a_bucket_is_all_the_memory_it_takes(ranks: RankPools, tmp_path: Path) -> None:
-    """Of 118 MB in weights and moments, at another stage and number of ranks; and some blocks."""
+    """118 MB of weights and moments, at another stage and number of ranks, plus some blocks."""
     cases = ((2, 0, True, 0), (2, 3, True, 0), (1, 0, False, 0), (3, 3, False, 0))
     for world, stage, saves, room in (*cases, (2, 2, False, 9 << 20)):
         folder = str(tmp_path / str(stage if saves else 3 * (stage < 2)))
@@ -214,8 +214,8 @@ def test_a_bucket_is_all_the_memory_it_takes(ranks: RankPools, tmp_path: Path) -
 
 
 @given(st.data())
-def test_cuts_bring_every_element_once(data: st.DataObject) -> None:
-    """Whatever the chunks and the wish: each wanted element comes from where it is stored."""
+def test_cuts_cover_every_element_once(data: st.DataObject) -> None:
+    """For any chunks and range, each requested element comes from the chunk that stores it."""
     numel = data.draw(st.integers(1, 60))
     edges = sorted(data.draw(st.sets(st.integers(1, numel), max_size=6)) | {0, numel})
     chunks = [(low, high - low) for low, high in pairwise(edges)]

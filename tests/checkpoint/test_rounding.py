@@ -1,4 +1,4 @@
-"""Weights that are the rounding of their masters are not stored, and come back bit for bit."""
+"""Weights equal to their rounded masters are not stored, and load bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_changed_bit_is_seen(data: st.DataObject, dtype: torch.dtype) -> N
     assert not is_rounding(weights[start:], master[start:])
 
 
-def test_what_need_not_be_rounded_alike_is_stored() -> None:
+def test_values_that_may_round_differently_are_stored() -> None:
     zeros = torch.zeros(1 << 18)
     assert is_rounding(zeros.bfloat16(), zeros)
     assert not is_rounding(-zeros.bfloat16(), zeros)

@@ -1,4 +1,4 @@
-"""The `checkpoint` section: folders of each node, tags, and how files are written."""
+"""The `checkpoint` section: node-local folders, tags, and settings for writing files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MINIMAL = {"train_micro_batch_size_per_gpu": 1}
 
 
 def home_of(folder: str, nodes: tuple[int, ...]) -> Path:
-    """Each node's own folder; `nodes` says on which node each rank is."""
+    """Return this rank's node-local folder; `nodes` lists the node of each rank."""
     return Path(folder, f"node{nodes[comm.get_rank()]}")
 
 
 def save_on_nodes(folder: str, nodes: tuple[int, ...], stage: int, also_async: bool) -> None:
-    """Save twice: each node's folder has what its ranks need, and nothing of the others."""
+    """Save twice: each node's folder has its own ranks' files, and none of the others."""
     section = {**LOCAL["checkpoint"], "async_save": also_async}
     engine = engine_of(stage, Odd(), checkpoint=section)
     home = home_of(folder, nodes)
@@ -88,7 +88,7 @@ def test_other_ranks_need_the_folders_of_all_nodes(ranks: RankPools, tmp_path: P
     for error in ranks(1).raises(load_one_node, str(tmp_path)):
         assert isinstance(error, CheckpointError), repr(error)
         assert "rank_00001.safetensors" in str(error)
-        assert "files of all nodes into one folder" in str(error)
+        assert "copy all nodes' files into one folder" in str(error)
     shutil.copy(tmp_path / "node1/two/rank_00001.safetensors", tmp_path / "node0/two")
     ranks(3).run(load_joined, str(tmp_path))
 
@@ -103,9 +103,7 @@ def save_apart(folder: str) -> None:
     engine.destroy()
 
 
-def test_ranks_may_name_different_folders_whose_files_are_brought_together(
-    ranks: RankPools, tmp_path: Path
-) -> None:
+def test_files_of_separate_folders_can_be_merged(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save_apart, str(tmp_path))
     assert not (tmp_path / "node0/two/rank_00001.safetensors").exists()
     shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
@@ -131,7 +129,7 @@ def test_a_nodes_folder_holds_a_whole_copy(ranks: RankPools, tmp_path: Path) -> 
     for error in ranks(4).raises(save_copies, str(tmp_path / "across"), (0, 1, 0, 1)):
         assert isinstance(error, CheckpointError), repr(error)
         assert "holds 1 of the 2 shards of a copy (zero_optimization.mics_shard_size)" in str(error)
-        assert "leave checkpoint.use_node_local_storage out" in str(error)
+        assert "remove checkpoint.use_node_local_storage" in str(error)
     assert not [name for node in (0, 1) for name in names_in(tmp_path / "across" / f"node{node}")]
 
 
@@ -208,9 +206,9 @@ def write_as_asked(folder: str) -> list[str]:
 
 
 @pytest.mark.claims("checkpoint.writer", "checkpoint.writer.show_statistics")
-def test_speeds_are_told(ranks: RankPools, tmp_path: Path) -> None:
+def test_write_speeds_are_logged(ranks: RankPools, tmp_path: Path) -> None:
     lines = ranks(2).run(write_as_asked, str(tmp_path))
-    assert "global_step0: 2 ranks have written 0.00" in lines[0][0]
+    assert "global_step0: 2 ranks wrote 0.00" in lines[0][0]
     assert not lines[1]
 
 
@@ -243,7 +241,7 @@ def test_a_writer_that_writes_nothing_is_refused() -> None:
         ({"datastates_ckpt": {"host_cache_size": 8}}, "datastates_ckpt.host_cache_size: 8"),
     ],
 )
-def test_what_has_no_effect_is_told(source: dict[str, Any], note: str) -> None:
+def test_keys_without_effect_are_reported(source: dict[str, Any], note: str) -> None:
     notes = load_config({**MINIMAL, **source}, world_size=1).notes
     assert f"{note} has no effect" in notes
 
@@ -270,7 +268,7 @@ def trained_linear(engine: Any) -> None:
 
 @pytest.mark.claims("checkpoint.parallel_write", "checkpoint.parallel_write.pipeline_stage")
 @pytest.mark.parametrize("keys", [{}, {"parallel_write": {"pipeline_stage": True}}])
-def test_what_all_ranks_hold_is_written_once(
+def test_replicated_values_are_written_once(
     keys: dict[str, Any], ranks: RankPools, tmp_path: Path
 ) -> None:
     for stage in (0, 1, 2, 3):

@@ -1,4 +1,4 @@
-"""What ranks say of a fault that they meet together."""
+"""The message that ranks raise together about their faults."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ from hadal.checkpoint.together import listed
         (list("abcdef"), "rank 0: a; rank 1: b; rank 2: c; rank 3: d; and 2 more faults"),
     ],
 )
-def test_a_fault_is_told_once(faults: list[str | None], told: str) -> None:
+def test_equal_faults_are_reported_once(faults: list[str | None], told: str) -> None:
     assert listed(faults) == told

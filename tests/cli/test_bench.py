@@ -56,7 +56,7 @@ def test_what_cannot_be_measured_is_refused(
 def test_no_folder_and_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["bench", "io", str(tmp_path / "file"), *QUICK]) == 1
-    assert "name a folder" in capsys.readouterr().err
+    assert "use a folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "io", str(tmp_path), "--seconds", "0"])
     assert "--seconds" in capsys.readouterr().err

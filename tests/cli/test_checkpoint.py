@@ -113,7 +113,7 @@ def test_a_lost_latest_is_a_fault(saved: Path, capsys: pytest.CaptureFixture[str
     code, reports = inspected(saved, capsys)
     assert code == 1
     assert [r["faults"] for r in reports if r["is_latest"]] == [
-        [f"{saved / 'latest'} names 'global_step9', and no such checkpoint is there"]
+        [f"{saved / 'latest'} names 'global_step9', but there is no such checkpoint"]
     ]
 
 
@@ -145,7 +145,7 @@ def test_parts_of_a_model_leave_one_by_one(
     assert main(["checkpoint", "export", str(tmp_path), str(target)]) == 1
     assert "2 model-parallel parts, and joining them is not built" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path), str(target), "--part", "2"]) == 1
-    assert "in 2 model-parallel parts, and part 2 is asked for" in capsys.readouterr().err
+    assert "in 2 model-parallel parts, but part 2 is requested" in capsys.readouterr().err
     for part in range(2):
         whole = torch.load(tmp_path / f"part{part}.pt")
         told = ["checkpoint", "export", str(tmp_path), str(target), "--part", str(part)]
@@ -155,7 +155,7 @@ def test_parts_of_a_model_leave_one_by_one(
             assert_equal({name: found[name] for name in whole}, whole)
             assert len(found) == len(whole)
         assert_equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path, part=part), whole)
-    with pytest.raises(NotBuiltYetError, match="take them one by one"):
+    with pytest.raises(NotBuiltYetError, match="read them one by one"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
@@ -180,9 +180,9 @@ def test_deepspeeds_are_told_too(
 
 def test_nothing_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 1
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path / "no"), str(tmp_path / "out")]) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

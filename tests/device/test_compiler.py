@@ -1,4 +1,4 @@
-"""The compiler is not imported by those who do not compile."""
+"""Programs that do not compile do not import the compiler."""
 
 from __future__ import annotations
 

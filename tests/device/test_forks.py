@@ -1,4 +1,4 @@
-"""What a fork does with memory that devices and disks copy into by themselves."""
+"""Forks of processes with memory for direct transfers of devices and disks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if sys.platform != "linux":
 
 
 def run(code: str) -> Any:
-    """What a fresh process prints: nothing of this one's memory gets into its forks."""
+    """Return the output of a new process, whose forks have nothing of this one's memory."""
     done = forks.run(["-c", PRELUDE + textwrap.dedent(code)], env=dict(os.environ), timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -76,7 +76,7 @@ def test_memory_for_disks_and_devices_is_not_forked(nbytes: int) -> None:
     assert found == [True, False]
 
 
-def test_a_fork_takes_no_time_and_no_memory_for_what_a_device_has_locked() -> None:
+def test_a_fork_does_not_copy_locked_memory() -> None:
     found = run("""
         usual, _, least = in_child(owned)
         buffer = aligned(NBYTES).fill_(1)
@@ -92,8 +92,8 @@ def test_a_fork_takes_no_time_and_no_memory_for_what_a_device_has_locked() -> No
     assert seconds < usual + 0.05
 
 
-def test_a_forked_process_leaves_the_places_of_such_memory_alone() -> None:
-    """What has been mapped there since is not unmapped with the parent's tensors."""
+def test_a_forked_process_does_not_unmap_the_parents_addresses() -> None:
+    """Memory mapped there since then is not unmapped with the parent's tensors."""
     found = run("""
         buffer = aligned(NBYTES)
         place = buffer.data_ptr()

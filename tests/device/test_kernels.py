@@ -1,4 +1,4 @@
-"""torch's fused kernels behind their public functions."""
+"""torch's fused kernels behind Hadal's functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE_VECTORS = NUMEL // 64 * 64  # torch rounds what is left behind them in ano
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_torchs_own_adam(kind, decay, maximize, amsgrad, dtype):
+def test_adam_is_torchs_own(kind, decay, maximize, amsgrad, dtype):
     generator = torch.Generator().manual_seed(1)
     expected = nn.Parameter(torch.randn(NUMEL, generator=generator, dtype=dtype))
     found = expected.detach().clone()
@@ -55,14 +55,14 @@ def test_it_is_torchs_own_adam(kind, decay, maximize, amsgrad, dtype):
 
 
 def assert_torchs_own(found: Tensor, expected: Tensor) -> None:
-    """The same bits in whole vectors; behind them the same numbers but for their last digits."""
+    """Compare: equal bits in full vectors; after them equal numbers except the last digits."""
     assert torch.equal(found[:WHOLE_VECTORS], expected[:WHOLE_VECTORS])
     eps = torch.finfo(found.dtype).eps
     assert torch.allclose(found, expected, rtol=8 * eps, atol=eps)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_it_agrees_with_the_plain_loop(kind):
+def test_kernels_agree_with_the_plain_loop(kind):
     generator = torch.Generator().manual_seed(2)
     expected = nn.Parameter(torch.randn(NUMEL, generator=generator))
     found = expected.detach().clone()
@@ -106,7 +106,7 @@ def adagrad(tensors: Sequence[Tensor], divisor: Tensor | None) -> None:
 
 
 def starts_of(numel: int) -> Tensor:
-    """Weights, gradients, moments: of every size that training sees."""
+    """Return weights, gradients and moments of every magnitude that training sees."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(5, numel, generator=generator, dtype=torch.float64)
     values *= 10 ** torch.empty_like(values).uniform_(-3, 1, generator=generator)
@@ -126,10 +126,10 @@ def starts_of(numel: int) -> Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_an_element_is_stepped_alike_wherever_a_run_is_cut(
+def test_an_element_gets_the_same_bits_wherever_a_slice_is_cut(
     step: Step, dtype: torch.dtype, scales: bool
 ) -> None:
-    """Stages, ranks and layouts cut runs at other elements, and train to the same bits."""
+    """Stages, ranks and layouts cut runs at different elements, with the same bits."""
     divisor = torch.tensor(7.0) if scales else None
     start = starts_of(NUMEL).to(dtype)
     whole = start.clone()

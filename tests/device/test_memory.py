@@ -1,4 +1,4 @@
-"""What becomes of host memory that was freed."""
+"""The fate of freed host memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(how: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-def test_what_is_freed_is_used_again_and_given_back_when_asked() -> None:
+def test_freed_memory_is_reused_and_returned_on_request() -> None:
     cleared, returned = run("kept")
     assert cleared < NBYTES / 10
     assert returned > 0.9 * NBYTES  # and what lies between other pieces
@@ -74,8 +74,8 @@ print(memory_use(cpu).host - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-def test_what_was_moved_at_the_start_is_given_back(tmp_path: Path) -> None:
-    """A rank of two holds less than the model was: 2 + 4 bytes by two, in the place of 4."""
+def test_memory_freed_at_the_start_is_returned(tmp_path: Path) -> None:
+    """A rank of two holds less than the model did: (2 + 4) / 2 bytes instead of 4."""
     (tmp_path / "program.py").write_text(BEGINNING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.run(
@@ -89,7 +89,7 @@ def test_what_was_moved_at_the_start_is_given_back(tmp_path: Path) -> None:
     assert len(grown) == 2 and max(grown) < 0, run.stdout
 
 
-def test_what_the_user_has_told_the_library_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_malloc_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     assert not memory_is_tuned()
@@ -120,7 +120,7 @@ def test_free_memory_is_that_of_the_container(
 
 @pytest.mark.parametrize("calls_library", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_equal_bytes_are_told_from_equal_values(
+def test_equal_bytes_are_distinguished_from_equal_values(
     calls_library: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not calls_library:

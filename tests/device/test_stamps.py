@@ -1,4 +1,4 @@
-"""Points in a device's work: a time on a CPU, an event elsewhere."""
+"""Timestamps in a device's work: a time on a CPU, an event elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_on_a_cpu_it_is_a_time() -> None:
 
 
 class Event:
-    """Stands for torch's event on a device that works later."""
+    """A fake of torch's event on a device whose work is late."""
 
     made: ClassVar[list[Event]] = []
     has_come_to = 0
@@ -40,7 +40,7 @@ class Event:
         return 5.0 * (later.recorded - self.recorded)
 
 
-def test_on_an_accelerator_it_is_an_event_that_nobody_waits_for(
+def test_on_an_accelerator_it_is_an_event_without_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "Event", Event)

@@ -1,4 +1,4 @@
-"""Side streams: what is told to wait for what, and page-locked memory that is exactly as long."""
+"""Side streams: the waits between them, and pinned memory of exact length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 
 class FakeStream:
-    """Writes down what it is asked."""
+    """A fake stream that records its calls."""
 
     def __init__(self, told: list[str], name: str) -> None:
         self.told = told
@@ -59,7 +59,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_a_side_stream_says_what_follows_what(told: list[str]) -> None:
+def test_a_side_stream_orders_work(told: list[str]) -> None:
     stream, out = SideStream(CUDA), torch.zeros(3)
     stream.follow_device()
     stream.copy(out, torch.ones(3))
@@ -86,7 +86,7 @@ def test_on_a_cpu_all_is_done_at_once() -> None:
 
 
 class FakeRuntime:
-    """What of CUDA's runtime locks memory."""
+    """A fake of the part of CUDA's runtime that locks memory."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -110,7 +110,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> list[Any]:
     return waits
 
 
-def test_page_locked_memory_is_exactly_as_long_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_has_exact_length_and_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = FakeRuntime()
     waits = on_cuda(monkeypatch, runtime)
     values = memory.host_empty(3000, torch.float32, pinned=True)
@@ -125,7 +125,7 @@ def test_page_locked_memory_is_exactly_as_long_and_let_go(monkeypatch: pytest.Mo
     assert not runtime.locked and waits == [1]  # nothing is copied there any more
 
 
-def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_locked_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda(monkeypatch, FakeRuntime(code=2))
-    with pytest.raises(OffloadError, match=r"cannot be page-locked.*or set pin_memory false"):
+    with pytest.raises(OffloadError, match=r"cannot be page-locked.*or set pin_memory to false"):
         memory.host_empty(3000, torch.float32, pinned=True)

@@ -320,7 +320,7 @@ def go_on(folder: str) -> None:
     assert_equal(without.state_dict(), saved)
     if hadal.comm.get_rank() == 0:
         (line,) = lines
-        assert "listeners counting, which the engine does not have" in line
+        assert "listeners counting, which the engine lacks" in line
     without.save_checkpoint(f"{folder}/without")
     late = Counting()
     without.add_listener(late)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stands for srun and mpirun: notes how it was called, and does on this machine what they do.
+"""A fake srun and mpirun: it records its arguments, and starts the ranks on this machine.
 
 Its name is that of the program it stands for. What it is called with is written, as JSON, into the
 file that FAKE_CALLS names.
@@ -34,7 +34,7 @@ def tasks(name: str, words: list[str]) -> list[subprocess.Popen[bytes]]:
 
 
 def place(rank: int, count: int, size: int) -> int:
-    """A rank's number on its host: hosts are filled one by one, or in turn."""
+    """Return a rank's local rank: hosts are filled one by one, or in turn."""
     return rank // (count // size) if os.environ.get("FAKE_PLACES") else rank % size
 
 

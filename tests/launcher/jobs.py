@@ -1,4 +1,4 @@
-"""Runs `hadal run` as people do, and looks for processes that it has left behind."""
+"""Running `hadal run` as users do, and finding processes that it left behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run_interrupted_late(
 
 
 def quiet_port() -> int:
-    """A port that nobody has, of those that the system gives to nobody who asks for any."""
+    """Return a free port outside the range of ephemeral ports."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
@@ -92,7 +92,7 @@ def quiet_port() -> int:
 
 
 def alive(mark: object) -> list[str]:
-    """The processes whose command line or folder tells this mark."""
+    """Return the processes whose command line or folder contains this mark."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -107,7 +107,7 @@ def alive(mark: object) -> list[str]:
 
 
 def descendants(ancestor: int) -> list[tuple[int, list[str]]]:
-    """The processes below one, with their words; those that end meanwhile may be missing."""
+    """Return a process's descendants with their command lines; some that end may be missing."""
     found = []
     for child in children(ancestor):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -117,7 +117,7 @@ def descendants(ancestor: int) -> list[tuple[int, list[str]]]:
 
 
 def children(parent: int) -> list[int]:
-    """The processes that one has started; none where it has ended."""
+    """Return a process's children; none if it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         tasks = list(Path(f"/proc/{parent}/task").iterdir())
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -132,7 +132,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:
 
 
 def interrupt(job: subprocess.Popen[str], sent: signal.Signals) -> tuple[str, float]:
-    """Send a signal; return what was printed, and the seconds until the command has ended."""
+    """Send a signal; return the output, and the seconds until the command ended."""
     began = time.monotonic()
     job.send_signal(sent)
     _, told = job.communicate(timeout=LIMIT_S)

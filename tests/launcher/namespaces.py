@@ -1,4 +1,4 @@
-"""Several hosts on this machine: network namespaces on one bridge, with a real sshd in each."""
+"""Simulated hosts on this machine: network namespaces on a bridge, each with a real sshd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UP_S = 60
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+    """Return why such hosts are impossible here; empty if they are possible."""
     if SSHD is None:
         return "no sshd is installed (Debian: openssh-server)"
     for program in ("ssh", "ssh-keygen", "ip"):
@@ -31,7 +31,7 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Hosts by their names, reached through one configuration of ssh."""
+    """Simulated hosts by name, reached through one ssh configuration."""
 
     def __init__(self, names: list[str], folder: Path) -> None:
         self.names = names
@@ -42,7 +42,7 @@ class Hosts:
         self.config = folder / "ssh_config"
 
     def up(self) -> None:
-        """Make the bridge, the namespaces and their sshds."""
+        """Create the bridge, the namespaces and their sshds."""
         Path("/run/sshd").mkdir(exist_ok=True)
         _ip(f"link add {self._bridge} type bridge")
         _ip(f"addr add {self._network}.254/24 dev {self._bridge}")
@@ -60,7 +60,7 @@ class Hosts:
             self._wait_for(name)
 
     def down(self) -> None:
-        """Take all of it away, with every process that is left in it."""
+        """Remove all of it, with every process left in it."""
         for name in self.names:
             namespace = self._namespace(name)
             told = subprocess.run(
@@ -79,18 +79,18 @@ class Hosts:
         return f"{self._network}.{self.names.index(name) + 1}"
 
     def inside(self, name: str) -> list[str]:
-        """What starts a command on a host."""
+        """Return the words that start a command on a host."""
         return ["ip", "netns", "exec", self._namespace(name)]
 
     def cut_off(self, name: str) -> None:
-        """Nothing gets to the host any more, and nothing from it."""
+        """Cut the host off the network in both directions."""
         _ip(f"link set {self._link(name)} down")
 
     def join_again(self, name: str) -> None:
         _ip(f"link set {self._link(name)} up")
 
     def stop_sshd(self, name: str) -> None:
-        """The host refuses new connections."""
+        """Stop the host's sshd, so that it refuses new connections."""
         self._sshds[name].terminate()
         self._sshds[name].wait()
 

@@ -1,4 +1,4 @@
-"""From flags to a job: every flag of the `deepspeed` command is read, and acts or is refused."""
+"""From flags to a job: every flag of the `deepspeed` command takes effect or is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hostfile(tmp_path: Path) -> str:
 # ---- this machine ----------------------------------------------------------------------------
 
 
-def test_on_cpus_one_process_is_started_and_it_is_said(plan: Any) -> None:
+def test_on_cpus_one_process_is_started_with_a_note(plan: Any) -> None:
     made = plan()
     assert made.job.pool == {"localhost": (0,)}
     assert "--num_accelerators" in made.notes[0]
@@ -48,7 +48,7 @@ def test_on_cpus_one_process_is_started_and_it_is_said(plan: Any) -> None:
     assert plan(num_slots=3).job.pool == {"localhost": (0, 1, 2)}
 
 
-def test_every_accelerator_is_taken(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_accelerator_is_used(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "devices_here", lambda: 4)
     made = plan()
     assert made.job.pool == {"localhost": (0, 1, 2, 3)}
@@ -76,7 +76,7 @@ def test_slots_of_this_machine_are_named_by_any_of_its_names(plan: Any) -> None:
         plan(include="worker-9:0")
 
 
-def test_a_port_is_the_agents_or_the_one_that_was_asked_for(plan: Any, hostfile: str) -> None:
+def test_a_port_is_the_agents_or_the_requested_one(plan: Any, hostfile: str) -> None:
     assert plan(master_port=1234).job.port == 1234
     assert plan().job.port == 0
     assert plan().address == "127.0.0.1"
@@ -94,7 +94,7 @@ def test_a_hostfile_gives_the_hosts(plan: Any, hostfile: str) -> None:
     assert plan(hostfile=hostfile, exclude="a@b:0,1").job.pool == {"b": (2, 3), "c": (0, 1)}
 
 
-def test_a_host_that_is_named_is_the_one_that_is_taken(plan: Any, hostfile: str) -> None:
+def test_the_named_host_is_used(plan: Any, hostfile: str) -> None:
     (way,) = plan(hostfile=hostfile, include="b:1").ways.values()
     assert way.is_ssh
 
@@ -108,14 +108,14 @@ def test_one_host_that_is_this_one_needs_no_ssh(plan: Any, tmp_path: Path) -> No
 
 
 def test_a_missing_hostfile_is_refused(plan: Any) -> None:
-    """Else a job of many hosts would become one of this machine, for a typing error."""
+    """Otherwise a typing error would turn a job of many hosts into one of this machine."""
     with pytest.raises(LaunchError, match="--hostfile no-such: there is no such file"):
         plan(hostfile="no-such")
     with pytest.raises(LaunchError, match="--num_nodes 2, but there is no hostfile"):
         plan(num_nodes=2)
 
 
-def test_ssh_is_told_its_port_and_arguments(plan: Any, hostfile: str) -> None:
+def test_ssh_gets_its_port_and_arguments(plan: Any, hostfile: str) -> None:
     fields = {"ssh_port": 2222, "launcher_args": ("-i", "/my key"), "venv_script": "/v/bin/a b"}
     words = plan(hostfile=hostfile, **fields).ways["b"].words
     assert words[0] == "ssh"
@@ -194,14 +194,14 @@ def test_an_elastic_job_has_bounds(plan: Any, hostfile: str) -> None:
         ({"min_elastic_nodes": 4}, "--min_elastic_nodes 4, but there are 3 hosts: a, b, c"),
     ],
 )
-def test_what_cannot_be_elastic_is_refused(
+def test_jobs_that_cannot_be_elastic_are_refused(
     plan: Any, hostfile: str, fields: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(LaunchError, match=told):
         plan(hostfile=hostfile, elastic_training=True, **fields)
 
 
-def test_flags_without_effect_are_told(plan: Any, hostfile: str) -> None:
+def test_flags_without_effect_are_reported(plan: Any, hostfile: str) -> None:
     fields = {"ssh_port": 22, "venv_script": "v", "launcher_args": ("-x",), "no_ssh_check": True}
     flags = "--launcher_args, --ssh_port, --venv_script, --no_ssh_check: no effect here"
     assert plan(**fields, num_slots=1).notes == (flags,)
@@ -244,7 +244,7 @@ OWN = [
 
 @pytest.mark.parametrize("theirs", [["train.py", "--num_gpus", "8", "--", "-q"], ["a b"], []])
 @pytest.mark.parametrize("own", [OWN, OWN[:-1], ["--hostfile", "-x"], ["--autotuning", "run"], []])
-def test_what_follows_the_program_is_the_programs(own: list[str], theirs: list[str]) -> None:
+def test_words_after_the_program_are_its_arguments(own: list[str], theirs: list[str]) -> None:
     assert divided([*own, *theirs]) == (own, theirs)
     assert divided([*own, "--", *theirs]) == (own, theirs)
 
@@ -309,7 +309,7 @@ def test_every_flag_is_read(
         (["-H", "/", "t.py"], "/ is a folder; expected a file"),
     ],
 )
-def test_faulty_words_are_told(
+def test_faulty_words_are_refused(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *words]) == 2
@@ -329,7 +329,7 @@ def test_minus_one_leaves_a_number_open(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == [Choices(("train.py",))]
 
 
-def test_what_is_no_text_is_refused(plan: Any, tmp_path: Path) -> None:
+def test_a_binary_hostfile_is_refused(plan: Any, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe\x8d")
     with pytest.raises(LaunchError, match="hosts is no text in UTF-8"):
         plan(hostfile="hosts")

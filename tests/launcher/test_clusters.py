@@ -1,4 +1,4 @@
-"""What `docs/clusters.md` points to runs, each file by what stands here for its cluster."""
+"""The example files in `docs/clusters.md` run, each with a stand-in for its cluster."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_every_file_is_pointed_to() -> None:
+def test_every_file_is_linked() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text()
     for path in (*CLUSTERS.iterdir(), ROOT / "examples" / "ray" / "train.py"):
         if path.is_file() and path != CONFIG:
             assert f"](../{path.relative_to(ROOT)})" in page
 
 
-def test_the_file_for_slurm_and_then_one_process(tmp_path: Path) -> None:
+def test_the_file_for_slurm(tmp_path: Path) -> None:
     program(tmp_path / "bin" / "srun", f"#!{sys.executable}\n{Path(fakes.__file__).read_text()}")
     program(tmp_path / "bin" / "hadal", f'#!/bin/sh\nexec {sys.executable} -m hadal.cli "$@"\n')
     os.symlink(ROOT / "examples", tmp_path / "examples")
@@ -65,7 +65,7 @@ def test_the_file_for_slurm_and_then_one_process(tmp_path: Path) -> None:
 
 
 def test_the_file_for_kubernetes(tmp_path: Path) -> None:
-    """Each pod's command is started with the variables that the operator sets in it."""
+    """Each pod's command starts with the variables that the operator sets."""
     yaml = pytest.importorskip("yaml")
     told = yaml.safe_load((CLUSTERS / "pytorchjob.yaml").read_text())
     assert (told["apiVersion"], told["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -111,7 +111,7 @@ def container_of(replica: dict[str, Any]) -> dict[str, Any]:
 
 
 def local(arguments: list[str], folder: Path) -> list[str]:
-    """The pod's folders, here."""
+    """Return a path with the pod's folders replaced by local ones."""
     return [word.replace("=/checkpoints", f"={folder}/saved") for word in arguments]
 
 

@@ -1,4 +1,4 @@
-"""An elastic job: hosts are lost and come back, and the training goes on as if nothing had been."""
+"""Elastic jobs: hosts are lost and come back, and training continues unaffected."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def losses(folder: Path) -> list[list[Any]]:
 
 
 def rounds(folder: Path) -> list[tuple[int, int]]:
-    """How many ranks have trained, and how many steps, one after the other."""
+    """Return each round's number of ranks and of steps, in order."""
     sizes = [world for _, world, _, _ in losses(folder)]
     return [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
 
@@ -110,7 +110,7 @@ def until(job: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
 
 
 def kill_host(job: subprocess.Popen[str], host: str) -> None:
-    """End what runs on a host, as a power cut would."""
+    """Kill everything on a host, as a power cut would."""
     for pid, words in descendants(job.pid):
         if words[0] == "sh" or "hadal.launcher.node" not in words:
             continue
@@ -120,7 +120,7 @@ def kill_host(job: subprocess.Popen[str], host: str) -> None:
 
 
 def uninterrupted(steps: int) -> list[float]:
-    """The losses of one process that trains with torch alone."""
+    """Return the losses of one process that trains with plain torch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(SAMPLES, 4)
@@ -220,7 +220,7 @@ def test_an_interrupt_ends_an_elastic_job(folder: Path) -> None:
     assert alive(folder) == []
 
 
-def test_hosts_that_make_no_number_which_can_train_the_batch_stand_by(folder: Path) -> None:
+def test_hosts_stand_by_if_their_ranks_cannot_train_the_batch(folder: Path) -> None:
     (folder / "hosts").write_text("alpha slots=1\nbeta slots=1\ngamma slots=1\n")
     (folder / "who.py").write_text("import os; print(os.environ['WORLD_SIZE'], flush=True)\n")
     section = {"enabled": True, "version": 0.1, "max_train_batch_size": 8, "micro_batch_sizes": [2]}

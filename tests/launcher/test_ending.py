@@ -1,4 +1,4 @@
-"""How a job's end is told: the first failure whole, the others folded."""
+"""The report of a job's end: the first failure in full, the others folded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_first_failure_is_whole_and_the_others_are_folded() -> None:
     assert "/logs" in report(failures, names_hosts=False, logs="/logs")[-1]
 
 
-def test_a_death_without_a_word_is_thought_to_come_before_what_follows_it() -> None:
+def test_a_silent_death_is_ordered_before_later_tracebacks() -> None:
     dead = Failure(1, "a", -9, 10.2, "", has_traceback=False)
     follower = Failure(0, "a", 1, 10.0, TRACE)
     assert report([follower, dead], names_hosts=False)[0].startswith("rank 1 failed first")
@@ -41,7 +41,7 @@ def test_a_death_without_a_word_is_thought_to_come_before_what_follows_it() -> N
     assert report([earlier, dead], names_hosts=False)[0].startswith("rank 2 failed first")
 
 
-def test_what_may_help_is_said() -> None:
+def test_a_hint_is_given() -> None:
     argparse = "usage: t.py\nt.py: error: unrecognized arguments: --local_rank=0"
     assert "--no_local_rank" in report([Failure(0, "a", 2, 0, argparse)], names_hosts=False)[-1]
     assert "memory" in report([Failure(0, "a", -9, 0, "")], names_hosts=False)[-1]
@@ -87,7 +87,7 @@ def test_each_line_begins_with_its_rank() -> None:
     assert error.getvalue() == b"[1] careful\n"
 
 
-def test_a_rank_alone_is_shown_as_it_types() -> None:
+def test_a_single_ranks_output_is_shown_at_once() -> None:
     shown, out, error, _ = printer("")
     for piece in (b"Epoch 1 ", b"..", b" done\n", b"\xff"):
         shown.said("h", 0, False, piece)
@@ -116,7 +116,7 @@ def test_a_traceback_waits_for_its_ranks_end() -> None:
     assert error.getvalue() == b""
 
 
-def test_torchs_own_prefix_is_taken_off() -> None:
+def test_torchs_own_prefix_is_removed() -> None:
     shown, _, _, _ = printer("[{}] ")
     shown.said(
         "h", 1, True, b"".join(b"[rank1]: " + row.encode() + b"\n" for row in TRACE.split("\n"))
@@ -124,7 +124,7 @@ def test_torchs_own_prefix_is_taken_off() -> None:
     assert shown.ended("h", 1, shows=False)[1] == TRACE
 
 
-def test_a_rank_that_lives_on_after_a_traceback_shows_it() -> None:
+def test_a_rank_that_survives_a_traceback_shows_it() -> None:
     shown, _, error, clock = printer("[{}] ")
     shown.said("h", 0, True, TRACE.encode() + b"\n")
     clock.now += HOLD_S + 0.1
@@ -135,7 +135,7 @@ def test_a_rank_that_lives_on_after_a_traceback_shows_it() -> None:
     assert shown.ended("h", 0, shows=True)[1] == TRACE
 
 
-def test_without_a_traceback_the_last_lines_are_told() -> None:
+def test_without_a_traceback_the_last_lines_are_shown() -> None:
     shown, _, _, _ = printer("[{}] ")
     shown.said("h", 0, True, b"".join(b"%d\n" % n for n in range(50)))
     began, told = shown.ended("h", 0, shows=False)

@@ -1,4 +1,4 @@
-"""Hostfiles, and which slots `--include` and `--exclude` leave."""
+"""Hostfiles, and the selection of slots by `--include` and `--exclude`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOL: Pool = {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3), "c": (0, 1)}
 
 @st.composite
 def chosen(draw: st.DrawFn) -> tuple[Pool, dict[str, set[int]], str]:
-    """A pool, what is named of it, and one of the texts that name it."""
+    """Draw a pool, a selection of its slots, and a text that selects them."""
     pool = draw(POOLS)
     named: dict[str, set[int]] = {}
     parts = []
@@ -30,7 +30,7 @@ def chosen(draw: st.DrawFn) -> tuple[Pool, dict[str, set[int]], str]:
 
 
 @given(chosen())
-def test_an_inclusion_leaves_what_it_names_in_the_pools_order(
+def test_an_inclusion_keeps_the_named_slots_in_the_pools_order(
     case: tuple[Pool, dict[str, set[int]], str],
 ) -> None:
     pool, named, text = case
@@ -40,7 +40,7 @@ def test_an_inclusion_leaves_what_it_names_in_the_pools_order(
 
 
 @given(chosen())
-def test_an_exclusion_leaves_the_rest(case: tuple[Pool, dict[str, set[int]], str]) -> None:
+def test_an_exclusion_keeps_the_rest(case: tuple[Pool, dict[str, set[int]], str]) -> None:
     pool, named, text = case
     rest = {h: tuple(s for s in own if s not in named.get(h, ())) for h, own in pool.items()}
     rest = {host: slots for host, slots in rest.items() if slots}
@@ -60,7 +60,7 @@ def test_a_hostfile_is_read_in_its_order(pool: Pool, behind: str) -> None:
 
 
 @given(POOLS, st.integers(1, 5), st.integers(1, 5))
-def test_the_first_nodes_are_kept_with_as_many_slots_as_asked(
+def test_the_first_nodes_are_kept_with_the_requested_slots(
     pool: Pool, nodes: int, slots: int
 ) -> None:
     if nodes > len(pool):
@@ -87,7 +87,7 @@ def test_the_first_nodes_are_kept_with_as_many_slots_as_asked(
         ("a slots=2\na slots=1", "line 2: the host 'a' comes twice"),
     ],
 )
-def test_what_is_no_hostfile_is_refused(text: str, told: str) -> None:
+def test_invalid_hostfiles_are_refused(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"hosts.txt.*{told}"):
         read_hostfile(text, "hosts.txt")
 
@@ -106,7 +106,7 @@ def test_what_is_no_hostfile_is_refused(text: str, told: str) -> None:
         ({"exclude": "a@b@c"}, "no slot is left"),
     ],
 )
-def test_what_is_no_filter_is_refused(filters: dict[str, str], told: str) -> None:
+def test_invalid_filters_are_refused(filters: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         filtered(POOL, **filters)
 

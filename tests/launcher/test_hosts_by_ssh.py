@@ -1,4 +1,4 @@
-"""Several hosts, each a network namespace with a real sshd: jobs run across them, and end."""
+"""Jobs across several hosts, each of which is a network namespace with a real sshd."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_interrupt_ends_every_process_on_every_host(hosts: Hosts, folder: Pat
     assert [each for each in alive(folder) if "[mux]" not in each] == []
 
 
-def test_a_host_that_is_cut_off_is_named_and_ends_its_own(hosts: Hosts, folder: Path) -> None:
+def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts: Hosts, folder: Path) -> None:
     job = staying(hosts, folder, HADAL_LOST_S="3")
     hosts.cut_off("beta")
     try:
@@ -150,7 +150,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_an_elastic_job_goes_on_without_a_host_and_with_it_again(
+def test_an_elastic_job_continues_without_a_host_and_with_it_again(
     hosts: Hosts, folder: Path
 ) -> None:
     (folder / "together.py").write_text(TOGETHER)
@@ -183,7 +183,7 @@ def test_an_elastic_job_goes_on_without_a_host_and_with_it_again(
 
 
 @pytest.mark.slow
-def test_a_job_lives_on_while_nobody_reads_it(hosts: Hosts, folder: Path) -> None:
+def test_a_job_continues_while_nobody_reads_its_output(hosts: Hosts, folder: Path) -> None:
     (folder / "talk.py").write_text(
         "import sys, time\nend = time.monotonic() + 8\n"
         "while time.monotonic() < end:\n    print('x' * 9999, flush=True)\n    time.sleep(0.01)\n"

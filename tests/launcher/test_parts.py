@@ -1,4 +1,4 @@
-"""Small arithmetic of the launcher: env files, cores, places, frames, lines, jobs."""
+"""Small pure parts of the launcher: env files, cores, places, frames, lines, jobs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hadal.launcher.variables import of_env_files, passed_on, read_env_file
 # ---- env files -------------------------------------------------------------------------------
 
 
-def test_an_env_file_is_read_as_it_stands() -> None:
+def test_an_env_file_is_read_verbatim() -> None:
     text = "A=1\n\n# a comment\nB=x=y z\nC=\nD='q' $HOME\n"
     assert read_env_file(text, "f") == {"A": "1", "B": "x=y z", "C": "", "D": "'q' $HOME"}
 
 
 @pytest.mark.parametrize("line", ["A", "=1", "export A"])
-def test_a_line_that_is_none_is_refused(line: str) -> None:
+def test_an_invalid_line_is_refused(line: str) -> None:
     with pytest.raises(LaunchError, match=r"\.deepspeed_env, line 2: expected KEY=VALUE"):
         read_env_file(f"A=1\n{line}\n", ".deepspeed_env")
 
@@ -42,7 +42,7 @@ def test_the_later_folder_and_file_win(tmp_path: Path) -> None:
     assert of_env_files((home, here), names) == {"A": "1", "B": "2", "C": "3"}
 
 
-def test_other_hosts_get_what_concerns_them() -> None:
+def test_other_hosts_get_variables_by_prefix() -> None:
     told = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "HOME": "/root", "SECRET_KEY": "1"}
     assert passed_on(told) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x"}
 
@@ -51,7 +51,7 @@ def test_other_hosts_get_what_concerns_them() -> None:
 
 
 @given(st.sets(st.integers(0, 200), min_size=1), st.integers(1, 16))
-def test_cores_are_shared_out_evenly(cores: set[int], ranks: int) -> None:
+def test_cores_are_divided_evenly(cores: set[int], ranks: int) -> None:
     if ranks > len(cores):
         with pytest.raises(LaunchError, match=f"{ranks} ranks cannot be bound"):
             cores_of(0, ranks, cores)
@@ -105,9 +105,7 @@ def test_without_a_launcher_there_is_no_place() -> None:
 
 
 @given(st.integers(0, 9), st.booleans(), st.binary(max_size=9000))
-def test_what_is_printed_travels_whole_in_short_frames(
-    rank: int, is_error: bool, text: bytes
-) -> None:
+def test_output_is_split_into_short_frames(rank: int, is_error: bool, text: bytes) -> None:
     frames = list(said(rank, is_error, text))
     assert all(len(frame) <= 4096 and frame.count(b"\n") == 1 for frame in frames)
     back = [decoded(frame) for frame in frames]
@@ -116,7 +114,7 @@ def test_what_is_printed_travels_whole_in_short_frames(
 
 
 @pytest.mark.parametrize("frame", [Hello("h", ("1", "2"), ""), Ended(1, -9, True), Left(1, "x\ny")])
-def test_frames_come_back_as_they_went(frame: Frame) -> None:
+def test_frames_round_trip(frame: Frame) -> None:
     assert decoded(encoded(frame)) == frame
     assert decoded(b"node7: " + encoded(frame)) == frame
 
@@ -139,8 +137,8 @@ def test_lines_are_the_same_however_they_arrive(parts: list[bytes], data: st.Dat
     assert [*got, *lines.rest.splitlines(keepends=True)] == text.splitlines(keepends=True)
 
 
-def test_a_long_line_is_looked_through_once() -> None:
-    """Its time grows with its length, not with the square of it: 40 000 pieces of a few KB."""
+def test_a_long_line_is_searched_once() -> None:
+    """The time is linear in the length, not quadratic: 40 000 pieces of a few KB."""
     lines, piece = Lines(), b"x" * 2700
     began = time.process_time()
     for _ in range(40_000):
@@ -184,7 +182,7 @@ def test_the_words_of_a_rank(fields: dict[str, object], words: list[str]) -> Non
     assert program_in(packed(own)) == own
 
 
-def test_a_share_is_its_hosts_part_of_the_job() -> None:
+def test_a_share_is_one_hosts_part_of_the_job() -> None:
     job = Job(program(cores=(1, 2)), {"a": (0, 1), "b": (3,)}, {"X": "1"}, port=7)
     assert job.world_size == 3
     assert [job.host_of(rank) for rank in range(3)] == ["a", "a", "b"]

@@ -1,4 +1,4 @@
-"""`hadal run` on one machine: what ranks are given, and that every end is an honest one."""
+"""`hadal run` on one machine: the environment of ranks, and correct exit codes and cleanup."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ sample(17)
 """
 
 
-def test_the_first_failure_is_told_first_and_nothing_is_left(tmp_path: Path) -> None:
+def test_the_first_failure_is_reported_first_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
     done = run("--num_gpus", 3, "--no_local_rank", "fail.py", tmp_path, folder=tmp_path)
     assert done.returncode == 1
@@ -120,7 +120,7 @@ def test_the_first_failure_is_told_first_and_nothing_is_left(tmp_path: Path) -> 
     assert alive(tmp_path) == []
 
 
-def test_an_interrupt_that_comes_as_the_job_ends_is_told(tmp_path: Path) -> None:
+def test_an_interrupt_as_the_job_ends_is_reported(tmp_path: Path) -> None:
     done = run_interrupted_late("before", "--no_python", "true", folder=tmp_path)
     assert done.returncode == 128 + signal.SIGINT
     assert "SIGINT: ending all 1 ranks" in done.stderr
@@ -185,7 +185,7 @@ def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["hadal.launcher.node", "torch.distributed.run"])
-def test_nothing_outlives_what_stands_between(tmp_path: Path, module: str) -> None:
+def test_nothing_outlives_the_processes_in_between(tmp_path: Path, module: str) -> None:
     job = stubborn(tmp_path, ranks=1)
     (between,) = [pid for pid, words in descendants(job.pid) if module in words]
     os.kill(between, signal.SIGKILL)
@@ -201,7 +201,7 @@ def test_arguments_may_be_long(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "120000 120000\n"), done.stderr[-2000:]
 
 
-def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("print('one', flush=True)\n")
     flags = ["--num_gpus", 1, "--no_local_rank", "--enable_each_rank_log"]
     (tmp_path / "file").touch()
@@ -215,7 +215,7 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert done.stderr == "the file of this rank's output ends here: No space left on device\n"
 
 
-def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
+def test_an_ignored_hangup_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text(
         "import os, time\nopen('up', 'w')\n"
         "while not os.path.exists('enough'):\n    time.sleep(0.05)\n"
@@ -230,7 +230,7 @@ def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
     assert job.returncode == 0, told
 
 
-def test_too_few_cores_are_told(tmp_path: Path) -> None:
+def test_too_few_cores_are_reported(tmp_path: Path) -> None:
     flags = ["--bind_core_list", "0", "--num_gpus", 2]
     done = run(*flags, "nothing.py", folder=tmp_path)
     assert done.returncode == 127
@@ -238,7 +238,7 @@ def test_too_few_cores_are_told(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_in_use_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -251,7 +251,7 @@ def test_a_port_that_is_in_use_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_program_written_for_deepspeed_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_program_written_for_deepspeed_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "import os, sys, deepspeed, beside\n"
         "deepspeed.init_distributed()\n"
@@ -276,7 +276,7 @@ def test_it_starts_fast(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_host_that_is_told_to_end_at_once_starts_nothing(tmp_path: Path) -> None:
+def test_a_host_that_must_end_at_once_starts_nothing(tmp_path: Path) -> None:
     program = Program(("touch", str(tmp_path / "ran")), "/", kind=Kind.BARE, tells_local_rank=False)
     job = Job(program, {"a": (0,)})
     done = subprocess.run(
@@ -291,7 +291,7 @@ def test_a_host_that_is_told_to_end_at_once_starts_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "ran").exists()
 
 
-def test_it_ends_when_nobody_reads_it(tmp_path: Path) -> None:
+def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(
         "import sys, time\nprint(sys.argv[1], flush=True)\n"
         "while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n"

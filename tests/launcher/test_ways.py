@@ -1,4 +1,4 @@
-"""What Slurm, MPI and pdsh are called with, and that ranks which they start are told and heard."""
+"""Launching with Slurm, MPI and pdsh: their arguments, and ranks that they start."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def called(folder: Path, launcher: str, *words: object, **variables: str) -> tuple[Any, Any]:
-    """Run a job by a launcher; what this was called with, and how it ended."""
+    """Run a job with a launcher; return the launcher's arguments, and the outcome."""
     done = run(
         *("--launcher", launcher, "--no_local_rank", *words),
         folder=folder,
@@ -81,7 +81,7 @@ def test_slurm_says_how_large_an_allocation_is(folder: Path) -> None:
     assert call[1:5] == ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--nodelist=a,b"]
 
 
-def test_a_failure_under_slurm_is_told_with_its_rank(folder: Path) -> None:
+def test_a_failure_under_slurm_is_reported_with_its_rank(folder: Path) -> None:
     _, done = called(folder, "slurm", "--num_nodes", 2, "--num_gpus", 2, "train.py", "fail")
     assert done.returncode == 1
     first = f"hadal run: rank 2 on {os.uname().nodename} failed first: exit code 1\n"
@@ -102,7 +102,7 @@ def test_openmpi(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
-def test_ranks_of_mpi_see_the_slots_that_were_chosen(folder: Path, launcher: str) -> None:
+def test_ranks_of_mpi_see_the_chosen_slots(folder: Path, launcher: str) -> None:
     (folder / "train.py").write_text(
         "import os; print(os.environ['LOCAL_RANK'], os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
     )
@@ -174,7 +174,7 @@ def test_pdsh_is_given_the_line_for_every_host(folder: Path) -> None:
         ("mpich", ["-H", "hosts", "-i", "a:0,1@b"], "as many slots on each host"),
     ],
 )
-def test_what_a_launcher_cannot_do_is_refused(
+def test_unsupported_options_of_launchers_are_refused(
     folder: Path, launcher: str, words: list[str], told: str
 ) -> None:
     call, done = called(folder, launcher, *words, "train.py")
@@ -182,14 +182,14 @@ def test_what_a_launcher_cannot_do_is_refused(
     assert told in done.stderr
 
 
-def test_a_launcher_that_is_missing_is_told(folder: Path) -> None:
+def test_a_missing_launcher_is_reported(folder: Path) -> None:
     (folder / "bin" / "srun").unlink()
     _, done = called(folder, "slurm", "--num_gpus", 1, "train.py")
     assert done.returncode == 2
     assert "hadal run: srun: no such program is found" in done.stderr
 
 
-def test_the_line_for_another_host_is_one_that_a_shell_reads() -> None:
+def test_the_line_for_another_host_is_quoted_for_a_shell() -> None:
     program = Program(("t.py",), "/")
     assert job_in("".join(shlex.split(packed_job()))) == Job(program, {"a": (0,)})
     read = subprocess.run(

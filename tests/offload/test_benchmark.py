@@ -1,4 +1,4 @@
-"""`benchmarks/offload.py --step` runs, tiny: all that are at hand have a row, on the disk too."""
+"""A tiny run of `benchmarks/offload.py --step`: a row for each available library and tier."""
 
 from __future__ import annotations
 

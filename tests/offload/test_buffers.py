@@ -1,4 +1,4 @@
-"""Buffers that a disk can read into, and a bounded number of them."""
+"""Buffers for direct disk I/O, and pools of a limited number of them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_long_buffers_begin_on_a_huge_page(nbytes: int) -> None:
     assert again.sum() == 3 * (nbytes - 5)
 
 
-def test_their_bytes_are_seen_and_they_can_still_be_resized() -> None:
+def test_viewed_buffers_can_still_be_resized() -> None:
     buffer = torch.empty(10, dtype=torch.uint8)
     memory_of(buffer)[:] = bytes(range(10))
     assert buffer.tolist() == list(range(10))
     buffer.untyped_storage().resize_(1 << 16)  # what numpy has seen refuses
 
 
-def test_a_pool_lends_so_many_and_no_more() -> None:
+def test_a_pool_lends_a_limited_number_of_buffers() -> None:
     pool = BufferPool(2, 100)
     first, second = pool.take(), pool.take()
     assert first.numel() == second.numel() == 100
@@ -47,12 +47,12 @@ def test_a_pool_lends_so_many_and_no_more() -> None:
     with pytest.raises(OffloadError):
         pool.take(100)
     pool.give_back(first)
-    with pytest.raises(UsageError, match="has it already"):
+    with pytest.raises(UsageError, match="already has it back"):
         pool.give_back(first)
     assert pool.take().data_ptr() == first.data_ptr()
 
 
-def test_a_closed_pool_lends_nothing_and_takes_what_comes() -> None:
+def test_a_closed_pool_accepts_returned_buffers() -> None:
     pool = BufferPool(2, 100)
     buffer = pool.take()
     pool.take()

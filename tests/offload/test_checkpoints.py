@@ -1,4 +1,4 @@
-"""Checkpoints of state that rests on the disk: saved, and loaded, like any other."""
+"""Checkpoints of state on a disk: saved and loaded like any other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_alike(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def break_off(stage: int, dtype: str, before: Any, after: Any, path: str) -> None:
-    """Two updates, a checkpoint, two more; and the same in an engine that begins there."""
+    """Do two updates, a checkpoint and two more; repeat the last two in an engine that loads it."""
     with small_blocks():
         engine = engine_of(stage, dtype, before, path)
         train(engine, 2)
@@ -83,7 +83,7 @@ def load(path: str, stage: int, places: Any) -> list[Tensor]:
     return state
 
 
-def test_other_ranks_and_stages_load_it(ranks: RankPools, tmp_path: Path) -> None:
+def test_other_ranks_and_stages_load_the_checkpoint(ranks: RankPools, tmp_path: Path) -> None:
     path = str(tmp_path)
     wanted = ranks(2).run(save, path)[0]
     for world, stage, places in ((1, 2, ("nvme", None)), (2, 1, DEVICE), (1, 3, DISK)):
@@ -91,7 +91,7 @@ def test_other_ranks_and_stages_load_it(ranks: RankPools, tmp_path: Path) -> Non
 
 
 def save_edited(path: str) -> None:
-    """What the user wrote into whole weights since the last update is saved too."""
+    """The user's edits of full weights since the last update are saved too."""
     engine = engine_of(2, "bf16", ("nvme", None), path)
     train(engine, 1)
     weight = engine.module[0][0].weight
@@ -130,7 +130,7 @@ def read_cuts(path: str) -> None:
 
 
 class DiskStoreOf:
-    """A store that is closed at the end."""
+    """A store that is closed at the end of the context."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -142,5 +142,5 @@ class DiskStoreOf:
         self.store.close()
 
 
-def test_a_stretch_is_read_from_wherever_it_begins(tmp_path: Path) -> None:
+def test_a_slice_is_read_from_any_start(tmp_path: Path) -> None:
     read_cuts(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The ways between a device and the host are bounded."""
+"""Copies between a device and the host use bounded memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hadal.offload.crossing import Crossing
 CPU = torch.device("cpu")
 
 
-def test_gradients_leave_two_at_a_time() -> None:
-    """The device goes no further than two buckets ahead of what has left it."""
+def test_two_gradients_are_copied_at_a_time() -> None:
+    """The device runs at most two buckets ahead of the gradients that have left it."""
     with late.device():
         way = Crossing(CPU, pins=False)
         values = [torch.full((8,), float(number)) for number in range(5)]
@@ -29,8 +29,8 @@ def test_gradients_leave_two_at_a_time() -> None:
             assert event.is_over and (outs[number] == number).all()
 
 
-def test_new_weights_leave_by_few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are cast on their way; a buffer is filled again when the device has read it."""
+def test_new_weights_are_staged_in_few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are cast in staging buffers, which are refilled once the device has read them."""
     made: list[tuple[int, bool]] = []
     plain = crossing.aligned
 
@@ -52,7 +52,7 @@ def test_new_weights_leave_by_few_buffers(monkeypatch: pytest.MonkeyPatch) -> No
         assert late.waits["host"] == 19 + 13 - 4
 
 
-def test_what_comes_is_what_was_there_before_the_next_landing() -> None:
+def test_an_upload_sees_values_before_the_next_landing() -> None:
     with late.device():
         way = Crossing(CPU, pins=False)
         host, device = torch.zeros(8), torch.empty(8)

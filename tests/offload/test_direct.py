@@ -1,4 +1,4 @@
-"""Transfers that come short, or that a file system refuses past its cache."""
+"""Short transfers, and direct transfers that a file system refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 4096
 
 
 def coming_short(move: Callable[..., int], limits: list[int]) -> Callable[..., int]:
-    """The same system call, which moves at most so many bytes in turn, and then all of them.
+    """Return a system call that moves at most these numbers of bytes in turn, then everything.
 
     It begins where a page does, as a direct one must.
     """
@@ -41,7 +41,7 @@ limits = some.lists(some.integers(1, 5 * PAGE), max_size=8)
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=limits, read=limits, border=some.integers(1, 3 * PAGE))
-def test_what_comes_short_is_taken_up_again(
+def test_short_transfers_are_continued(
     written: list[int], read: list[int], border: int, tmp_path: Path
 ) -> None:
     # More than two in a row without a whole page are the end; here they are not in a row.
@@ -67,7 +67,7 @@ def test_the_end_of_a_file_ends_a_read(there: int, tmp_path: Path) -> None:
         assert moved(os.preadv, file.fileno(), [pages(4 * PAGE)], 0) == there
 
 
-def test_a_transfer_that_is_refused_past_the_cache_goes_through_it(tmp_path: Path) -> None:
+def test_a_refused_direct_transfer_uses_the_cache(tmp_path: Path) -> None:
     file = DiskFile(tmp_path / "file", tmp_path)
     file.reserve(4 * PAGE, "it")
     memory = pages(2 * PAGE)
@@ -76,6 +76,8 @@ def test_a_transfer_that_is_refused_past_the_cache_goes_through_it(tmp_path: Pat
     again = pages(PAGE)
     file.read([again], PAGE, "it")
     assert again == memory[1 : PAGE + 1]
-    with pytest.raises(OffloadError, match=r"'it'|it, 4096 bytes at 16384, cannot be read: only 0"):
+    with pytest.raises(
+        OffloadError, match=r"'it'|it, 4096 bytes at 16384, cannot be read: it ended after 0"
+    ):
         file.read([again], 4 * PAGE, "it")
     file.close()

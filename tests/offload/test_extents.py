@@ -1,4 +1,4 @@
-"""The arithmetic of a file: what is taken, and in which portions it travels."""
+"""The arithmetic of a file: allocation, and division into blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_whole_pages_hold_the_bytes(nbytes: int) -> None:
 
 
 @given(places, some.integers(0, 1 << 12), some.integers(1, 1 << 13))
-def test_blocks_lie_side_by_side_on_one_grid(start: int, nbytes: int, step: int) -> None:
+def test_blocks_are_contiguous_on_one_grid(start: int, nbytes: int, step: int) -> None:
     blocks = cut(start, start + nbytes, step)
     assert sum(block.nbytes for block in blocks) == nbytes
     assert all(0 < block.nbytes <= step for block in blocks)
@@ -31,7 +31,7 @@ def test_blocks_lie_side_by_side_on_one_grid(start: int, nbytes: int, step: int)
 
 
 @given(some.integers(0, 100), some.integers(1, 12), some.integers(1, 9))
-def test_every_block_goes_once_and_shares_are_even(count: int, shares: int, most: int) -> None:
+def test_every_block_is_dealt_once_and_evenly(count: int, shares: int, most: int) -> None:
     blocks = [Extent(place, place + 1) for place in range(count)]
     deal = dealt(blocks, shares)
     assert [block for share in deal for block in share] == blocks
@@ -42,8 +42,8 @@ def test_every_block_goes_once_and_shares_are_even(count: int, shares: int, most
 
 
 @given(some.lists(some.tuples(some.integers(0, 5 * ALIGNMENT), some.integers(0, 9)), max_size=60))
-def test_nothing_is_given_to_two_and_nothing_is_lost(steps: list[tuple[int, int]]) -> None:
-    """Take so many bytes, then give back the n-th of what is taken, if there are so many."""
+def test_extents_never_overlap_and_none_is_lost(steps: list[tuple[int, int]]) -> None:
+    """Take so many bytes, then free the n-th taken extent, if there are as many."""
     room, taken = Room(), []
     for nbytes, victim in steps:
         extent = room.take(nbytes)
@@ -61,7 +61,7 @@ def test_nothing_is_given_to_two_and_nothing_is_lost(steps: list[tuple[int, int]
     assert room.end == 0
 
 
-def test_what_was_freed_is_taken_again() -> None:
+def test_freed_extents_are_reused() -> None:
     room = Room()
     first, second, third = (room.take(nbytes) for nbytes in (3 * ALIGNMENT, 1, ALIGNMENT))
     room.give_back(first)

@@ -1,4 +1,4 @@
-"""Faults of a disk, brought about by real means: each ends in one error that names the file."""
+"""Disk faults, caused by real means: each raises one error that names the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE = 4096
 
 
 def started(code: str, *prefix: str) -> subprocess.Popen[str]:
-    """Another process, which may end as it likes."""
+    """Start another process, which may end in any way."""
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -67,12 +67,12 @@ def test_a_shortened_file(act: str, store: DiskStore) -> None:
             request.wait()
     told = str(caught.value)
     assert str(store.path) in told and "blocks.0 masters" in told
-    assert "shortened to 20480 bytes, 131072 were reserved" in told
+    assert "truncated to 20480 bytes, but 131072 were reserved" in told
     assert "last checkpoint" in told
     store.close()
 
 
-def test_a_file_that_grows_and_shrinks_meanwhile_was_not_shortened(
+def test_growing_and_shrinking_meanwhile_is_no_truncation(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region, passing = written(store), [store.allocate("passing", PAGE)]
@@ -92,18 +92,18 @@ def test_a_file_that_grows_and_shrinks_meanwhile_was_not_shortened(
     store.close()
 
 
-def test_a_shortened_file_is_not_lengthened_again(store: DiskStore) -> None:
+def test_a_truncated_file_is_not_extended_again(store: DiskStore) -> None:
     passing, region = store.allocate("passing", PAGE), written(store)
     last = store.allocate("last", PAGE)
     os.truncate(store.path, 2 * PAGE)
     with pytest.raises(
-        OffloadError, match=r"more cannot be added: .* shortened to 8192 bytes, 139264 were"
+        OffloadError, match=r"more cannot be added: .* truncated to 8192 bytes, but 139264 were"
     ):
         store.allocate("more", PAGE)
     store.free(last)
     assert store.path.stat().st_size == 2 * PAGE
     for start in (store.start_read, store.start_write):
-        with pytest.raises(OffloadError, match="shortened to 8192 bytes, 135168 were"):
+        with pytest.raises(OffloadError, match="truncated to 8192 bytes, but 135168 were"):
             start(region, 16 * PAGE, aligned(PAGE)).wait()
     assert store.path.stat().st_size == 2 * PAGE
     store.start_write(passing, 0, filled(PAGE)).wait()
@@ -150,18 +150,18 @@ def test_a_damaged_page(verifies: bool, tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_error_that_nobody_waited_for_is_told_at_the_end(
+def test_an_error_that_nobody_waited_for_is_logged_at_the_end(
     store: DiskStore, tmp_path: Path
 ) -> None:
     region = written(store)
     os.truncate(store.path, 0)
     store.start_write(region, 0, aligned(PAGE))
-    with pytest.raises(OffloadError, match="shortened to 0 bytes"):
+    with pytest.raises(OffloadError, match="truncated to 0 bytes"):
         store.close()
     assert files_under(tmp_path) == []
 
 
-def test_a_strangers_file_stays_and_is_told(
+def test_a_foreign_file_is_kept_and_reported(
     store: DiskStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = store.path.with_name("notes")
@@ -171,7 +171,7 @@ def test_a_strangers_file_stays_and_is_told(
     assert f"{stranger.parent} cannot be removed" in caplog.text
 
 
-def test_no_room_is_told_before_anything_is_written(store: DiskStore, tmp_path: Path) -> None:
+def test_a_full_disk_raises_before_anything_is_written(store: DiskStore, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(OffloadError) as caught:
         store.allocate("blocks.0 masters", 1 << 60)
@@ -184,7 +184,7 @@ def test_no_room_is_told_before_anything_is_written(store: DiskStore, tmp_path: 
     store.close()
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_an_impossible_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match=r"file/in cannot hold .*Not a directory.*nvme_path"):
         DiskStore(tmp_path / "file" / "in")
@@ -224,15 +224,15 @@ def test_limits_of_the_system_and_forks(tmp_path: Path) -> None:
         """
     )
     forked, reserving, writing, logged, *_ = out.splitlines()
-    assert "only the process that has opened a store may use it" in forked
+    assert "only the process that opened a store may use it" in forked
     assert "no room for large" in reserving and "ulimit -f" in reserving
     assert "states: 'small'" in writing and "cannot be written: File too large" in writing
-    assert "nobody has waited for this" in logged and "File too large" in logged
+    assert "an error that nobody waited for" in logged and "File too large" in logged
     assert files_under(tmp_path) == []
 
 
 def mounting() -> list[str]:
-    """How to start a process that may mount things for itself; empty where it may not."""
+    """Return the words that start a process with its own mounts; empty if that is not allowed."""
     for flags in (["-m"], ["-U", "-r", "-m"]):
         prefix = ["unshare", *flags]
         trial = [*prefix, "mount", "-t", "tmpfs", "none", "/mnt"]
@@ -272,10 +272,12 @@ def test_a_full_disk_and_one_without_direct_transfers(tmp_path: Path) -> None:
         *prefix,
     )
     assert f"no room for second on the disk of {full}: 819200 bytes are needed" in out
-    assert out.count(f"the file system of {cached} does not let") == 2  # once for each store
+    assert (
+        out.count(f"the file system of {cached} does not support direct I/O") == 2
+    )  # once per store
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     process = started(
         f"""
         store = DiskStore({str(tmp_path)!r})

@@ -1,4 +1,4 @@
-"""What ends in the middle: updates that are interrupted, and places that cannot be written to."""
+"""Interrupted updates, and folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .test_tiers import WIDTH, config_of, model_of, small_blocks, state_of, trai
 
 
 def interrupt(path: str, stage: int, kind: type[BaseException], updates: int) -> None:
-    """An update is interrupted behind some of its parts: nothing has changed."""
+    """Interrupt an update after some of its parts: nothing has changed."""
     weights = "nvme" if stage == 3 else None
     with small_blocks():
         config = config_of(stage, "bf16", "nvme", weights, path)
@@ -69,7 +69,7 @@ def test_an_interrupted_update_changes_nothing(
 
 
 def initialize_where_none_can(path: str) -> str:
-    """Rank 1 is given a place that is no folder."""
+    """Give rank 1 a path that is not a folder."""
     place = Path(path) / f"of rank {comm.get_rank()}"
     if comm.get_rank() == 1:
         place.write_text("a file")
@@ -79,7 +79,7 @@ def initialize_where_none_can(path: str) -> str:
     return str(found.value)
 
 
-def test_all_ranks_hear_of_a_place_that_cannot_be(ranks: RankPools, tmp_path: Path) -> None:
+def test_all_ranks_raise_for_an_impossible_folder(ranks: RankPools, tmp_path: Path) -> None:
     others, own = ranks(2).run(initialize_where_none_can, str(tmp_path))
     assert "of rank 1" in own and "nvme_path" in own
     assert "initialize stopped on rank 1" in others and own in others
@@ -87,7 +87,7 @@ def test_all_ranks_hear_of_a_place_that_cannot_be(ranks: RankPools, tmp_path: Pa
 
 @contextmanager
 def room_for(allocations: int) -> Iterator[None]:
-    """Rank 1's disk has room for so many regions."""
+    """Limit rank 1's disk to so many regions."""
     plain, left = DiskStore.allocate, [allocations]
 
     def allocate(store: DiskStore, name: str, nbytes: int) -> Region:
@@ -105,7 +105,7 @@ def room_for(allocations: int) -> Iterator[None]:
 
 
 def begin_without_room(path: str, stage: int, way: str, allocations: int) -> str:
-    """Everybody is told, and everybody can begin anew where there is room."""
+    """All ranks raise, and all can start over where there is room."""
     weights = "nvme" if stage == 3 else None
     config = config_of(stage, "bf16", "nvme", weights, path)
 
@@ -126,7 +126,7 @@ def begin_without_room(path: str, stage: int, way: str, allocations: int) -> str
     ("stage", "way", "allocations"),
     [(1, "given", 0), (2, "given", 3), (3, "given", 5), (3, "born", 3), (3, "born", 9)],
 )
-def test_all_ranks_hear_of_a_disk_that_has_no_room(
+def test_all_ranks_raise_for_a_full_disk(
     stage: int, way: str, allocations: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     told = ranks(2).run(begin_without_room, str(tmp_path), stage, way, allocations)
@@ -135,7 +135,7 @@ def test_all_ranks_hear_of_a_disk_that_has_no_room(
 
 
 def begin_later_without_room(path: str, way: str) -> str:
-    """State that comes to rest after `initialize`: in the first backward, or with a later group."""
+    """State that is offloaded after `initialize`: in the first backward, or with a later group."""
     config, model = config_of(2, "bf16", "nvme", None, path), model_of()
     if way == "the first backward":
         del config["optimizer"]
@@ -167,7 +167,7 @@ def begin_later_without_room(path: str, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["the first backward", "a later group"])
-def test_all_ranks_hear_of_state_that_finds_no_rest(
+def test_all_ranks_raise_if_later_state_does_not_fit(
     way: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     others, own = ranks(2).run(begin_later_without_room, str(tmp_path), way)
@@ -177,7 +177,7 @@ def test_all_ranks_hear_of_state_that_finds_no_rest(
 
 @contextmanager
 def unreadable(after: int) -> Iterator[None]:
-    """The disk gives no more than so many reads."""
+    """Let the disk fail after so many reads."""
     plain, left = DiskFile.read, [after]
 
     def read(file: DiskFile, *given: Any) -> None:
@@ -194,7 +194,7 @@ def unreadable(after: int) -> Iterator[None]:
 
 
 def read_in_vain(path: str, before: int, after: int) -> None:
-    """One error, and nothing else: when the disk is there again, training goes on."""
+    """One error, and nothing else: once the disk is back, training continues."""
     config = config_of(3, "bf16", "nvme", "nvme", path)
     engine, *_ = hadal.initialize(model=model_of(), config=config)
     train(engine, before)
@@ -214,14 +214,14 @@ def read_in_vain(path: str, before: int, after: int) -> None:
 
 # The reads of a micro-step by a plan, which the second update follows: those of its forward first.
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 1), (2, 3), (2, 6)])
-def test_a_read_that_fails_is_told_once(
+def test_a_failed_read_raises_once(
     before: int, after: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(1).run(read_in_vain, str(tmp_path), before, after)
 
 
 def raise_inside(path: str, fails: str) -> None:
-    """What is written into state that is in memory for a while counts as a whole or not at all."""
+    """Writes to state that is in memory for a while take effect as a whole or not at all."""
     config = config_of(2, "bf16", "nvme", None, path)
     engine, *_ = hadal.initialize(model=model_of(), config=config)
     train(engine, 2)
@@ -269,7 +269,7 @@ def test_state_is_kept_as_a_whole_or_not_at_all(
 
 
 def interrupt_beside_the_disk(path: str, kind: type[BaseException]) -> None:
-    """Masters are in memory, and weights on the disk: only a checkpoint brings them together."""
+    """With masters in memory and weights on disk, only a checkpoint makes them consistent again."""
     engine, *_ = hadal.initialize(
         model=model_of(), config=config_of(3, "bf16", "cpu", "nvme", path)
     )
@@ -300,14 +300,14 @@ def interrupt_beside_the_disk(path: str, kind: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupt_of_what_cannot_be_taken_back_says_so(
+def test_an_interrupt_that_cannot_be_rolled_back_says_so(
     kind: type[BaseException], ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(1).run(interrupt_beside_the_disk, str(tmp_path), kind)
 
 
 class OfNothing(nn.Module):
-    """What is trained has no elements."""
+    """A model whose trained parameters have no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def test_parameters_without_elements_are_updated(ranks: RankPools, tmp_path: Pat
     ranks(1).run(train_nothing, str(tmp_path))
 
 
-def test_a_run_that_finds_half_its_room_keeps_none(tmp_path: Path) -> None:
+def test_a_failed_allocation_keeps_no_space(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     plain, given = store.allocate, []
 
@@ -350,7 +350,7 @@ def test_a_run_that_finds_half_its_room_keeps_none(tmp_path: Path) -> None:
 
 
 def end_without_the_file(path: str) -> None:
-    """Weights cannot be read any more: it is told, and nothing of the engine stays behind."""
+    """Weights can no longer be read: the error is raised, and nothing of the engine is left."""
     engine, *_ = hadal.initialize(
         model=model_of(), config=config_of(3, "bf16", "nvme", "nvme", path)
     )
@@ -363,13 +363,13 @@ def end_without_the_file(path: str) -> None:
     engine.destroy()  # it has ended
 
 
-def test_an_engine_whose_disk_is_gone_ends_all_the_same(ranks: RankPools, tmp_path: Path) -> None:
+def test_an_engine_whose_disk_is_gone_can_be_destroyed(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(end_without_the_file, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 class Tied(nn.Module):
-    """An embedding that is its own head, a scalar, and a layer that is not trained."""
+    """A model with a tied embedding, a scalar and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Scalar(nn.Module):
 
 
 def train_in_every_place(kind: type[nn.Module], path: str) -> None:
-    """The least buffers there can be, and more ranks than some buckets have elements."""
+    """The smallest possible buffers, and more ranks than some buckets have elements."""
     tight: dict[str, Any] = {"sub_group_size": 1, "stage3_param_persistence_threshold": 0}
     found = []
     for optimizer, weights in ((None, None), ("nvme", "nvme"), ("cpu", "nvme")):
@@ -435,7 +435,7 @@ def test_odd_models_fit_through_the_least_buffers(
 
 
 def train_two(path: str) -> None:
-    """Two engines in one folder do not touch each other."""
+    """Two engines in one folder do not affect each other."""
     config = config_of(3, "bf16", "nvme", "nvme", path)
     first, second = (hadal.initialize(model=model_of(), config=config)[0] for _ in range(2))
     for number in range(2):

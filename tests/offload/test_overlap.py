@@ -1,4 +1,4 @@
-"""Copies between host and device go on beside the work, and whoever needs them waits for them."""
+"""Copies between host and device overlap with work, and every use of them waits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def found_in(config: dict[str, Any]) -> list[Tensor]:
 def compare_late(
     stage: int, optimizer: str | None, weights: str | None, path: str, **zero: Any
 ) -> None:
-    """The same bits whether copies are made at once or as late as they may be."""
+    """The same bits, whether copies run at once or as late as allowed."""
     config = config_of(stage, "bf16", optimizer, weights, path, reduce_bucket_size=10_000, **zero)
     with small_blocks():
         torch.manual_seed(1)
@@ -78,7 +78,7 @@ def compare_late_sums(stage: int, path: str) -> None:
     compare_late(stage, "cpu", None, path, offload_optimizer={"accumulate_on": "host"})
 
 
-def test_sums_that_come_back_late_change_no_bit(ranks: RankPools, tmp_path: Path) -> None:
+def test_late_sums_change_no_bit(ranks: RankPools, tmp_path: Path) -> None:
     for stage in (2, 3):
         ranks(2).run(compare_late_sums, stage, str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""What the keys of `aio` do: how much is under way at a time, and in how many system calls."""
+"""The effect of the `aio` keys: the amount under way, and the number of system calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def settings_from(**keys: object) -> IoSettings:
 
 
 class Held:
-    """A call that lasts until it is let go."""
+    """A call that lasts until it is released."""
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
@@ -34,7 +34,7 @@ class Held:
 
 
 def begun(calls: list[Held], expected: int) -> list[int]:
-    """Which calls have begun; waits until there are as many as expected."""
+    """Wait for the expected number of calls to begin, and return them."""
     end = time.monotonic() + 30
     while sum(call.begun.is_set() for call in calls) < expected and time.monotonic() < end:
         time.sleep(0.001)
@@ -49,7 +49,7 @@ def held() -> list[Held]:
 
 @pytest.mark.claims("aio.queue_depth")
 @pytest.mark.parametrize("depth", [1, 3])
-def test_so_many_are_under_way_in_a_queue(depth: int, held: list[Held]) -> None:
+def test_a_queue_limits_the_blocks_under_way(depth: int, held: list[Held]) -> None:
     queue = Queue(settings_from(queue_depth=depth, single_submit=True), "test")
     queue.put(held[:2])
     queue.put(held[2:])
@@ -91,7 +91,7 @@ def test_blocks_count_not_calls() -> None:
 
 
 def calls_of_write(folder: Path, settings: IoSettings, nbytes: int) -> int:
-    """System calls that one write takes, as the kernel counts them."""
+    """Return the kernel's count of system calls for one write."""
 
     def counted() -> int:
         text = Path("/proc/self/io").read_text()
@@ -137,7 +137,7 @@ def test_queues_share_a_request(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.claims("aio.use_gds")
-def test_gpus_that_read_by_themselves_are_refused() -> None:
+def test_gpudirect_storage_is_refused() -> None:
     settings_from(use_gds=False)
     with pytest.raises(ConfigError, match=r"aio\.use_gds.*GPUDirect Storage.*leave it out"):
         settings_from(use_gds=True)

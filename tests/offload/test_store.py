@@ -1,4 +1,4 @@
-"""The disk tier on real files: what is read is what was written, and nothing is left behind."""
+"""The disk tier on real files: reads return what was written, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def files_under(folder: Path) -> list[Path]:
     checksums=some.booleans(),
     pages=some.integers(1, 9),
 )
-def test_what_is_read_is_what_was_written(
+def test_reads_return_what_was_written(
     nbytes: list[int], keys: IoSettings, checksums: bool, pages: int, tmp_path: Path
 ) -> None:
-    """Regions of any length, in portions of so many pages, all of them under way at once."""
+    """Regions of any length, in chunks of so many pages, all under way at once."""
     portion = pages * (2 if checksums else 1) * PAGE
     store = DiskStore(tmp_path, replace(keys, verifies=checksums))
     regions = [store.allocate(f"region {number}", n) for number, n in enumerate(nbytes)]
@@ -67,7 +67,7 @@ def test_what_is_read_is_what_was_written(
     assert files_under(tmp_path) == []
 
 
-def test_the_short_end_of_a_region_touches_nothing_else(tmp_path: Path) -> None:
+def test_the_short_end_of_a_region_overwrites_nothing_else(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     region = store.allocate("it", PAGE + 10)
     store.start_write(region, 0, filled(PAGE + 10)).wait()
@@ -80,7 +80,7 @@ def test_the_short_end_of_a_region_touches_nothing_else(tmp_path: Path) -> None:
     store.close()
 
 
-def test_regions_take_their_room_at_once_and_give_it_back(tmp_path: Path) -> None:
+def test_regions_reserve_their_space_and_free_it(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     first, second = store.allocate("first", 3 * PAGE), store.allocate("second", 5)
     assert store.path.stat().st_size == store.nbytes == 4 * PAGE
@@ -90,18 +90,18 @@ def test_regions_take_their_room_at_once_and_give_it_back(tmp_path: Path) -> Non
     assert store.nbytes == 4 * PAGE
     store.free(second)
     assert store.path.stat().st_size == store.nbytes == 2 * PAGE
-    with pytest.raises(UsageError, match=r"'second' is no region of .*it was freed"):
+    with pytest.raises(UsageError, match=r"'second' is not a region of .*it was freed"):
         store.free(second)
     with pytest.raises(UsageError, match="it was freed"):
         store.start_read(second, 0, aligned(5))
     store.close()
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_requests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     region = store.allocate("it", 3 * PAGE + 10)
     for offset, nbytes in ((1, PAGE), (0, 10), (0, 4 * PAGE), (3 * PAGE, 9), (-PAGE, PAGE)):
-        with pytest.raises(UsageError, match=r"of 'it' \(12298 bytes\) cannot be moved"):
+        with pytest.raises(UsageError, match=r"of 'it' \(12298 bytes\) cannot be transferred"):
             store.start_write(region, offset, aligned(nbytes))
     for wrong in (
         aligned(2 * PAGE)[1 : PAGE + 1],
@@ -119,12 +119,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         store.allocate("more", 1)
 
 
-def test_checksums_are_of_cells(tmp_path: Path) -> None:
+def test_checksums_cover_cells(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, IoSettings(block_nbytes=3 * PAGE, verifies=True))
     region = store.allocate("it", 17 * PAGE + 1)
     buffer = filled(17 * PAGE + 1)
     for offset, nbytes in ((PAGE, PAGE), (2 * PAGE, PAGE), (0, 3 * PAGE)):
-        with pytest.raises(UsageError, match="both ends are multiples of 8192"):
+        with pytest.raises(UsageError, match="both ends must be multiples of 8192"):
             store.start_write(region, offset, buffer[:nbytes])
     store.start_write(region, 0, buffer).wait()
     # Other portions than were written, and over a part of them.
@@ -136,7 +136,9 @@ def test_checksums_are_of_cells(tmp_path: Path) -> None:
     other = store.allocate("other", 8 * PAGE)
     store.start_write(other, 0, buffer[: 4 * PAGE]).wait()
     store.start_read(other, 0, again[: 4 * PAGE]).wait()
-    with pytest.raises(OffloadError, match=r"'other' is damaged at byte 16384 .*not written"):
+    with pytest.raises(
+        OffloadError, match=r"'other' is damaged at byte 16384 .*differs from the data written"
+    ):
         store.start_read(other, 0, again[: 8 * PAGE]).wait()
     store.close()
 
@@ -171,7 +173,7 @@ def test_nothing_is_left_of_stores(tmp_path: Path) -> None:
 
 
 def test_a_store_may_be_collected_by_its_own_thread(tmp_path: Path) -> None:
-    """The garbage collector runs in whichever thread it likes."""
+    """The garbage collector may run in any thread."""
     box = [DiskStore(tmp_path)]
     queue = box[0]._queues[0]
     box[0].start_write(box[0].allocate("it", 1), 0, filled(1)).wait()

@@ -1,4 +1,4 @@
-"""Training with state off the device: the same bits wherever it rests."""
+"""Training with offloaded state: the same bits in every tier."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def model_of() -> nn.Sequential:
 def config_of(
     stage: int, dtype: str, optimizer: str | None, weights: str | None, path: str, **zero: Any
 ) -> dict[str, Any]:
-    """A configuration whose buckets take several parts on the disk, and several buffers."""
+    """Return a configuration whose buckets span several parts on the disk, and several buffers."""
     section: dict[str, Any] = {
         "stage": stage,
         "stage3_param_persistence_threshold": 40,
@@ -92,7 +92,7 @@ def config_of(
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Let parts on the disk be as short as they can be."""
+    """Make parts on the disk as short as possible."""
     before = desk._CPU_BLOCK_NUMEL
     desk._CPU_BLOCK_NUMEL = PART
     try:
@@ -118,7 +118,7 @@ def train(engine: Any, updates: int, first: int = 0) -> list[float]:
 
 
 def state_of(engine: Any) -> list[Tensor]:
-    """Masters, moments and weights, whole."""
+    """Return the full masters, moments and weights."""
     parameters = list(engine.module.parameters())
     found = [utils.safe_get_full_fp32_param(p) for p in parameters]
     for key in ("exp_avg", "exp_avg_sq"):
@@ -173,7 +173,7 @@ def test_one_rank_alone_offloads_too(ranks: RankPools, tmp_path: Path) -> None:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Treat the host's memory as another one than the device's, so that everything is copied."""
+    """Treat host memory as separate from the device's, so that everything is copied."""
     before = offload.is_host_memory
     offload.is_host_memory = tiers.is_host_memory = lambda device: False
     try:
@@ -203,7 +203,7 @@ def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(
 
 
 def host_bytes(path: str, ratio: float) -> tuple[int, int]:
-    """Elements of masters in all, and of those that lie apart from the device."""
+    """Return the elements of all masters, and of those that are not on the device."""
     offload = {"device": "cpu", "ratio": ratio}
     with apart():
         config = config_of(3, "bf16", "cpu", None, path, offload_optimizer=offload)
@@ -216,7 +216,7 @@ def host_bytes(path: str, ratio: float) -> tuple[int, int]:
 
 
 @pytest.mark.claims("zero_optimization.offload_optimizer.ratio")
-def test_the_host_updates_its_share(ranks: RankPools, tmp_path: Path) -> None:
+def test_the_host_updates_its_fraction(ranks: RankPools, tmp_path: Path) -> None:
     for ratio in (0.0, 0.4, 1.0):
         total, off = ranks(2).run(host_bytes, str(tmp_path), ratio)[0]
         assert abs(off / total - ratio) <= 0.25
@@ -224,7 +224,7 @@ def test_the_host_updates_its_share(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def pinned_numel(path: str, **sections: Any) -> dict[tuple[bool, torch.dtype], int]:
-    """Elements of host memory that were asked for, by whether they are page-locked, and dtype."""
+    """Return the elements of host memory requested, by pinning and dtype."""
     found: Counter[tuple[bool, torch.dtype]] = Counter()
     plain = offload.host_empty
 
@@ -267,7 +267,7 @@ def compare_pins(path: str) -> None:
 @pytest.mark.claims(
     "zero_optimization.offload_param.pin_memory", "zero_optimization.offload_optimizer.pin_memory"
 )
-def test_each_section_says_what_is_page_locked(ranks: RankPools, tmp_path: Path) -> None:
+def test_each_section_controls_its_pinned_memory(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(compare_pins, str(tmp_path))
 
 
@@ -292,7 +292,7 @@ def test_old_names_of_offloading_mean_the_host() -> None:
     assert tiers_of(low).weights is Tier.DEVICE
 
 
-def test_what_is_not_built_says_so_and_what_steers_it_says_that_it_does_nothing() -> None:
+def test_unbuilt_keys_and_keys_without_effect_are_reported() -> None:
     def loaded(**offload: Any) -> Any:
         zero = {"stage": 2, "offload_optimizer": {"device": "cpu", **offload}}
         return load_config({"train_batch_size": 4, "zero_optimization": zero})
@@ -309,7 +309,7 @@ def test_what_is_not_built_says_so_and_what_steers_it_says_that_it_does_nothing(
         load_config({"train_batch_size": 4, "zero_optimization": zero})
 
 
-def test_what_speaks_of_a_disk_says_that_it_does_nothing_in_memory() -> None:
+def test_disk_keys_have_no_effect_in_memory() -> None:
     def notes(**sections: Any) -> list[str]:
         return list(load_config({"train_batch_size": 4, "zero_optimization": sections}).notes)
 
@@ -331,7 +331,7 @@ def test_what_speaks_of_a_disk_says_that_it_does_nothing_in_memory() -> None:
 
 
 def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
-    """What an update takes of host memory and of the disk."""
+    """Measure the host memory and the disk accesses of an update."""
     from hadal.offload import buffers, store
     from hadal.offload.tensors import DiskTensor
 
@@ -385,7 +385,7 @@ def look_while_training(path: str, section: dict[str, Any]) -> dict[str, Any]:
     "zero_optimization.offload_optimizer.pipeline_write",
     "zero_optimization.sub_group_size",
 )
-def test_the_way_over_the_disk_is_bounded_and_pipelined(ranks: RankPools, tmp_path: Path) -> None:
+def test_disk_updates_are_bounded_and_pipelined(ranks: RankPools, tmp_path: Path) -> None:
     def found(**section: Any) -> dict[str, Any]:
         result: dict[str, Any] = ranks(1).run(look_while_training, str(tmp_path), section)[0]
         return result
@@ -494,7 +494,7 @@ def test_fast_init_writes_no_zeros(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def look_and_change(path: str) -> None:
-    """Edits, safe access, frozen layers and later groups find what rests on the disk."""
+    """Edits, safe access, frozen layers and later groups work with state on the disk."""
     states = []
     for optimizer, weights in ((None, None), ("nvme", "nvme")):
         with small_blocks():
@@ -525,14 +525,14 @@ def look_and_change(path: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_what_rests_on_the_disk_is_read_and_edited_like_the_rest(
+def test_state_on_the_disk_is_read_and_edited_like_other_state(
     ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(look_and_change, str(tmp_path))
 
 
 def edit_whole_weights(path: str) -> None:
-    """Below stage 3 edits are noticed by the update, which reads the masters anyway."""
+    """Below stage 3 the update notices edits, as it reads the masters anyway."""
     states = []
     for optimizer in (None, "nvme"):
         config = config_of(2, "bf16", optimizer, None, path)
@@ -557,7 +557,7 @@ def test_edits_of_whole_weights_reach_masters_on_the_disk(ranks: RankPools, tmp_
 
 
 def fail_in_the_middle(path: str) -> None:
-    """One rank's disk fails in the middle of an update: nothing has changed on any rank."""
+    """Let one rank's disk fail during an update: nothing has changed on any rank."""
     from hadal.offload.tensors import DiskTensor
 
     with small_blocks():
@@ -591,7 +591,7 @@ def fail_in_the_middle(path: str) -> None:
             assert torch.equal(mine, theirs)
 
 
-def test_an_update_that_the_disk_breaks_changes_nothing(ranks: RankPools, tmp_path: Path) -> None:
+def test_an_update_with_a_disk_failure_changes_nothing(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(fail_in_the_middle, str(tmp_path))
 
 
@@ -604,18 +604,18 @@ def refuse(path: str) -> None:
     partly = {"device": "nvme", "ratio": 0.5}
     for kind in ("Lamb", "Muon", "Adafactor"):
         config = config_of(3, "bf16", "nvme", None, path, offload_optimizer=partly)
-        with pytest.raises(OptimizerError, match=rf"{kind} does not go with .*give ratio 1"):
+        with pytest.raises(OptimizerError, match=rf"{kind} cannot be combined with .*set ratio 1"):
             hadal.initialize(
                 model=model_of(), config={**config, "optimizer": {"type": kind, "params": {}}}
             )
 
 
-def test_what_could_not_be_taken_back_is_refused(ranks: RankPools, tmp_path: Path) -> None:
+def test_updates_that_cannot_be_rolled_back_are_refused(ranks: RankPools, tmp_path: Path) -> None:
     ranks(1).run(refuse, str(tmp_path))
 
 
 def born_on(path: str) -> None:
-    """`zero.Init` lets shards rest where it is told, and no value changes by it."""
+    """`zero.Init` places shards in the configured tier without changing any value."""
     wanted = {name: value.clone() for name, value in model_of().state_dict().items()}
     for tier in ("cpu", "nvme", None):
         for given in ({"bf16": {"enabled": True}}, {}):
@@ -637,6 +637,6 @@ def born_on(path: str) -> None:
             engine.destroy()
 
 
-def test_modules_are_born_on_the_host_and_on_the_disk(ranks: RankPools, tmp_path: Path) -> None:
+def test_modules_are_created_on_the_host_and_on_the_disk(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(born_on, str(tmp_path))
     assert os.path.isdir(tmp_path)

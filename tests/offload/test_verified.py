@@ -1,4 +1,4 @@
-"""Training with checksums of what rests on the disk: the same bits, and damage is an error."""
+"""Training with checksums of state on the disk: the same bits, and damage is an error."""
 
 from __future__ import annotations
 

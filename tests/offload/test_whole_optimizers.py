@@ -1,4 +1,4 @@
-"""Optimizers that look at more than single elements, with their state on the disk."""
+"""Optimizers that are not elementwise, with their state on the disk."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def engine_of(
 
 
 def no_values_of_nan(optimizer: Any, *_: Any) -> None:
-    """A hook finds all that the optimizer works on."""
+    """A hook sees all values that the optimizer works on."""
     for group in optimizer.param_groups:
         for values in group["params"]:
             assert bool(values.isfinite().all()) and bool(values.grad.isfinite().all())
 
 
 def remembered(engine: Any) -> list[Any]:
-    """The optimizer's own state on this rank, tensor by tensor, and weights and masters."""
+    """Return the optimizer's state on this rank, tensor by tensor, and the weights and masters."""
     saved = engine.optimizer.state_dict()["state"]
     found = [value for number in sorted(saved) for _, value in sorted(saved[number].items())]
     found += [utils.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
@@ -124,7 +124,7 @@ def test_twenty_updates_give_the_same_bits(
 
 
 def go_on_elsewhere(kind: str, stage: int, dtype: str, path: str) -> None:
-    """From device and disk, to device and disk, by a checkpoint and by torch's own way."""
+    """Resume from device and disk on device and disk, by a checkpoint and by `state_dict`."""
     places: list[Any] = [(None, None), ("nvme", "nvme" if stage == 3 else None)]
     with small_blocks():
         for before, after in itertools.product(places, places):
@@ -164,7 +164,7 @@ def test_training_goes_on_bit_for_bit(
 
 
 def load_in_vain(path: str) -> None:
-    """State that the disk does not take leaves what was there; and only that rank is told."""
+    """State that the disk rejects leaves the old state in place; only that rank raises."""
     engine = engine_of("AdamW", 2, "bf16", "nvme", None, path)
     train(engine, 1)
     state = engine.optimizer.state_dict()
@@ -197,7 +197,7 @@ def test_state_that_cannot_be_loaded_changes_nothing(ranks: RankPools, tmp_path:
 
 
 def add_later(kind: str, stage: int, path: str) -> None:
-    """What is frozen at first rests where the rest does, once it is trained."""
+    """Parameters frozen at first are offloaded like the others once they are trained."""
     found = []
     for optimizer in (None, "nvme"):
         model = model_of()
@@ -220,7 +220,7 @@ def add_later(kind: str, stage: int, path: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 3), ("Muon", 2), ("Adafactor", 2)])
-def test_later_groups_rest_on_the_disk_too(
+def test_later_groups_are_offloaded_to_the_disk_too(
     kind: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(add_later, kind, stage, str(tmp_path))
@@ -231,7 +231,7 @@ def test_later_groups_rest_on_the_disk_too(
 
 @contextmanager
 def failing_write(number: int, error: BaseException) -> Iterator[None]:
-    """On the last rank this write of an update does not come to its end."""
+    """Make this write of an update fail on the last rank."""
     plain, calls = DiskTensor.start_write, [0]
 
     def write(run: DiskTensor, start: int, values: Tensor) -> Any:
@@ -251,7 +251,7 @@ def failing_write(number: int, error: BaseException) -> Iterator[None]:
 
 
 def fail_in_the_middle(kind: str, stage: int, dtype: str, path: str) -> None:
-    """Nothing has changed on any rank, at whichever write of the update one disk fails."""
+    """Nothing has changed on any rank, whichever write of the update fails."""
     weights = "nvme" if stage == 3 else None
     with small_blocks():
         engine = engine_of(kind, stage, dtype, "nvme", weights, path)
@@ -274,14 +274,14 @@ def fail_in_the_middle(kind: str, stage: int, dtype: str, path: str) -> None:
     ("kind", "stage", "dtype"),
     [("Lamb", 3, "bf16"), ("Muon", 2, "fp32"), ("Adafactor", 3, "bf16"), ("hooked", 2, "fp32")],
 )
-def test_an_update_that_one_disk_breaks_changes_nothing(
+def test_an_update_with_one_failed_disk_changes_nothing(
     kind: str, stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(fail_in_the_middle, kind, stage, dtype, str(tmp_path))
 
 
 def interrupt(kind: str, stage: int, dtype: str, path: str) -> None:
-    """What the user interrupts has changed nothing either, and leaves no gradients behind."""
+    """An interrupt by the user changes nothing either, and leaves no gradients behind."""
     with small_blocks():
         engine = engine_of(kind, stage, dtype, "nvme", None, path)
         train(engine, 1)
@@ -308,7 +308,7 @@ def test_an_interrupted_update_changes_nothing(
 
 
 def compare_late(kind: str, stage: int, path: str) -> None:
-    """Copies are made as late as they may be: each missing wait would show."""
+    """Copies run as late as allowed, so that a missing wait would show."""
     with small_blocks(), late.device():
         _, wanted = trained(kind, 2, stage, "bf16", "cpu", None, path)
         _, found = trained(kind, 2, stage, "bf16", "nvme", None, path)

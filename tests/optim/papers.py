@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit Lamb and 0/1 Adam as published, for all ranks at once, over flat vectors.
+"""Reference 1-bit Adam, 1-bit Lamb and 0/1 Adam as published, for all ranks, over flat vectors.
 
 Written from summaries of the papers and what the keys mean; not yet compared with the papers' texts
 (how often 0/1 Adam meets, how the average of 1-bit Lamb's ratios begins). Nothing of the library is
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Paper:
-    """What the three have in common. `weights` are each rank's."""
+    """The base of the three references; `weights` are each rank's."""
 
     def __init__(
         self, layout: Layout, weights: Tensor, world: int, options: dict[str, Any]
@@ -59,14 +59,14 @@ class Paper:
         return (v + self.o["eps"]) ** 0.5 if self.o["eps_inside_sqrt"] else v**0.5 + self.o["eps"]
 
     def learn(self, gradients: list[Tensor]) -> None:
-        """One step of Adam's moments with the mean gradient."""
+        """Update Adam's moments with the mean gradient."""
         beta1, beta2 = self.o["betas"]
         mean = torch.stack(gradients).mean(0)
         self.m = [beta1 * m + (1 - beta1) * mean for m in self.m]
         self.v = beta2 * self.v + (1 - beta2) * mean**2
 
     def told(self, values: list[Tensor]) -> Tensor:
-        """What all get to know of a mean; there is nothing between parameters."""
+        """Return the mean that all ranks receive; padding between parameters is zero."""
         mean = self.hops.mean(values)
         for owed in self.hops.mine:
             self.clear_gaps(owed)

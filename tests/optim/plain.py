@@ -1,4 +1,4 @@
-"""Optimizers written out as their papers have them, to compare with: torch operations only."""
+"""Reference optimizers as in their papers, with plain torch operations."""
 
 from __future__ import annotations
 

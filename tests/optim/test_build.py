@@ -1,4 +1,4 @@
-"""The optimizer that a section names."""
+"""Construction of the optimizer that a section names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_names(kind, params, made):
     assert type(build_optimizer(kind, {"lr": 0.5, **params}, parameters())) is made
 
 
-def test_adam_decays_nothing_unless_asked_to():
+def test_adam_has_no_decay_by_default():
     (group,) = build_optimizer("AdamW", {"betas": [0.8, 0.95]}, parameters()).param_groups
     assert group["weight_decay"] == 0.0
     assert group["betas"] == (0.8, 0.95)
@@ -71,7 +71,7 @@ def test_the_callers_groups_are_kept():
         ("SGD", {"lr": 0.1, "eps": 1e-8}, "SGD.*eps"),
     ],
 )
-def test_what_cannot_be_is_refused(kind, params, told):
+def test_invalid_types_and_params_are_refused(kind, params, told):
     with pytest.raises(OptimizerError, match=told):
         build_optimizer(kind, params, parameters())
 

@@ -1,4 +1,4 @@
-"""How many elements are worked on at a time, and that this changes no bit."""
+"""The size of blocks, and that it changes no bit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_threads_and_their_blocks_change_no_bit() -> None:
 def test_gradients_that_are_not_scaled_are_not_rewritten(
     multiplier: float, divides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that is given a scale writes the quotients back."""
+    """A kernel with a divisor writes the quotients back."""
     scales = []
     kernel = torch._fused_adamw_
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Steps in blocks against whole tensors in plain torch: any optimizer, any cut, any dtype."""
+"""Steps in blocks, compared with plain torch on whole tensors: any optimizer, cut and dtype."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: (2e-6, 1e-7), torch.float64: (1e-12, 1e-13)}
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut runs often, and never where a parameter ends."""
+    """Cut slices often, and never at the end of a parameter."""
     monkeypatch.setattr(desk, "_CPU_BLOCK_NUMEL", BLOCK)
 
 
@@ -61,7 +61,7 @@ def grouped(leaves: list[nn.Parameter], groups: list[dict[str, Any]]) -> list[di
 
 
 def laid_out(leaves: list[nn.Parameter], groups: int, precision: Precision) -> Gradients:
-    """One bucket over the leaves, dealt out to the groups in turn as `grouped` does."""
+    """Return one bucket over the leaves, assigned to the groups in turn as by `grouped`."""
     members = [Member(f"leaf.{n}", leaf, n % groups) for n, leaf in enumerate(leaves)]
     bucket = Bucket(
         BucketPlan("leaves", Partition(), members, []), precision, ALONE, torch.device("cpu")
@@ -85,7 +85,7 @@ def stepped(
     precision: Precision,
     multiplier: float,
 ) -> tuple[list[Tensor], Optimizer]:
-    """The leaves after some updates in blocks, with learning rates that change in between."""
+    """Return the leaves after some updates in blocks, with changing learning rates."""
     leaves = leaves_of(precision.compute)
     optimizer = made(grouped(leaves, groups))
     gradients = laid_out(leaves, len(groups), precision)
@@ -104,7 +104,7 @@ def expected(
     dtype: torch.dtype,
     multiplier: float,
 ) -> list[Tensor]:
-    """The same, by the optimizer's own step on whole tensors."""
+    """Return the leaves after the optimizer's own steps on whole tensors."""
     leaves = leaves_of(dtype)
     optimizer = made(grouped(leaves, groups))
     for number in range(UPDATES):
@@ -172,7 +172,7 @@ MULTIPLIERS = st.sampled_from([1.0, 2.0**-16, 0.37])
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=12)
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)), multiplier=MULTIPLIERS)
-def test_blocks_move_weights_as_whole_tensors_do(name, data, dtype, multiplier):
+def test_blocks_update_weights_like_whole_tensors(name, data, dtype, multiplier):
     made, reference, options = KINDS[name]
     chosen = data.draw(options)
     groups = data.draw(
@@ -187,7 +187,7 @@ def test_blocks_move_weights_as_whole_tensors_do(name, data, dtype, multiplier):
 
 
 @pytest.mark.parametrize("made", [Lion, UncorrectedAdam])
-def test_own_optimizers_step_by_themselves_too(made):
+def test_own_optimizers_step_without_an_engine(made):
     groups = [{}, {"lr": 0.03}]
 
     def make(parameters: Any) -> Optimizer:
@@ -262,8 +262,8 @@ def test_state_is_kept_in_its_own_dtype(name, accumulate, master, state):
     assert_close(found, exact, 2**-7, 0.01)
 
 
-def test_moments_finer_than_the_master_remember_more_than_it_can():
-    """Second moments of tiny gradients vanish in bf16's rounding of their sum, not in fp32."""
+def test_fp32_moments_beside_a_bf16_master_keep_more_digits():
+    """Second moments of tiny gradients vanish in bf16's rounding, but not in fp32."""
     found = {}
     for state in (BF16, F32):
         precision = Precision(compute=BF16, master=BF16, accumulate=BF16, reduce=BF16, state=state)
@@ -280,7 +280,7 @@ def test_moments_finer_than_the_master_remember_more_than_it_can():
     assert found[BF16] < 0.8 * found[F32]
 
 
-def test_state_that_is_brought_along_takes_the_dtype_that_is_asked_for():
+def test_existing_state_is_cast_to_the_configured_dtype():
     leaves = leaves_of(BF16)
     optimizer = torch.optim.AdamW(leaves, lr=0.01)
     for leaf in leaves:
@@ -304,18 +304,18 @@ def test_state_that_is_brought_along_takes_the_dtype_that_is_asked_for():
         lambda p: torch.optim.AdamW(p, lr=0.1, fused=False),
     ],
 )
-def test_only_what_steps_in_blocks_keeps_state_in_another_dtype(made):
+def test_only_steps_in_blocks_keep_state_in_another_dtype(made):
     leaves = leaves_of(BF16)
     optimizer = made(leaves)
     precision = Precision(compute=BF16, master=BF16, accumulate=BF16, reduce=BF16, state=F32)
     gradients = laid_out(leaves, 1, precision)
     give(gradients, leaves, values_of(10))
-    with pytest.raises(OptimizerError, match=r"asks for torch.float32; choose Adam, AdamW, Lion"):
+    with pytest.raises(OptimizerError, match=r"requires torch.float32; use Adam, AdamW, Lion"):
         FlatStepper(optimizer, [gradients]).step(1.0)
 
 
 @pytest.mark.parametrize("choice", [{"foreach": True}, {"fused": False}, {"fused": True}, {}])
-def test_an_implementation_that_is_asked_for_is_used(choice, monkeypatch):
+def test_a_requested_implementation_is_used(choice, monkeypatch):
     calls: list[str] = []
     plain = torch.optim.AdamW.step
     monkeypatch.setattr(
@@ -332,7 +332,7 @@ def test_an_implementation_that_is_asked_for_is_used(choice, monkeypatch):
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_an_infinite_norm_leaves_nan_where_gradients_are_infinite_only(name):
-    """Clipping by an infinite norm multiplies with 0."""
+    """Clipping by an infinite norm multiplies by 0."""
     leaf = nn.Parameter(torch.ones(8))
     optimizer = STATEFUL[name]([leaf])
     gradients = laid_out([leaf], 1, same_precision(F32))
@@ -362,8 +362,8 @@ def test_the_norm_is_exact_to_float32(numel, dtype, scale):
     assert float(global_norm([gradients], ALONE)) == pytest.approx(found / math.sqrt(2), rel=1e-6)
 
 
-def test_long_rows_do_not_lose_digits():
-    """One float32 sum of a million equal squares is wrong in the fourth digit."""
+def test_norms_of_long_rows_are_exact():
+    """A single float32 sum of a million equal squares is wrong in the fourth digit."""
     leaf = nn.Parameter(torch.full((1 << 20,), 1 / 3))
     gradients = laid_out([leaf], 1, same_precision(F32))
     give(gradients, [leaf], [leaf.detach().clone()])

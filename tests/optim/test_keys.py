@@ -1,4 +1,4 @@
-"""What each key of the `optimizer` section does to the weights, for the elementwise types."""
+"""The effect of each key of the `optimizer` section on the weights, for elementwise types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASE = {"train_micro_batch_size_per_gpu": 1}
 
 
 def trained(section: dict[str, Any], stage: int = 2, **changes: Any) -> list[torch.Tensor]:
-    """The weights after a few updates with given gradients."""
+    """Return the weights after a few updates with given gradients."""
     model = Leaves(SHAPES)
     engine = engine_of(stage, model, optimizer=section, **changes)
     assert engine.optimizer.param_groups[0]["params"]
@@ -57,7 +57,7 @@ Case = tuple[str, dict[str, Any], type[Optimizer], dict[str, Any]]
 
 
 def act(cases: list[Case], plain: Case) -> None:
-    """Each case is its reference, and none is what is trained without its key."""
+    """Check that each case equals its reference, and differs from training without the key."""
     kind, params, reference, options = plain
     default = alone(reference, options)
     assert are_close(trained({"type": kind, "params": params}), default)
@@ -145,7 +145,7 @@ def test_torchs_keywords_of_adam(ranks: RankPools) -> None:
 
 
 def count_own_steps(params: dict[str, Any]) -> int:
-    """How often torch's own `step` runs in the updates that an engine makes."""
+    """Return how often torch's own `step` runs in an engine's updates."""
     calls = []
     plain = torch.optim.AdamW.step
     torch.optim.AdamW.step = lambda *a, **k: (calls.append(1), plain(*a, **k))[1]  # type: ignore
@@ -158,7 +158,7 @@ def count_own_steps(params: dict[str, Any]) -> int:
 
 
 @pytest.mark.claims("optimizer.params{type=Adam|AdamW}.<torch keyword>")
-def test_the_implementation_that_torchs_keywords_name_is_used(ranks: RankPools) -> None:
+def test_the_implementation_in_torchs_keywords_is_used(ranks: RankPools) -> None:
     (pool,) = [ranks(1)]
     assert pool.run(count_own_steps, {"foreach": True}) == [UPDATES]
     assert pool.run(count_own_steps, {"fused": False}) == [UPDATES]
@@ -172,7 +172,7 @@ def refused(section: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_what_an_engine_cannot_do_is_refused_with_the_remedy(ranks: RankPools) -> None:
+def test_unsupported_keywords_are_refused_with_the_remedy(ranks: RankPools) -> None:
     params = {"torch_adam": True, "differentiable": True}
     path, told = fault_of({"type": "Adam", "params": params})
     assert path == "optimizer.params.differentiable"
@@ -188,7 +188,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_remedy(ranks: RankPools) -
         params = {"torch_adam": True, "capturable": True}
         (told,) = ranks(1).run(refused, {"type": "AdamW", "params": params})
         assert "optimizer.params.capturable" in told
-        assert "leave it out" in told
+        assert "remove it" in told
 
 
 @pytest.mark.claims(
@@ -257,7 +257,7 @@ def fault_of(section: dict[str, Any]) -> tuple[str, str]:
 
 
 def unmoved(cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> None:
-    """Weights with the key, without it, whatever else is configured."""
+    """Check that the weights are the same with and without the key."""
     for with_key, without, rest in cases:
         both = trained(with_key, **rest), trained(without, **rest)
         assert are_close(*both), with_key
@@ -269,7 +269,7 @@ def unmoved(cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) 
     "optimizer.params{type=Adagrad}.amsgrad",
     "optimizer.legacy_fusion",
 )
-def test_keys_without_effect_say_so_and_move_nothing(ranks: RankPools) -> None:
+def test_keys_without_effect_are_reported(ranks: RankPools) -> None:
     cases = []
     for kind, key, value in (
         ("AdamW", "set_grad_none", False),
@@ -349,7 +349,7 @@ def test_state_beside_16_bit_masters_is_fp32_unless_refused(ranks: RankPools) ->
 
 
 def go_on(section: dict[str, Any], stage: int, folder: str) -> bool:
-    """Whether training that is saved and loaded in the middle ends at the same bits."""
+    """Check that training that is saved and loaded in the middle ends at the same bits."""
     outcomes = []
     for is_broken_off in (False, True):
         model = Leaves(SHAPES)
@@ -389,7 +389,7 @@ def test_training_goes_on_bit_for_bit(
 
 
 def bring(stage: int, as_callable: bool) -> bool:
-    """Groups of the program's own optimizer keep their rates and decays, and act."""
+    """Groups of the program's own optimizer keep their rates and decays, and take effect."""
 
     def make(parameters: Any) -> Optimizer:
         leaves = list(parameters)
@@ -428,6 +428,8 @@ def bring(stage: int, as_callable: bool) -> bool:
 
 
 @pytest.mark.parametrize("as_callable", [False, True])
-def test_groups_of_the_programs_own_optimizer_act(as_callable: bool, ranks: RankPools) -> None:
+def test_groups_of_the_programs_own_optimizer_take_effect(
+    as_callable: bool, ranks: RankPools
+) -> None:
     for stage in (0, 3):
         assert ranks(2).run(bring, stage, as_callable) == [True] * 2

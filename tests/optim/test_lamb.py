@@ -1,4 +1,4 @@
-"""Lamb, against the paper's formulas written out over whole tensors."""
+"""Lamb, compared with the paper's formulas over whole tensors."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def step_engine(stage: int, precision: str, options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("options", VARIANTS)
 def test_the_formula(options: dict[str, Any]) -> None:
-    """The keys of the section, by name, on whole tensors."""
+    """The keys of the section, on whole tensors."""
     model = Leaves(SHAPES)
     references = [Reference(leaf.detach(), **{"lr": 0.02, **options}) for leaf in model.leaves]
     # What the first of these options changes by itself.
@@ -161,7 +161,7 @@ def step_variants(stage: int, precision: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_steps_as_whole_tensors_do(stage: int, world: int, ranks: RankPools) -> None:
+def test_every_stage_steps_like_whole_tensors(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(step_variants, stage, "fp32")
 
 
@@ -229,13 +229,13 @@ def test_the_ratio_stays_within_its_bounds(
 
 @pytest.mark.claims("optimizer.params{type=Lamb}.amsgrad")
 def test_amsgrad_is_not_part_of_lamb() -> None:
-    with pytest.raises(OptimizerError, match="no amsgrad; leave it out"):
+    with pytest.raises(OptimizerError, match="does not support amsgrad; remove it"):
         build_optimizer("Lamb", {"amsgrad": True}, [torch.nn.Parameter(torch.ones(2))])
     build_optimizer("Lamb", {"amsgrad": False}, [torch.nn.Parameter(torch.ones(2))])
 
 
 def train_under_a_schedule() -> tuple[list[str], list[float]]:
-    """What is torch's own works with it: a schedule that asks for steps, and step hooks."""
+    """torch's schedules, which check for steps, and step hooks work with Lamb."""
     calls: list[str] = []
     model = Leaves(SHAPES)
     optimizer = Lamb(model.parameters(), lr=0.5)
@@ -256,7 +256,7 @@ def test_schedules_and_hooks_of_torch_see_each_update(ranks: RankPools) -> None:
 
 
 def train_alone_and_together() -> None:
-    """The whole way, from the configuration: losses fall."""
+    """Train from a configuration: losses fall."""
     engine = engine_of(2, optimizer={"type": "lamb", "params": {"lr": 0.05}})
     losses = train(engine, range(12))
     assert float(torch.stack(losses[-4:]).mean()) < float(torch.stack(losses[:4]).mean())

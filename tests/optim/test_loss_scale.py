@@ -1,4 +1,4 @@
-"""The loss scale's machine, against recorded runs of DeepSpeed 0.19."""
+"""The dynamic loss scale, compared with recorded runs of DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hadal.optim.loss_scale import ScaleRule, first_scale, next_scale
 
 
 def trace(rule: ScaleRule, letters: str) -> tuple[list[float], list[int]]:
-    """Scales and spares after each update; O is an overflow, a dot is a clean update."""
+    """Return scale and tolerance after each update; O is an overflow, a dot a clean update."""
     state = first_scale(rule)
     scales, spares = [], []
     for number, letter in enumerate(letters.replace(" ", "")):

@@ -1,4 +1,4 @@
-"""Muon, against its formulas written out: singular values instead of Newton-Schulz products."""
+"""Muon, compared with its formulas on singular values instead of Newton-Schulz products."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UPDATES = 3
 
 
 class Named(Leaves):
-    """The parameters of `SHAPES` under their names."""
+    """A model with the parameters of `SHAPES` under their names."""
 
     def __init__(self) -> None:
         super().__init__(list(SHAPES.values()))
@@ -57,7 +57,7 @@ class Named(Leaves):
 
 
 def svd_orthogonalized(matrix: Tensor) -> Tensor:
-    """What five steps of the quintic iteration do to each singular value, in float64."""
+    """Apply five steps of the quintic iteration to the singular values, in float64."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / (s.square().sum().sqrt() + 1e-7)
     for _ in range(5):
@@ -162,7 +162,7 @@ def train_variants(stage: int) -> None:
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_steps_as_one_process_does(stage: int, world: int, ranks: RankPools) -> None:
+def test_every_stage_steps_like_one_process(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(train_variants, stage)
 
 
@@ -245,7 +245,7 @@ def test_the_callers_groups_are_divided_and_keep_their_options() -> None:
     assert [g["weight_decay"] for g in made] == [0.5, 0.5, 0.0, 0.0]
 
 
-def test_rates_fall_back_on_each_other() -> None:
+def test_rates_fall_back_to_each_other() -> None:
     model = Named()
     names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -259,9 +259,9 @@ def test_rates_fall_back_on_each_other() -> None:
     assert rates(adam_lr=0.0) == [0.02, 0.0]
 
 
-def test_groups_that_do_not_say_are_refused() -> None:
+def test_groups_without_use_muon_are_refused() -> None:
     vector = nn.Parameter(torch.ones(3))
-    with pytest.raises(OptimizerError, match="use_muon None: give True for matrices"):
+    with pytest.raises(OptimizerError, match="use_muon None: use True for matrices"):
         Muon([vector])
     with pytest.raises(OptimizerError, match=r"shape \(3,\).*use_muon False"):
         Muon([{"params": [vector], "use_muon": True}])
@@ -271,7 +271,7 @@ def test_groups_that_do_not_say_are_refused() -> None:
 
 
 def shared_state(stage: int) -> tuple[int, int, list[int]]:
-    """Elements of momentum, of Adam's moments, and each matrix that this rank owns."""
+    """Return the elements of momentum and of Adam's moments, and the matrices this rank owns."""
     engine, _, _ = train_engine(stage, "fp32", {})
     optimizer = engine.optimizer
     state = [optimizer.state[p] for g in optimizer.param_groups for p in g["params"]]
@@ -282,8 +282,8 @@ def shared_state(stage: int) -> tuple[int, int, list[int]]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_state_is_shared_out(stage: int, ranks: RankPools) -> None:
-    """Each matrix is owned once, and vectors are cut evenly."""
+def test_state_is_distributed(stage: int, ranks: RankPools) -> None:
+    """Each matrix has one owner, and vectors are cut evenly."""
     results = ranks(2).run(shared_state, stage)
     matrices = [16, 18, 22, 24, 1]
     assert sorted(numel for _, _, owned in results for numel in owned) == sorted(matrices)
@@ -325,8 +325,8 @@ def test_training_goes_on_from_a_checkpoint(
         ranks(2).run(go_on, stage, precision, str(tmp_path / str(stage)))
 
 
-def test_nothing_whole_is_nothing_to_fetch() -> None:
-    """A model without hidden matrices is Adam's alone."""
+def test_a_model_without_hidden_matrices() -> None:
+    """A model without hidden matrices is stepped by Adam alone."""
     wholes = WholeParameters()
     wholes.add([])
     wholes.to_owners(1.0)

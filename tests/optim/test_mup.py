@@ -1,4 +1,4 @@
-"""MuAdam, MuAdamW and MuSGD: what the mup package makes is trained with as it is."""
+"""MuAdam, MuAdamW and MuSGD: optimizers built by the mup package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"MuAdam": torch.optim.Adam, "MuAdamW": torch.optim.AdamW, "MuSGD": torc
 
 
 def stand_in() -> ModuleType:
-    """A package of mup's shape: functions that cut groups by a mark on each parameter."""
+    """Return a fake of the mup package: functions that divide groups by a mark on parameters."""
     package = ModuleType("mup")
 
     def maker(implementation: Any) -> Any:
@@ -45,7 +45,7 @@ def stand_in() -> ModuleType:
 
 
 def real_or_stand_in(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a model its base shapes, by mup itself where it is installed."""
+    """Set a model's base shapes, with mup itself if it is installed."""
     if not HAS_MUP:
         monkeypatch.setitem(sys.modules, "mup", stand_in())
         for index, parameter in enumerate(model.parameters()):
@@ -91,13 +91,13 @@ def test_each_width_has_its_rate(kind: str, ranks: RankPools) -> None:
         ranks(2).run(train_as_torch_does, kind, stage)
 
 
-def test_without_the_package_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mup", None)
     with pytest.raises(OptimizerError, match=r"MuSGD needs the mup package.*pip install mup"):
         build_optimizer("MuSGD", {"lr": 0.1}, [nn.Parameter(torch.ones(2))])
 
 
-def test_what_mup_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_mup_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Leaves(SHAPES)
     if not HAS_MUP:
         monkeypatch.setitem(sys.modules, "mup", stand_in())

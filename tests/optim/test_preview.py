@@ -1,4 +1,4 @@
-"""A schedule played without a model."""
+"""Previews of a schedule without a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ADAM = ("AdamW", {"lr": 0.5, "betas": [0.7, 0.9]})
 WARMUP = ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"})
 
 
-def test_the_optimizers_rate_and_momentum_are_played():
+def test_the_preview_uses_the_optimizers_rate_and_momentum():
     (course,) = preview(WARMUP, ADAM, 6)
     assert course.rates == [0.0, 0.0, 0.125, 0.25, 0.375, 0.5, 0.5]
     assert course.momenta == [0.7] * 7
@@ -20,7 +20,7 @@ def test_the_optimizers_rate_and_momentum_are_played():
     assert course.momenta == [0.8] * 4
 
 
-def test_lists_say_how_many_groups_there_are():
+def test_lists_give_the_number_of_groups():
     cycle = {"cycle_min_lr": [1.0, 2.0], "cycle_max_lr": 3.0, "cycle_first_step_size": 2}
     first, second = preview(("OneCycle", cycle), None, 4)
     assert (first.rates, second.rates) == ([1, 2, 3, 2, 1], [2, 2.5, 3, 2.5, 2])
@@ -30,11 +30,11 @@ def test_lists_say_how_many_groups_there_are():
 
 
 @pytest.mark.parametrize("kind", ["NoSuchOptimizer", "LBFGS"])
-def test_an_optimizer_that_is_not_made_here_lends_its_rate(kind):
+def test_an_unknown_optimizers_rate_is_used(kind):
     (course,) = preview(WARMUP, (kind, {"lr": 2.0, "comm_backend_name": "nccl"}), 6)
     assert course.rates[-1] == 2.0
 
 
-def test_what_cannot_be_played_is_refused():
+def test_schedules_without_a_preview_are_refused():
     with pytest.raises(OptimizerError, match="needs a metric"):
         preview(("ReduceLROnPlateau", {}), None, 3)

@@ -1,4 +1,4 @@
-"""What each key of the `scheduler` section does, from JSON to the rates."""
+"""The effect of each key of the `scheduler` section, from JSON to the rates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATE = 2.0
 def played(
     kind: str, params: dict[str, Any] | None, optimizer: Any = torch.optim.AdamW, groups: int = 1
 ) -> list[list[tuple[float, Any]]]:
-    """(rate, betas) of each group after 0, 1, ... 40 steps, for a section as JSON has it."""
+    """Return (rate, betas) of each group after 0, 1, ... 40 steps, for a section from JSON."""
     section = {"type": kind} if params is None else {"type": kind, "params": params}
     config = load_config({"train_batch_size": 1, "scheduler": section})
     assert config.scheduler is not None
@@ -204,7 +204,7 @@ def test_a_key_shapes_the_momentum(changes, points):
         ("WarmupCosineLR", COSINE),
     ],
 )
-def test_a_schedule_may_begin_later(kind, params):
+def test_a_schedule_may_start_later(kind, params):
     whole = played(kind, params)
     late = played(kind, {**params, "last_batch_iteration": 6})
     assert late[: 41 - 7] == whole[7:]
@@ -268,7 +268,7 @@ def test_a_list_gives_each_group_its_own(kind, params, points):
         ("OneCycle", {**CYCLE, "cycle_second_step_size": -1}, "cycle_second_step_size"),
     ],
 )
-def test_what_is_no_count_is_refused_where_it_stands(kind, params, name):
+def test_invalid_counts_are_refused_with_their_path(kind, params, name):
     with pytest.raises(ConfigError) as caught:
         played(kind, params)
     (fault,) = caught.value.faults

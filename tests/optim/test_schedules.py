@@ -1,4 +1,4 @@
-"""Learning-rate schedules, against recorded values of DeepSpeed 0.19."""
+"""Learning-rate schedules, compared with recorded values of DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def optimizer_of(*rates: float, kind: Any = torch.optim.AdamW) -> torch.optim.Op
 
 
 def played(kind: str, params: dict[str, Any], rate: float = 2e-3) -> list[tuple[float, float]]:
-    """(rate, first beta) after 0, 1, 2, ... steps."""
+    """Return (rate, first beta) after 0, 1, 2, ... steps."""
     optimizer = optimizer_of(rate)
     schedule = build_schedule(kind, params, optimizer)
     (group,) = optimizer.param_groups
@@ -169,7 +169,7 @@ def test_rates(kind, params, points):
 
 
 @pytest.mark.parametrize(("kind", "params", "points"), ROUNDED)
-def test_rates_that_are_no_short_numbers(kind, params, points):
+def test_rates_with_many_digits(kind, params, points):
     values = played(kind, params)
     for n, (written, by_hand) in points.items():
         found = values[n][0]
@@ -203,7 +203,7 @@ def test_one_cycle_moves_the_betas_of_every_group():
     assert betas[1] == pytest.approx((0.6, 0.99, 0.7))
 
 
-def test_a_rate_in_a_tensor_stays_there():
+def test_a_rate_in_a_tensor_stays_in_it():
     optimizer = optimizer_of()
     held = optimizer.param_groups[0]["lr"] = torch.tensor(2e-3, dtype=torch.float64)
     schedule = build_schedule("WarmupLR", LINEAR, optimizer)
@@ -221,7 +221,7 @@ def test_one_cycle_leaves_an_optimizer_without_betas_alone(caplog):
     schedule.step()
     assert "betas" not in optimizer.param_groups[0]
     assert optimizer.param_groups[0]["momentum"] == before
-    assert "cycle_momentum is off: SGD has no betas" in caplog.text
+    assert "cycle_momentum has no effect: SGD has no betas" in caplog.text
     caplog.clear()
     build_schedule("OneCycle", {**ONE_CYCLE, "cycle_momentum": False}, optimizer)
     assert caplog.text == ""
@@ -251,7 +251,7 @@ def test_one_cycle_leaves_an_optimizer_without_betas_alone(caplog):
         ("math", {}, "math"),
     ],
 )
-def test_what_cannot_be_is_refused(kind, params, told):
+def test_invalid_types_and_params_are_refused(kind, params, told):
     with pytest.raises(OptimizerError, match=told):
         build_schedule(kind, params, optimizer_of(1e-3, 2e-3))
 
@@ -283,7 +283,7 @@ PARAMS = dict(zip(NATIVE, (RANGE, ONE_CYCLE, LINEAR, DECAY, COSINE), strict=True
 
 
 @pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.__name__)
-def test_a_saved_state_goes_on_where_it_was(kind):
+def test_a_saved_state_resumes(kind):
     one, other = optimizer_of(), optimizer_of()
     first, second = kind(one, **PARAMS[kind]), kind(other, **PARAMS[kind])
     for _ in range(137):

@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit Lamb and 0/1 Adam in an engine: update by update as in their papers."""
+"""1-bit Adam, 1-bit Lamb and 0/1 Adam in an engine, compared with their papers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def gradients_of(update: int, rank: int) -> list[Tensor]:
-    """Numbers that all dtypes hold, odd ones of rank 0 alone: so that no mean is zero."""
+    """Return gradients exact in all dtypes, odd on rank 0 only, so that no mean is zero."""
     generator = torch.Generator().manual_seed(100 * update + rank)
     made = [torch.randint(-60, 61, shape, generator=generator) for shape in SHAPES]
     return [(2 * one + (rank == 0)) / 64 for one in made]
@@ -59,7 +59,7 @@ def engine_with(kind: str, options: dict[str, Any], **changes: Any) -> Any:
 
 
 def laid(bucket: Bucket, values: list[Tensor], leaves: list[torch.nn.Parameter]) -> Tensor:
-    """One value for each leaf, as they lie in a bucket."""
+    """Return one value for each leaf, laid out as in a bucket."""
     flat = torch.zeros(bucket.layout.numel)
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         index = next(number for number, leaf in enumerate(leaves) if leaf is parameter)
@@ -81,7 +81,7 @@ def step_together(
     clips: float = 1.0,
     lr: float | None = None,
 ) -> None:
-    """One update of the engine and of the papers, and a look at both."""
+    """Make one update of the engine and of the reference, and compare."""
     if lr is not None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
@@ -120,7 +120,7 @@ def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
 
 
 def at_changing_rates(kind: str) -> None:
-    """A rate for each update: what ranks moved between two exchanges is told by their sum."""
+    """Use another rate for each update: the sum between two exchanges scales the movement."""
     engine = engine_with(kind, {"weight_decay": 0.1})
     papers = papers_of(engine, kind, {"weight_decay": 0.1})
     for update in range(UPDATES):
@@ -154,7 +154,7 @@ VARIANTS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 
 
 def a_key_acts(kind: str, options: dict[str, Any]) -> None:
-    """As in the paper; and not so without the first of the options."""
+    """Check that options act as in the paper, and otherwise without the first one."""
     engine = engine_with(kind, options)
     papers = papers_of(engine, kind, options)
     without = papers_of(engine, kind, dict(list(options.items())[1:]))

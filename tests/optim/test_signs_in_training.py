@@ -1,4 +1,4 @@
-"""Optimizers that send signs, in an engine: all but the numbers of their updates."""
+"""Optimizers that send signs, in an engine: everything except the values of their updates."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def bytes_of_updates(kind: str, options: dict[str, Any], updates: int) -> list[i
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_an_update_takes_a_fourteenth_of_the_bytes_of_bf16(ranks: RankPools, world: int):
+def test_an_update_sends_a_fourteenth_of_the_bytes_of_bf16(ranks: RankPools, world: int):
     numel = sum(parameter.numel() for parameter in wide().parameters())
     in_bf16 = 2 * (world - 1) / world * numel * torch.bfloat16.itemsize
     for kind in ("OneBitAdam", "OneBitLamb"):
@@ -148,7 +148,7 @@ def test_clipping_goes_by_the_mean_square_of_all_norms(ranks: RankPools, kind: s
 
 
 def overflowed(kind: str) -> None:
-    """An update that overflows on one rank is skipped on all, and leaves no trace."""
+    """An update that overflows on one rank is skipped on all, without side effects."""
     engine = engine_with(kind, {}, **PRECISIONS["fp16"])
     papers = papers_of(engine, kind, {})
     for update in range(7):
@@ -188,7 +188,7 @@ def test_micro_steps_add_up(ranks: RankPools):
 
 
 def told_and_replaced() -> None:
-    """The gradient that a program sees is the mean, wherever it lies."""
+    """The gradient that a program sees is the mean, wherever it is stored."""
     engine = engine_with("OneBitAdam", {"freeze_step": 1})
     leaf = engine.module.leaves[0]
     for update in range(3):
@@ -203,7 +203,7 @@ def told_and_replaced() -> None:
         engine.step()
 
 
-def test_gradients_are_told_as_their_mean(ranks: RankPools):
+def test_gradients_are_read_as_their_mean(ranks: RankPools):
     ranks(3).run(told_and_replaced)
 
 
@@ -258,12 +258,14 @@ def wrongly_masked() -> None:
 
 
 def test_a_mask_that_does_not_fit_is_refused():
-    with pytest.raises(OptimizerError, match=r"leaves.1 in that group \(5,\); give the parameters"):
+    with pytest.raises(
+        OptimizerError, match=r"leaves.1 in that group has \(5,\); put the parameters"
+    ):
         wrongly_masked()
 
 
 def without_variance(kind: str) -> str:
-    """A row that gets its first gradient too late stays, and that is told once."""
+    """A row that gets its first gradient too late does not change, which is logged once."""
     params = {"lr": 0.02, **SOONER[kind]}
     with logged() as told:
         engine = engine_of(0, Leaves(((4, 5), (3,))), optimizer={"type": kind, "params": params})
@@ -281,9 +283,9 @@ def without_variance(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_no_variance_stays_and_is_told(ranks: RankPools, kind: str):
+def test_elements_without_variance_do_not_change_and_are_logged(ranks: RankPools, kind: str):
     first, second = ranks(2).run(without_variance, kind)
-    assert first.count("5 elements (first in leaves.0) have got no gradient") == 1
+    assert first.count("5 elements (first in leaves.0) have had no gradient") == 1
     assert second == ""
 
 
@@ -295,7 +297,7 @@ def local_engine(**changes: Any) -> Any:
 
 
 def apart(engine: Any) -> bool:
-    """Whether ranks' weights differ now."""
+    """Return whether ranks' weights differ now."""
     flat = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
     bounds = torch.stack([flat.double(), -flat.double()])
     collectives.max_(bounds, comm.Ranks.world(), "a test")
@@ -333,7 +335,7 @@ def met(name: str, precision: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_ranks_meet_before_anybody_reads(ranks: RankPools, name: str, tmp_path: Path):
+def test_ranks_exchange_before_weights_are_read(ranks: RankPools, name: str, tmp_path: Path):
     ranks(2).run(met, name, "bf16" if name == "a master" else "fp32", str(tmp_path))
 
 
@@ -349,7 +351,7 @@ def written_meanwhile() -> None:
     assert bool(((weight - 0.25).abs() < 0.01).all()) and not bool((weight == 0.25).all())
 
 
-def test_what_is_set_by_hand_is_kept(ranks: RankPools):
+def test_weights_set_by_hand_are_kept(ranks: RankPools):
     ranks(2).run(written_meanwhile)
 
 
@@ -366,7 +368,7 @@ def frozen_meanwhile() -> None:
     assert not apart(engine)
 
 
-def test_what_is_frozen_meanwhile_is_alike_on_all_ranks(ranks: RankPools):
+def test_parameters_frozen_later_are_equal_on_all_ranks(ranks: RankPools):
     ranks(2).run(frozen_meanwhile)
 
 
@@ -391,7 +393,7 @@ def test_a_learning_rate_of_zero_is_no_division_by_zero(ranks: RankPools):
 
 
 def at_rates_of_their_own(slow: float) -> None:
-    """A group's updates are as long as its own rate says, whoever shares its blocks."""
+    """A group's updates follow its own rate, whichever groups share its blocks."""
     model = Leaves(((8, 4), (5,)))
     fast, slowly = model.leaves
     groups = [{"params": [fast]}, {"params": [slowly], "lr": slow}]
@@ -416,7 +418,7 @@ def at_rates_of_their_own(slow: float) -> None:
 
 
 @pytest.mark.parametrize("slow", [0.0, 1e-6])
-def test_groups_of_other_rates_do_not_move_each_other(ranks: RankPools, slow: float):
+def test_groups_with_other_rates_do_not_affect_each_other(ranks: RankPools, slow: float):
     ranks(2).run(at_rates_of_their_own, slow)
 
 
@@ -449,7 +451,7 @@ def zero_one_until(last_of_variance: int) -> Any:
 
 
 def gone_on_in_another_phase(before: int, after: int, folder: str) -> None:
-    """What signs of gradients have lost is none of an update, a hundred times as short, or back."""
+    """Error feedback of gradients does not carry over to updates, 100 times smaller, or back."""
     engine = zero_one_until(before)
     train(engine, range(8))
     engine.save_checkpoint(folder)
@@ -462,14 +464,14 @@ def gone_on_in_another_phase(before: int, after: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(100, 3), (3, 100)])
-def test_what_is_owed_goes_on_in_its_own_phase(
+def test_error_feedback_is_restored_in_its_own_phase(
     ranks: RankPools, before: int, after: int, tmp_path: Path
 ):
     ranks(2).run(gone_on_in_another_phase, before, after, str(tmp_path))
 
 
-def test_a_variance_that_is_learnt_again_stands_anew():
-    """A run that goes on with a later `freeze_step`: the factor begins at 1, from the new one."""
+def test_a_variance_can_be_learnt_again():
+    """A run resumes with a later `freeze_step`: the factor starts at 1 from the new one."""
     leaf = nn.Parameter(torch.ones(4))
     optimizer = OneBitLamb([leaf], lr=0.01, freeze_step=2)
 
@@ -492,7 +494,7 @@ def test_a_variance_that_is_learnt_again_stands_anew():
 
 
 def engine_of_sixteenths(kind: str) -> Any:
-    """Its buckets are as long on one rank as on two: only the ranks tell that nothing fits."""
+    """Return an engine whose buckets have equal length on one and two ranks."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
     section = optimizer_of(kind, **SOONER[kind])
@@ -523,7 +525,9 @@ def loaded_elsewhere(kind: str, folder: str) -> tuple[dict[str, Tensor], str]:
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_ranks_go_on_and_owe_nothing(ranks: RankPools, kind: str, world: int, tmp_path: Path):
+def test_other_ranks_resume_without_error_feedback(
+    ranks: RankPools, kind: str, world: int, tmp_path: Path
+):
     weights = ranks(2).run(saved, kind, str(tmp_path))[0]
     results = ranks(world).run(loaded_elsewhere, kind, str(tmp_path))
     for found, _ in results:
@@ -536,7 +540,7 @@ def test_other_ranks_go_on_and_owe_nothing(ranks: RankPools, kind: str, world: i
 
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb, ZeroOneAdam])
 def test_amsgrad_is_refused(kind: type[Any]):
-    with pytest.raises(OptimizerError, match="has no amsgrad"):
+    with pytest.raises(OptimizerError, match="does not support amsgrad"):
         kind([nn.Parameter(torch.ones(2))], amsgrad=True)
 
 
@@ -553,11 +557,13 @@ def test_partitioned_state_is_refused(ranks: RankPools, stage: int):
 
 def refused_in_parts() -> None:
     wishes = {"mpu": megatron(), "optimizer": lambda given: ZeroOneAdam(given)}
-    with pytest.raises(NotBuiltYetError, match="ZeroOneAdam is not built yet for a model whose"):
+    with pytest.raises(
+        NotBuiltYetError, match="ZeroOneAdam is not built yet for model-parallel models"
+    ):
         engine_over(0, ModelPart(comm.get_rank() % PARTS), wishes=wishes)
 
 
-def test_parts_of_a_model_are_refused(ranks: RankPools):
+def test_model_parallel_models_are_refused(ranks: RankPools):
     ranks(4).run(refused_in_parts)
 
 
@@ -593,7 +599,7 @@ def test_a_group_without_a_variance_is_refused():
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.amsgrad",
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_they_do_not_have_is_refused_by_its_place(kind: str):
+def test_unsupported_params_are_refused_with_their_path(kind: str):
     for key, given, remedy in (("max_grad_norm", 1.0, "gradient_clipping"), ("amsgrad", True, "")):
         with pytest.raises(ConfigError) as caught:
             load_config({**BASE, "optimizer": optimizer_of(kind, **{key: given})})
@@ -614,7 +620,7 @@ def as_if_left_out(kind: str) -> None:
     "optimizer.params{type=OneBitAdam|ZeroOneAdam|OneBitLamb}.comm_backend_name",
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_means_nothing_here_is_told_and_changes_nothing(ranks: RankPools, kind: str):
+def test_params_without_effect_are_reported(ranks: RankPools, kind: str):
     more = {"bias_correction": False, "cuda_aware": True, "comm_backend_name": "MPI"}
     notes = load_config({**BASE, "optimizer": optimizer_of(kind, **more)}).notes
     for key in more:
@@ -623,7 +629,7 @@ def test_what_means_nothing_here_is_told_and_changes_nothing(ranks: RankPools, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_alone_and_without_an_engine_it_steps_as_an_engine_does(kind: str):
+def test_steps_without_an_engine_equal_those_of_an_engine(kind: str):
     options = {"lr": 0.02, **SOONER[kind]}
     model = Leaves(SHAPES)
     leaves = list(model.leaves)

@@ -1,4 +1,4 @@
-"""One update: under any optimizer the sharded weights move as whole ones do in plain torch."""
+"""One update: sharded weights change as whole ones do in plain torch, under any optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = ((BLOCK + 37,), (13,))
 
 
 @given(st.floats(0, 1e30), st.floats(1e-3, 1e6))
-def test_clipping_brings_a_norm_under_its_limit(norm, limit):
+def test_clipping_limits_the_norm(norm, limit):
     factor = clip_coefficient(norm, limit)
     assert 0 <= factor <= 1
     assert norm * factor <= limit * (1 + 1e-12)
@@ -43,7 +43,7 @@ def test_no_limit_clips_nothing():
 
 
 def grouped(model: Leaves, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Deal the parameters out to the groups in turn."""
+    """Assign the parameters to the groups in turn."""
     leaves = list(model.leaves)
     return [
         {**group, "params": leaves[number :: len(groups)]} for number, group in enumerate(groups)
@@ -58,7 +58,7 @@ def train_both(
     groups: list[dict[str, Any]],
     reference: dict[str, Any],
 ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(Hadal's, torch's) parameters after a few updates with the same gradients."""
+    """Return (Hadal's, torch's) parameters after a few updates with the same gradients."""
     plain, model = Leaves(shapes), Leaves(shapes)
     expected = kind(grouped(plain, groups), **options, **reference)
     optimizer = kind(grouped(model, groups), **options)
@@ -102,7 +102,7 @@ def step_adam(stage: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_adam_steps_as_torchs_fused_kernel_does(stage: int, world: int, ranks: RankPools) -> None:
+def test_adam_steps_like_torchs_fused_kernel(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(step_adam, stage)
 
 
@@ -159,7 +159,7 @@ def test_elementwise_optimizers_step_flat_shards(
 
 
 class OwnAdam(torch.optim.AdamW):
-    """Its update looks at a whole tensor."""
+    """An optimizer whose update depends on a whole tensor."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -192,7 +192,7 @@ def test_whole_parameters_are_stepped_bit_for_bit(stage: int, world: int, ranks:
 
 
 def step_mixed_precision(stage: int) -> None:
-    """Whole parameters have fp32 masters too: many small updates of bf16 weights add up."""
+    """Whole parameters have fp32 masters too, so many small updates of bf16 weights add up."""
     model = Leaves(((4, 4), (3, 4)))
     with torch.no_grad():
         for leaf in model.leaves:
@@ -254,7 +254,7 @@ def step_alone(
 
 
 def go_on_from_state(stage: int) -> None:
-    """What an optimizer holds already goes along with its parameters."""
+    """An optimizer's existing state moves with its parameters."""
     for kind, shapes, options in STEPPED:
         plain, model = Leaves(shapes), Leaves(shapes)
         groups = [{}, {"lr": options["lr"] / 2}]

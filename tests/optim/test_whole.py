@@ -1,4 +1,4 @@
-"""Whole parameters beside flat shards: what travels to their owners, and what they remember."""
+"""Whole parameters beside flat shards: the traffic to their owners, and cached values."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def train_with_edits(stage: int, precision: str, shapes: tuple[tuple[int, ...], 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_owners_notice_what_others_changed(world: int, precision: str, ranks: RankPools) -> None:
-    """A weight that is edited between updates reaches the owner, who remembers older values."""
+def test_owners_notice_edits(world: int, precision: str, ranks: RankPools) -> None:
+    """An edit of a weight between updates reaches the owner, which has cached older values."""
     for stage in range(4):
         ranks(world).run(train_with_edits, stage, precision, SHAPES)
 
 
 def count_traffic(stage: int, precision: str) -> tuple[list[int], int]:
-    """Elements that this rank sends to owners and shards in each update, and those it steps."""
+    """Return the elements that this rank sends to owners and shards per update, and steps."""
     sent: list[int] = []
 
     def counting(outgoing: Any, incoming: Any, ranks: Any, label: str) -> Any:
@@ -91,10 +91,10 @@ def count_traffic(stage: int, precision: str) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
-def test_each_fragment_travels_once_there_and_once_back(
+def test_each_fragment_is_sent_once_in_each_direction(
     stage: int, precision: str, ranks: RankPools
 ) -> None:
-    """Gradients go to owners and new values to shards; masters travel in the first update only."""
+    """Gradients go to owners, new values to shards; masters are sent in the first update only."""
     results = ranks(2).run(count_traffic, stage, precision)
     total = results[0][1]
     first, *later = [sum(update) for update in zip(*(sent for sent, _ in results), strict=True)]
@@ -114,5 +114,5 @@ def train_odd(seed: int) -> None:
 
 @settings(max_examples=8)
 @given(st.integers(0, 10_000))
-def test_any_shapes_go_to_their_owners_and_back(ranks: RankPools, seed: int) -> None:
+def test_any_shapes_are_sent_to_their_owners_and_back(ranks: RankPools, seed: int) -> None:
     ranks(3).run(train_odd, seed)

@@ -1,1 +1,1 @@
-"""Checkpoints that DeepSpeed has written, read without running a line of theirs."""
+"""Reading of DeepSpeed's checkpoints without running any code that they contain."""

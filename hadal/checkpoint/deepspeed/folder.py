@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed checkpoint is made of, by their names alone."""
+"""The files of a DeepSpeed checkpoint, recognized by their names alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.checkpoint.files import naming
+from hadal.checkpoint.files import system_errors
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -22,47 +22,47 @@ _ELSEWHERE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of one checkpoint, each row in the order of the ranks."""
+    """The files of one checkpoint, in the order of the ranks."""
 
     model: tuple[Path, ...]
     """One for all ranks, or one for each of them."""
     optimizer: tuple[Path, ...]
-    """One for each rank; none where nothing was sharded, and in the universal form."""
+    """One for each rank; none if nothing was sharded, or in the universal format."""
     values: Path | None
-    """The folder of the universal form: one folder for each parameter."""
+    """The folder of the universal format, with one folder for each parameter."""
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder looks like a checkpoint of DeepSpeed's."""
-    with naming(folder, "read"):
+    """Return whether a folder looks like a DeepSpeed checkpoint."""
+    with system_errors(folder, "read"):
         if not folder.is_dir():
             return False
         return any(_WHOLE.fullmatch(p.name) or _MODEL.fullmatch(p.name) for p in folder.iterdir())
 
 
 def files_of(folder: Path) -> Files:
-    """The files of a checkpoint.
+    """Return the files of a checkpoint.
 
     Raises:
         CheckpointError: some are missing.
-        NotBuiltYetError: it holds a model in parts, a pipeline, or experts.
+        NotBuiltYetError: it holds model-parallel parts, a pipeline, or experts.
     """
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
-    with naming(folder, "read"):
+    with system_errors(folder, "read"):
         names = sorted(path.name for path in folder.iterdir())
     for name in names:
         if _ELSEWHERE.fullmatch(name):
-            _refuse(folder / name, "the form of a pipeline, of experts, or of state on disk")
+            _refuse(folder / name, "part of a pipeline, of experts, or of state on disk")
         found = _WHOLE.fullmatch(name) or _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if found is None:
             continue
         if int(found["part"]) != 0:
-            _refuse(folder / name, "a part of a model that was cut over several ranks")
+            _refuse(folder / name, "one of several model-parallel parts")
         rows = optimizer if found.re is _OPTIMIZER else model
         rank = int(found.groupdict().get("rank") or 0)
         if rank in rows:
-            raise CheckpointError(f"{folder / name} and {rows[rank]} are of the same rank")
+            raise CheckpointError(f"{folder / name} and {rows[rank]} belong to the same rank")
         rows[rank] = folder / name
     values = folder / "zero"
     return Files(
@@ -81,6 +81,6 @@ def _in_order(folder: Path, kind: str, found: dict[int, Path]) -> tuple[Path, ..
 
 def _refuse(path: Path, what: str) -> None:
     raise NotBuiltYetError(
-        f"{path} is {what}, which is not read yet; bring it into one whole model with DeepSpeed"
-        " first"
+        f"{path} is {what}, which is not supported yet; merge the checkpoint into a whole model"
+        " with DeepSpeed first"
     )

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's files hold the values of each parameter: arithmetic over what was read.
+"""The layouts of DeepSpeed's files: arithmetic that finds the values of each parameter.
 
 Four layouts. Stages 1 and 2: all parameters of a param group end to end, cut evenly over the ranks.
 Stage 3: each parameter cut evenly over the ranks. Stage 0: whole, without names. Universal: a
@@ -21,25 +21,25 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the optimizer of a checkpoint holds, by the names of the parameters.
+    """The optimizer's values in a checkpoint, by parameter name.
 
-    Values are pieces: flat tensors whose elements, end to end, begin with the value's.
+    A value is a list of pieces: flat tensors whose concatenation starts with the value's elements.
     """
 
     options: list[dict[str, Any]] = field(default_factory=list)
-    """Of each param group."""
+    """The options of each param group."""
     names: list[list[str]] = field(default_factory=list)
-    """Of each param group's parameters."""
+    """The names of each param group's parameters."""
     masters: dict[str, list[Tensor]] = field(default_factory=dict)
     state: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
-    """By parameter and key: what has an element for each of the parameter's."""
+    """Per-element state, by parameter and key."""
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By parameter and key: all other state."""
+    """All other state, by parameter and key."""
 
     def add(self, name: str, flat: Tensor, start: int, numel: int, state: Any) -> None:
-        """Add a piece of a parameter: a cut of a flat master, and the same cut of its state.
+        """Add a piece of a parameter: a slice of a flat master, and the same slice of its state.
 
-        State may be longer than the master: it is filled up at its end where that is not.
+        State may be longer than the master, with padding at its end.
         """
         self.masters.setdefault(name, []).append(flat[start : start + numel])
         for key, value in dict(state).items():
@@ -51,10 +51,10 @@ class Trained:
 
 
 def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
-    """Stages 1 and 2: the parameters of a group end to end, cut evenly over the ranks.
+    """Parse stages 1 and 2: a group's parameters end to end, cut evenly over the ranks.
 
-    Behind a parameter there may be elements that are nobody's. (The table of cuts that lies in the
-    files, too, is not asked: with `round_robin_gradients` it tells of another order.)
+    Padding may follow a parameter. (The slice table in the files is not used: with
+    `round_robin_gradients` it gives another order.)
     """
     first = _base(optimizers[0])
     found = Trained(options_of(first), names_of(first, shapes))
@@ -77,7 +77,7 @@ def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
 def _end_to_end(
     named: Mapping[str, Sequence[int]], gaps: Sequence[int]
 ) -> Iterator[tuple[str, int, int]]:
-    """Name, first element and the first one behind it."""
+    """Yield (name, start, stop) of each parameter."""
     start = 0
     for (name, shape), gap in zip(named.items(), gaps, strict=True):
         yield name, start, start + prod(shape)
@@ -86,12 +86,12 @@ def _end_to_end(
 
 def _base(optimizer: Any) -> Any:
     base = optimizer["base_optimizer_state"]
-    _expect(isinstance(base, dict), "state of the optimizer, which was saved for each group alone")
+    _expect(isinstance(base, dict), "optimizer state, which is stored per group only")
     return base
 
 
 def cut_by_parameter(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
-    """Stage 3: each rank's even cut of every parameter, end to end in sub-groups."""
+    """Parse stage 3: each rank's even slice of every parameter, end to end in sub-groups."""
     first = optimizers[0]["optimizer_state_dict"]
     found = Trained(options_of(first), names_of(first, shapes))
     for optimizer in optimizers:
@@ -106,7 +106,7 @@ def cut_by_parameter(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
 def _walk(
     flat: Tensor, named: Mapping[str, Sequence[int]], ranks: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Name, first element and number of elements of each parameter's cut."""
+    """Yield (name, start, numel) of each parameter's slice."""
     start = 0
     for name, shape in named.items():
         numel = -(-prod(shape) // ranks)
@@ -116,17 +116,17 @@ def _walk(
 
 
 def whole(optimizer: Any, names: Sequence[Sequence[str]], module: Mapping[str, Tensor]) -> Trained:
-    """Stage 0: nothing is cut, and nothing is named but the weights.
+    """Parse stage 0: nothing is cut, and only the weights have names.
 
-    `names` tells the parameters of each param group that is to go on; their order is taken to be
-    the model's. That it was so when they were saved shows in 16-bit training: rounded, the masters
-    are the weights.
+    `names` lists the parameters of each param group of the run that continues; they are assumed to
+    be in the model's order. 16-bit training verifies that assumption for the saved run: the rounded
+    masters must equal the weights.
     """
     inner = optimizer.get("optimizer_state_dict", optimizer)
     rows = [[name for name in module if name in set(group)] for group in names]
     _expect(
         len(inner["param_groups"]) == len(rows) and all(map(_same, rows, names)),
-        f"param groups: {len(inner['param_groups'])}, here are {[len(row) for row in names]}",
+        f"param groups: {len(inner['param_groups'])}, here {[len(row) for row in names]}",
     )
     found = Trained(options_of(inner), rows)
     for number, (group, row) in enumerate(zip(inner["param_groups"], rows, strict=True)):
@@ -160,7 +160,7 @@ def _has_elements(value: Any) -> bool:
 
 
 def names_of(optimizer: Any, shapes: Shapes) -> list[list[str]]:
-    """The parameters of each param group; what stands for them there are the flat groups."""
+    """Return the parameters of each param group; the file lists its flat groups instead."""
     return [
         [name for number in group["params"] for name in shapes[number]]
         for group in optimizer["param_groups"]
@@ -168,7 +168,7 @@ def names_of(optimizer: Any, shapes: Shapes) -> list[list[str]]:
 
 
 def _count_together(states: Sequence[dict[str, Any]]) -> None:
-    """DeepSpeed's fused Adam counts a group's updates at its last parameter alone."""
+    """Give a group's parameters one step count: DeepSpeed's fused Adam counts only at the last."""
     counts = [state["step"] for state in states if isinstance(state.get("step"), int)]
     for state in states:
         if isinstance(state.get("step"), int):
@@ -176,7 +176,7 @@ def _count_together(states: Sequence[dict[str, Any]]) -> None:
 
 
 def options_of(optimizer: Any) -> list[dict[str, Any]]:
-    """What param groups say of training; how an implementation works is its own business."""
+    """Return the options of each param group, without those of the optimizer's implementation."""
     own = {"params", "step", "bias_correction", "foreach", "fused", "capturable", "differentiable"}
     return [
         {key: value for key, value in group.items() if key not in own}

@@ -1,7 +1,7 @@
-"""A pickle read as data: known names become inert stand-ins, any other is refused.
+"""Reading pickles as data: known names become inert stand-ins, all others are refused.
 
-torch's restricted unpickler builds tensors and plain containers. What else DeepSpeed's files name
-is the table `STAND_INS`: nothing of DeepSpeed, of the file or of the caller is imported or run.
+torch's restricted unpickler builds tensors and plain containers. The other names in DeepSpeed's
+files are in the table `STAND_INS`: no code of DeepSpeed, the file or the caller is imported or run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hadal.checkpoint.files import check_inside, naming, open_regular
+from hadal.checkpoint.files import check_inside, open_regular, system_errors
 from hadal.errors import CheckpointError
 
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")
 
 
 class Attributes:
-    """What is left of an object: its attributes."""
+    """A stand-in for an object: only its attributes."""
 
     def __repr__(self) -> str:
         return f"Attributes({vars(self)})"
@@ -60,14 +60,14 @@ STAND_INS = MappingProxyType(
         **{f"{kind.__module__}.{kind.__name__}": kind for kind in _NUMBERS},
     }
 )
-"""By the name that stands in a file: what is made in its place."""
+"""Stand-ins by the name in a file."""
 
 
 def read_pickle(path: Path, root: Path) -> Any:
-    """The contents of a file that `torch.save` has written; tensors are mapped, not read.
+    """Return the contents of a file that `torch.save` wrote; tensors are mapped, not read.
 
     Raises:
-        CheckpointError: it lies outside `root`, cannot be read, is damaged, or names something
+        CheckpointError: it is outside `root`, cannot be read, is damaged, or names something
             that is not known to be harmless.
     """
     check_inside(path, root)
@@ -76,29 +76,29 @@ def read_pickle(path: Path, root: Path) -> Any:
     allowed: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
     try:
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
-            # A dtype of numpy that is not listed is refused with a warning beside.
+            # torch warns as well when it refuses a numpy dtype that is not listed.
             warnings.simplefilter("ignore")
             return torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         if found := _UNKNOWN.search(str(error)):
             raise CheckpointError(
                 f"{path} names {found[1]}, which is not among the plain values that Hadal reads;"
-                " nothing of it was run. If it is in your own client_state, save the checkpoint"
-                " without it; if you do not know it, do not trust the file"
+                " none of its code was run. If it is in your own client_state, save the checkpoint"
+                " without it; if you do not recognize it, do not trust the file"
             ) from error
-        raise CheckpointError(f"{path} is damaged, or no checkpoint: {_short(error)}") from error
-    except Exception as error:  # of whatever kind: bytes that are not what was written
+        raise CheckpointError(f"{path} is damaged, or not a checkpoint: {_short(error)}") from error
+    except Exception as error:  # damaged bytes may raise any kind
         raise CheckpointError(f"{path} is damaged: {_short(error)}") from error
 
 
 def check_pickle(path: Path, root: Path) -> None:
-    """Compare every byte of such a file with the checksums that it carries.
+    """Compare every byte of a file that `torch.save` wrote with the checksums in it.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     check_inside(path, root)
-    with open_regular(path), naming(path, "read"):
+    with open_regular(path), system_errors(path, "read"):
         try:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
@@ -106,7 +106,7 @@ def check_pickle(path: Path, root: Path) -> None:
             raise CheckpointError(f"{path} is damaged: {_short(error)}") from error
     if damaged is not None:
         raise CheckpointError(
-            f"{path} is damaged: the checksum of {damaged} in it is not that of its contents; take"
+            f"{path} is damaged: the checksum of {damaged} in it does not match its contents; use"
             " another checkpoint"
         )
 

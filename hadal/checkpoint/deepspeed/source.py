@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal form."""
+"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hadal.checkpoint.deepspeed import layouts
 from hadal.checkpoint.deepspeed.folder import Files, files_of
 from hadal.checkpoint.deepspeed.layouts import Trained
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
-from hadal.checkpoint.files import check_inside, understanding
+from hadal.checkpoint.files import check_inside, parsing_errors
 from hadal.checkpoint.plain import encoded
-from hadal.checkpoint.source import Entry, Own
+from hadal.checkpoint.source import Entry, RankState
 from hadal.errors import CheckpointError
 from hadal.zero.layout import Slot
 
@@ -49,7 +49,7 @@ _OWN_KEYS = frozenset(
         "autotp_universal_checkpoint_info",
     }
 )
-"""Of the model states: what is DeepSpeed's. All other keys are the caller's."""
+"""DeepSpeed's own keys of the model states; all other keys are the caller's."""
 _EXTRA_STATE = "_extra_state"
 _SAME = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
 _CLASSES = MappingProxyType(
@@ -60,36 +60,36 @@ _CLASSES = MappingProxyType(
         "musgd": "SGD",
     }
 )
-"""By the name in a configuration, however it is spelt: the class whose state it is."""
+"""The optimizer's class name, by its name in a configuration in lower case."""
 _LEFT_OUT = ("data_sampler", "random_ltd")
 
 
-class _Value(NamedTuple):
-    """A value as it lies in the files: flat pieces whose elements, end to end, begin with its."""
+class _FileValue(NamedTuple):
+    """A value in the files: flat pieces whose concatenation starts with the value's elements."""
 
     entry: Entry
     pieces: Sequence[Tensor]
 
 
 class DeepSpeedSource:
-    """A folder that DeepSpeed's `save_checkpoint` or `ds_to_universal` has written.
+    """A checkpoint that DeepSpeed's `save_checkpoint` or `ds_to_universal` wrote.
 
-    At stage 0 DeepSpeed saves its optimizer without names: `names` tells the parameters of each
-    param group, in order; without them there are weights and buffers alone.
+    At stage 0 DeepSpeed saves its optimizer without names: `names` lists the parameters of each
+    param group, in order; without it the source has only weights and buffers.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or names what is not known to be harmless.
-        NotBuiltYetError: a form that is not read here.
+        CheckpointError: a file is missing, damaged, or names something not known to be harmless.
+        NotBuiltYetError: the format is not supported.
     """
 
     def __init__(self, folder: Path, names: Sequence[Sequence[str]] | None = None) -> None:
         self.path = folder
-        self._values: dict[tuple[str, str], _Value] = {}
+        self._values: dict[tuple[str, str], _FileValue] = {}
         self._files = files_of(folder)
         models = [read_pickle(path, folder) for path in self._files.model]
         rows = [read_pickle(path, folder) for path in self._files.optimizer]
         what = f"{folder} cannot be understood as a DeepSpeed checkpoint, or is damaged"
-        with understanding(what):
+        with parsing_errors(what):
             self._model: Mapping[str, Any] = models[0]
             self._read(models, [row["optimizer_state_dict"] for row in rows], names)
 
@@ -131,10 +131,10 @@ class DeepSpeedSource:
         self.scalars: Any = self._scalars(first)
         rows = sorted((path.name, path.stat().st_size) for path in self.files)
         self.mark = f"{self.scalars['counters']} {zlib.crc32(repr(rows).encode()):08x}"
-        """What tells this checkpoint from another of the same name."""
+        """An identifier that distinguishes this checkpoint from another of the same name."""
 
     def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
-        """What the optimizer says of all parameters alike."""
+        """Return the optimizer state that is common to all parameters."""
         if self._files.values is not None:
             state: Mapping[str, Any] = read_pickle(
                 self._files.values / "optimizer_state.pt", self.path
@@ -158,15 +158,15 @@ class DeepSpeedSource:
                 return layouts.whole(first, names, self._model["module"])
             except ValueError as error:
                 raise CheckpointError(
-                    f"{self.path} was saved at stage 0, where DeepSpeed does not name what its"
-                    f" optimizer holds, and the param groups here do not fit: {error}. Give the"
-                    " ones of the run that saved it, in the model's order, or"
+                    f"{self.path} was saved at stage 0, where DeepSpeed stores optimizer state"
+                    f" without names, and the param groups here do not fit: {error}. Use those of"
+                    " the run that saved it, in the model's order, or pass"
                     " load_optimizer_states=False"
                 ) from error
         return Trained()
 
     def _universal(self, folder: Path, first: Mapping[str, Any]) -> Trained:
-        """A folder of each parameter, with a file of each kind of value."""
+        """Parse the universal format: a folder per parameter, with a file per kind of value."""
         inner = first.get("optimizer_state_dict", {}).get("state", {})
         counts = {k: v for row in inner.values() for k, v in row.items() if not _has_elements(v)}
         found = Trained(layouts.options_of(first), layouts.names_of(first, self._shapes))
@@ -187,7 +187,7 @@ class DeepSpeedSource:
     # ---- what there is ---------------------------------------------------------------------------
 
     def _enter_module(self, models: Sequence[Any]) -> None:
-        """Buffers, and weights that are not cut; of those that are, the cuts of frozen ones."""
+        """Enter buffers, weights that are not sharded, and the slices of frozen sharded weights."""
         buffers = set(self._model["buffer_names"])
         shared = self._model["shared_params"] or {}
         frozen = self._model["frozen_param_shapes"] or {}
@@ -203,7 +203,7 @@ class DeepSpeedSource:
                 self._enter(name, WEIGHT, value.shape, value.dtype, [value])
 
     def _is_cut(self, name: str) -> bool:
-        """Whether a trained parameter has elements elsewhere: its own place holds none of them."""
+        """Return whether a trained parameter is sharded: its tensor in the module is then empty."""
         return any(prod(shapes[name]) for shapes in self._shapes if name in shapes)
 
     def _enter_trained(self, trained: Trained) -> None:
@@ -230,13 +230,13 @@ class DeepSpeedSource:
         entry = Entry(tuple(int(length) for length in shape), dtype)
         flat = [piece.detach().reshape(-1) for piece in pieces]
         found = sum(piece.numel() for piece in flat)
-        # Even cuts are filled up; nothing else is.
+        # Only even slices have padding.
         if not entry.numel <= found < entry.numel + max(len(flat), 1):
             raise ValueError(f"{kind} of {name} has {found} elements of {entry.numel}")
-        self._values[name, kind] = _Value(entry, flat)
+        self._values[name, kind] = _FileValue(entry, flat)
 
     def _aliases(self) -> dict[str, str]:
-        """Tied names: told by the file, or seen in tensors that share their memory."""
+        """Return tied names: those listed in the file, and those of tensors that share memory."""
         aliases = dict(self._model["shared_params"] or {})
         seen: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, value in self._model["module"].items():
@@ -270,34 +270,34 @@ class DeepSpeedSource:
 
     @property
     def notes(self) -> list[str]:
-        """What does not go on as it was, for people."""
-        told = [
-            "DeepSpeed has written it, which saves neither random generators nor the training"
-            " loader's place: these stay as they are"
+        """Messages about state that a load does not restore."""
+        notes = [
+            "DeepSpeed wrote it, which saves neither random generators nor the training loader's"
+            " position: these stay as they are"
         ]
         if self.stage == 0 and self.scalars["scale"][0] != 1 and self.state:
-            told.append(
-                "DeepSpeed's updates at stage 0 in fp16 are of gradients divided by the loss scale"
-                " once more than here, and so are the moments: the first updates will be larger"
-                " than they should; with load_optimizer_states=False moments begin anew"
+            notes.append(
+                "at stage 0 in fp16 DeepSpeed divides gradients, and so the moments, by the loss"
+                " scale once more than Hadal: the first updates will be too large; with"
+                " load_optimizer_states=False the moments start at zero"
             )
         kept = [key for key in _LEFT_OUT if self._model.get(key) is not None]
         kept += [name for name in self._model["module"] if _is_extra(name)]
         if kept:
-            told.append(f"{' and '.join(kept)} of it {'is' if len(kept) == 1 else 'are'} left out")
-        return told
+            notes.append(f"{' and '.join(kept)} {'is' if len(kept) == 1 else 'are'} ignored")
+        return notes
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
-        """See that there are such elements; the files' headers were read at the start."""
+        """Check the range only: the files' headers were read at the start."""
         numel = self.entries[name, kind].numel
         if not 0 <= start <= stop <= numel:
             raise CheckpointError(
-                f"{self.path}: elements {start} to {stop} of {kind} of {name} are asked for, which"
+                f"{self.path}: elements {start} to {stop} of {kind} of {name} are requested, which"
                 f" has {numel}"
             )
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Elements of a value; a view of the mapped file where one piece holds them."""
+        """Return elements of a value; a view of the mapped file if one piece holds them."""
         self.expect(name, kind, start, stop)
         entry, pieces = self._values[name, kind]
         found, offset = [], 0
@@ -310,47 +310,47 @@ class DeepSpeedSource:
         return whole.to(entry.dtype)
 
     def read_own(self, name: str, kind: str, rank: int) -> Tensor:
-        """A whole value, in its shape."""
+        """Return a whole value in its shape."""
         entry = self.entries[name, kind]
         return self.read(name, kind, 0, entry.numel).view(entry.shape)
 
-    def has_stretch(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
-        """Nothing lies here as in a bucket."""
+    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Return False: DeepSpeed's files have no buckets."""
         return False
 
-    def read_stretch(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
-        """There are none."""
+    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Raise CheckpointError: DeepSpeed's files have no buckets."""
         raise CheckpointError(f"{self.path} holds no buckets")
 
-    def taken(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
-        """None: all is copied."""
+    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
+        """Return None: all values are copied."""
         return None
 
-    def own(self, rank: int) -> Own | None:
-        """None: neither random generators nor places in the data are saved."""
+    def own(self, rank: int) -> RankState | None:
+        """Return None: DeepSpeed saves neither random generators nor loader positions."""
         return None
 
     def client_state(self) -> dict[str, Any]:
-        """The caller's own values."""
+        """Return the caller's own values."""
         return {key: value for key, value in self._model.items() if key not in _OWN_KEYS}
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self._values, self._model = {}, {}
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare files with the checksums in them: every `shares`-th one from `share` on."""
+        """Compare files with the checksums in them: each `shares`-th file from `share` on."""
         for path in self.files[share::shares]:
             check_pickle(path, self.path)
 
     @property
     def files(self) -> Sequence[Path]:
-        """All files that are read."""
+        """All files of the checkpoint."""
         return list(all_files(self._files))
 
 
 def all_files(files: Files) -> Iterator[Path]:
-    """The files of a checkpoint, one after the other."""
+    """Yield all files of a checkpoint."""
     yield from files.model
     yield from files.optimizer
     if files.values is not None:
@@ -358,14 +358,14 @@ def all_files(files: Files) -> Iterator[Path]:
 
 
 def _optimizer_of(config: Mapping[str, Any]) -> str | None:
-    """The class that the configuration asks for, as torch spells it; None: the caller gave one."""
+    """Return the configured optimizer's class name, as torch spells it; None: the caller's own."""
     section = config.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     return None if name is None else _CLASSES.get(str(name).lower(), str(name))
 
 
 def _is_extra(name: str) -> bool:
-    """Whether an entry of a state dict is what `get_extra_state` gave, and no tensor by name."""
+    """Return whether an entry of a state dict is a module's extra state rather than a tensor."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
@@ -374,17 +374,17 @@ def _has_elements(value: Any) -> bool:
 
 
 def _count(value: Any) -> Any:
-    """Counts of steps are 0-dim tensors in torch's optimizers, and numbers in DeepSpeed's."""
+    """Convert a step count to torch's form: a 0-dim tensor, where DeepSpeed has a number."""
     return torch.tensor(float(value)) if isinstance(value, int) else value
 
 
 def _scale(optimizer: Mapping[str, Any]) -> list[Any]:
-    """The loss scale's state: scale, spare overflows, iteration, last overflow."""
+    """Return the loss scale's state: scale, spare overflows, iteration, last overflow."""
     scaler = optimizer.get("loss_scaler")
-    told = dict(optimizer) if scaler is None else vars(scaler)
+    saved = dict(optimizer) if scaler is None else vars(scaler)
     return [
-        float(told.get("cur_scale", 1.0)),
-        int(told.get("cur_hysteresis", 1)),
-        int(told.get("cur_iter", 0)),
-        int(told.get("last_overflow_iter", -1)),
+        float(saved.get("cur_scale", 1.0)),
+        int(saved.get("cur_hysteresis", 1)),
+        int(saved.get("cur_iter", 0)),
+        int(saved.get("last_overflow_iter", -1)),
     ]
