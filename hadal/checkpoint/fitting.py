@@ -15,6 +15,8 @@ from hadal.checkpoint.source import Entry, Source
 from hadal.errors import CheckpointError, few
 from hadal.zero.regroup import has_gone
 
+_NEXT = "\n  "
+
 
 @dataclass(slots=True)
 class Fit:
@@ -34,7 +36,7 @@ class Fit:
         """
         faults = []
         if self.misshapen:
-            faults.append(f"shapes differ: {few(self.misshapen, joint='; ')}")
+            faults.append(f"shapes differ:\n  {few(self.misshapen, joint=_NEXT)}")
         if strict and self.missing:
             faults.append(f"the checkpoint lacks {few(self.missing)}")
         if strict and self.unexpected:

@@ -27,7 +27,7 @@ from hadal.checkpoint.files import (
     sync_folder,
     system_errors,
 )
-from hadal.errors import CheckpointError
+from hadal.errors import CheckpointError, few
 
 LATEST = "latest"
 INDEX = "index.json"
@@ -89,10 +89,19 @@ def _found(load_dir: Path, tag: str | None) -> Path | None:
     folder = _folder_of_tag(load_dir, tag)
     if folder is None:
         raise CheckpointError(
-            f"no complete {asked} in {load_dir} ({load_dir / tag / INDEX} is missing)"
+            f"no complete {asked} in {load_dir} ({load_dir / tag / INDEX} is missing);"
+            f" {_others(load_dir)}"
         )
     check_inside(folder, load_dir)
     return folder
+
+
+def _others(load_dir: Path) -> str:
+    """Return the part of a message that lists the checkpoints of a directory."""
+    with system_errors(load_dir, "read"):
+        paths = [path for path in load_dir.iterdir() if not _is_hidden(path)]
+        tags = sorted(path.name for path in paths if _has_index(path) or is_deepspeed(path))
+    return f"complete checkpoints there: {few(tags)}" if tags else "it has no complete checkpoint"
 
 
 def _latest_name(load_dir: Path) -> str:

@@ -22,11 +22,13 @@ from hadal.engine.adopt import Adopter
 from hadal.engine.arguments import choose_config, with_schedule
 from hadal.engine.checks import (
     check_birth,
+    check_model,
     check_parameters,
     check_same,
     check_same_keys,
     check_scheduler,
     members_of_groups,
+    tell_untrained,
 )
 from hadal.engine.engine import Engine
 from hadal.engine.features import LISTENERS, setting_of
@@ -46,7 +48,7 @@ from hadal.engine.precision import (
     precisions_of,
     scale_rule_of,
     skips_overflow,
-    tell_bf16_weights,
+    tell_16bit_weights,
 )
 from hadal.engine.report import tell_state
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
@@ -63,7 +65,7 @@ from hadal.engine.wishes import (
     make_schedule,
     seed_of_program,
 )
-from hadal.errors import OffloadError, UsageError
+from hadal.errors import OffloadError
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
 from hadal.zero import access, init
@@ -174,10 +176,8 @@ def _admit(
     ranks: Ranks,
     engine_type: type[Engine],
 ) -> _Admitted:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"initialize needs model= a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, Engine):
-        raise UsageError("initialize got an engine; give it the module, engine.module")
+    check_model(model)
+    assert model is not None
     init.show_as_given(model.named_parameters())
     config = load_config(
         source,
@@ -197,7 +197,8 @@ def _admit(
     groups = members_of_groups(model, optimizer, ranks)
     precisions = precisions_of(config, model, current_device())
     if ranks.rank == 0:
-        tell_bf16_weights(config, model)
+        tell_16bit_weights(config, model)
+        tell_untrained(model, groups, is_chosen=is_chosen)
         warn_of_one_thread(config, current_device())
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 

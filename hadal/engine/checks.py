@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,13 +17,29 @@ from hadal.comm.faults import is_same_everywhere
 from hadal.config import Config
 from hadal.config.plain import leaves
 from hadal.config.zero_optimization import ZeroOptimization
-from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError
+from hadal.engine.base import EngineBase
+from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError, few
 from hadal.zero import access, init
 from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.layout import order_of
 from hadal.zero.sharing import Sharing
 
+_log = logging.getLogger(__name__)
+
 _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
+
+
+def check_model(model: object) -> None:
+    """Raise `UsageError` unless `model` is a module that an engine may be made of."""
+    if isinstance(model, type):
+        hint = f" (did you mean {model.__name__}()?)" if issubclass(model, nn.Module) else ""
+        raise UsageError(
+            f"model must be a torch.nn.Module instance, got the class {model.__name__}{hint}"
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module instance, got {type(model).__name__}")
+    if isinstance(model, EngineBase):
+        raise UsageError("initialize got an engine; give it the module, engine.module")
 
 
 def check_parameters(
@@ -182,6 +199,47 @@ def members_of_groups(
     for group in optimizer.param_groups:
         groups.append([p for p in group["params"] if p.requires_grad])
     return groups
+
+
+def tell_untrained(
+    model: nn.Module, groups: Sequence[Sequence[nn.Parameter]], *, is_chosen: bool
+) -> None:
+    """Warn of parameters that ask for gradients and are not trained, and of a model with none.
+
+    Args:
+        model: the model.
+        groups: per param group, the parameters that are trained.
+        is_chosen: whether the caller or the configuration names an optimizer.
+    """
+    trained = {id(parameter) for members in groups for parameter in members}
+    named = list(model.named_parameters())
+    asking = [name for name, p in named if p.requires_grad]
+    left_out = [name for name, p in named if p.requires_grad and id(p) not in trained]
+    if not is_chosen:
+        # A model that is to be evaluated needs no optimizer.
+        if asking and model.training:
+            _log.warning(
+                "neither initialize nor the configuration names an optimizer: initialize returns"
+                " None for it. If backward is called, the engine trains with a default one. Name"
+                ' one in the configuration ("optimizer": {"type": "AdamW", "params": {"lr":'
+                " ...}}), or call model.eval() before initialize if the model is only evaluated"
+            )
+    elif not asking and named and model.training:
+        _log.warning(
+            "there is nothing to train: an optimizer is named, but all %d parameters of the model"
+            " are frozen. Call requires_grad_(True) on those to be trained before initialize, or"
+            " model.eval() if the model is only evaluated",
+            len(named),
+        )
+    elif left_out:
+        _log.warning(
+            "%d of %d parameters that require gradients are in no param group and are not trained:"
+            " %s. Give them to the optimizer (or to model_parameters), or freeze them"
+            " (requires_grad_(False))",
+            len(left_out),
+            len(asking),
+            few(left_out, 4),
+        )
 
 
 def check_scheduler(config: Config, told: str | None) -> None:

@@ -17,6 +17,7 @@ from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
 from hadal.engine.direct import DirectBackward
 from hadal.engine.giving import WeightsOut
+from hadal.engine.mistakes import missing_attribute, mixed_dtypes
 from hadal.engine.moving import Moving
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Parts
@@ -67,7 +68,13 @@ class Engine(EngineBase):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            module = self.module
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                if hasattr(type(module), name):
+                    raise  # a property of the module's, which failed
+            raise AttributeError(missing_attribute(name, module), name=name, obj=self) from None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse `copy.deepcopy` and `pickle`: an engine holds processes and a place among them."""
@@ -144,6 +151,9 @@ class Engine(EngineBase):
             parts.runtime.check_links()
             if _NO_SAVED_HOOKS in str(error):
                 raise UsageError(self._refused_transform()) from error
+            mixed = mixed_dtypes(str(error), args, kwargs, self.module)
+            if mixed is not None:
+                raise UsageError(f"rank {parts.ranks.rank}: {mixed}") from error
             raise
         except BaseException:
             parts.hooks.end_interrupted()

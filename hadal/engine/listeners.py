@@ -46,7 +46,7 @@ class Listeners:
             UsageError: it is not here.
         """
         if all(one is not listener for one in self._all):
-            names = ", ".join(one.name for one in self._all) or "none"
+            names = ", ".join(one.name for one in self._all if one.name[:1] != "_") or "none"
             raise UsageError(
                 f"engine.remove_listener: {listener!r} is not a listener of this engine, which has"
                 f" {names}"

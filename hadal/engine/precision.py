@@ -339,10 +339,17 @@ def skips_overflow(config: Config, device: torch.device) -> bool:
 # ---- what is worth telling -----------------------------------------------------------------------
 
 
-def tell_bf16_weights(config: Config, model: nn.Module) -> None:
-    """Warn where weights that were given in bf16 are to be trained in fp16."""
-    if not config.fp16.enabled and model_dtype(config) is not torch.float16:
-        return
+def tell_16bit_weights(config: Config, model: nn.Module) -> None:
+    """Warn of weights given in 16 bits that are trained in another way than they seem to be."""
+    cast = model_dtype(config)
+    if cast is torch.float16:
+        _tell_bf16_weights(model)
+    elif cast is None:
+        for dtype in (torch.float16, torch.bfloat16):
+            _tell_without_masters(model, dtype)
+
+
+def _tell_bf16_weights(model: nn.Module) -> None:
     born = [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16]
     if born:
         _log.warning(
@@ -351,4 +358,24 @@ def tell_bf16_weights(config: Config, model: nn.Module) -> None:
             " bf16 (bf16.enabled true, fp16.enabled false), or load the weights in float32.",
             len(born),
             born[0],
+        )
+
+
+def _tell_without_masters(model: nn.Module, dtype: torch.dtype) -> None:
+    named = model.named_parameters()
+    born = [name for name, p in named if p.dtype is dtype and p.requires_grad]
+    name, section = ("float16", "fp16") if dtype is torch.float16 else ("bfloat16", "bf16")
+    lost = "without a loss scale and " if dtype is torch.float16 else ""
+    if born:
+        _log.warning(
+            "%d trainable parameters, the first of them %s, were given in %s, and the configuration"
+            " enables neither fp16 nor bf16: they are trained %swithout fp32 master weights, so"
+            " small updates are rounded away. Give the model in float32, or enable %s"
+            ' ("%s": {"enabled": true}), which keeps fp32 masters',
+            len(born),
+            born[0],
+            name,
+            lost,
+            section,
+            section,
         )

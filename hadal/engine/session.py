@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hadal.checkpoint.live import COUNTERS, Live
 from hadal.engine.direct import DirectBackward
+from hadal.engine.first_update import FirstUpdate
 from hadal.engine.listeners import Listeners
 from hadal.engine.parts import Counters, Cycle, Finding, Parts, Training
 from hadal.engine.undecided import Undecided
@@ -41,6 +42,7 @@ class Session:
         self.scale: ScaleState = first_scale(parts.scale_rule)
         self.counters = Counters()
         self.cycle = Cycle()
+        self.listeners.add(FirstUpdate(self.listeners, self.batches, self.counters))
         self.undecided: Undecided | None = None
         """The last update, until the host knows whether the device has skipped it."""
         self.skipped: Undecided | None = None

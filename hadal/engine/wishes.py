@@ -101,8 +101,9 @@ def make_schedule(
     with suppress(TypeError):  # a stream without a length
         steps = len(loader) if loader is not None else steps
     _log.warning(
-        "no optimizer was given: %s with its defaults trains, under %s over %d steps; name both in"
-        " the configuration to choose",
+        "no optimizer is named: %s with its defaults trains, under %s, which warms up and then"
+        " lowers the learning rate to 0 at update %d. Name `optimizer` and `scheduler` in the"
+        " configuration to choose",
         _DEFAULT_OPTIMIZER,
         _DEFAULT_SCHEDULE,
         steps,

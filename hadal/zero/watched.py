@@ -98,6 +98,18 @@ class _Watched:
         # Programs make new parameters of the class of others.
         return cls.__bases__[1](*args, **kwargs)
 
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        """The values as torch prints them; for a freed parameter, where they are instead."""
+        parameter = cast(nn.Parameter, self)
+        if parameter in _arrivals:
+            _announce(parameter)
+            return repr(parameter)
+        return (
+            f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, its values are"
+            " sharded over the ranks; read them inside"
+            " `with hadal.zero.GatheredParameters([parameter]):`)"
+        )
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -371,6 +371,8 @@ def tags(folder: str) -> None:
         assert client_state == {}
         assert_equal(other.state_dict(), expected)
         other.destroy()
+    with pytest.raises(CheckpointError, match=r"complete checkpoints there: best, global_step1"):
+        engine.load_checkpoint(folder, "missing")
     for tag in ("missing", "../best"):
         with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
             engine.load_checkpoint(folder, tag)
@@ -409,7 +411,10 @@ def load(stage: int, folder: str, width: int = 9) -> None:
 
 @pytest.mark.parametrize(
     ("world", "stage", "width", "told"),
-    [(1, 1, 8, "0.weight is (8, 6), but (9, 6) in the checkpoint"), (2, 2, 8, "shapes differ")],
+    [
+        (1, 1, 8, ":\n  0.weight is (8, 6), but (9, 6) in the checkpoint\n  0.bias is"),
+        (2, 2, 8, "shapes differ"),
+    ],
     ids=["one", "two"],
 )
 def test_another_model_is_refused(world, stage, width, told, ranks: RankPools, tmp_path):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import hadal
+from engine.logs import logged
 from hadal.config import load_config
-from hadal.engine.checks import check_groups, check_scheduler
-from hadal.errors import ConfigError, OptimizerError
+from hadal.engine.checks import check_groups, check_model, check_scheduler, tell_untrained
+from hadal.errors import ConfigError, OptimizerError, UsageError
 
 
 def test_parameters_of_another_model_are_refused():
@@ -56,3 +57,57 @@ def test_the_scheduler_is_heard_at_the_start(monkeypatch):
             model_parameters=model.parameters(),
             config={"elasticity": ELASTIC, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
         )
+
+
+class Tiny(nn.Linear):
+    """A model of one layer, with the size that it always has."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Tiny, r"got the class Tiny \(did you mean Tiny\(\)\?\)"),
+        (dict, "got the class dict$"),
+        (None, "got NoneType$"),
+        ({}, "got dict$"),
+    ],
+)
+def test_what_is_no_module_is_refused(model, told):
+    with pytest.raises(UsageError, match=f"model must be a torch.nn.Module instance, {told}"):
+        check_model(model)
+
+
+def told_of(model, groups, *, is_chosen=True):
+    with logged() as messages:
+        tell_untrained(model, groups, is_chosen=is_chosen)
+    return messages
+
+
+def test_parameters_in_no_group_are_told_in_one_line():
+    model = nn.Sequential(Tiny(), Tiny())
+    assert told_of(model, [list(model.parameters())]) == []
+    (message,) = told_of(model, [[model[0].weight]])
+    assert message.startswith("3 of 4 parameters that require gradients are in no param group")
+    assert "0.bias, 1.weight, 1.bias" in message
+    model[1].requires_grad_(False)
+    model[0].bias.requires_grad_(False)
+    assert told_of(model, [[model[0].weight]]) == []
+
+
+def test_a_frozen_model_with_an_optimizer_is_told_of():
+    model = Tiny().requires_grad_(False)
+    (message,) = told_of(model, [[]])
+    assert message.startswith("there is nothing to train: an optimizer is named, but all 2")
+    assert told_of(model, [], is_chosen=False) == []
+    assert told_of(model.eval(), [[]]) == []
+
+
+def test_a_model_without_an_optimizer_is_told_of_unless_it_is_evaluated():
+    model = Tiny()
+    everything = [list(model.parameters())]
+    (message,) = told_of(model, everything, is_chosen=False)
+    assert "initialize returns None" in message
+    assert told_of(model.eval(), everything, is_chosen=False) == []

@@ -283,3 +283,25 @@ def test_weights_given_in_bf16_are_warned_of(ranks: RankPools) -> None:
     assert "bf16.enabled true" in message
     assert ranks(2).run(born_in, torch.float32, "fp16") == [[], []]
     assert ranks(2).run(born_in, torch.bfloat16, "bf16") == [[], []]
+
+
+def born_in_alone(dtype: torch.dtype, frozen: bool) -> list[str]:
+    model = model_of().to(dtype).requires_grad_(not frozen)
+    with logged() as messages:
+        engine, *_ = hadal.initialize(model=model.eval(), config=config_of(1))
+    engine.destroy()
+    return messages
+
+
+def test_16_bit_weights_without_a_section_are_warned_of(ranks: RankPools) -> None:
+    ((message,),) = ranks(1).run(born_in_alone, torch.float16, False)
+    assert message.startswith(
+        "6 trainable parameters, the first of them 0.weight, were given in fl"
+    )
+    assert "without a loss scale and without fp32 master weights" in message
+    assert '"fp16": {"enabled": true}' in message
+    ((message,),) = ranks(1).run(born_in_alone, torch.bfloat16, False)
+    assert "they are trained without fp32 master weights" in message
+    assert '"bf16": {"enabled": true}' in message
+    assert ranks(1).run(born_in_alone, torch.bfloat16, True) == [[]]
+    assert ranks(1).run(born_in_alone, torch.float32, False) == [[]]

@@ -1,0 +1,116 @@
+"""Mistakes that train nothing, or count wrong: reported during an engine's first update."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from hadal.engine.batches import BatchSizes
+from hadal.engine.listeners import Listeners
+from hadal.engine.parts import Counters
+from hadal.listener import Forward, Listener, Update
+
+_log = logging.getLogger(__name__)
+
+# Backwards before `engine.step` that programs with several losses may have, beside the micro-steps.
+_SPARE_BACKWARDS = 8
+
+
+class FirstUpdate(Listener):
+    """Watches an engine until its first update, then leaves it.
+
+    It compares the first batch in training with the configured micro-batch, and counts backwards
+    that no `engine.step` follows.
+    """
+
+    name = "_first_update"
+
+    def __init__(self, listeners: Listeners, batches: BatchSizes, counters: Counters) -> None:
+        self._listeners = listeners
+        self._batches = batches
+        self._counters = counters
+        self._backwards = 0
+        self._has_compared = False
+        _watching.add(self)
+
+    def before_forward(self, forward: Forward) -> None:
+        """Compare the size of the first batch."""
+        if self._has_compared or not forward.is_training or not torch.is_grad_enabled():
+            return
+        self._has_compared = True
+        micro = self._batches.micro
+        found = batch_size((*forward.args, *forward.kwargs.values()), micro)
+        if found != micro:
+            _log.warning(
+                "the first batch has %d samples (dimension 0 of the model's inputs), but"
+                " train_micro_batch_size_per_gpu is %d: global_samples and samples per second count"
+                " %d for each batch. Gradients are those of the batch as it is",
+                found,
+                micro,
+                micro,
+            )
+
+    def after_backward(self, loss: Tensor | None) -> None:
+        """Count a backward; report once that the step is missing."""
+        self._backwards += 1
+        if self._backwards == 2 * self._batches.accumulation + _SPARE_BACKWARDS:
+            self.report()
+            _watching.discard(self)
+
+    def after_update(self, update: Update) -> None:
+        """Leave the engine."""
+        self._listeners.remove(self)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is reported at the program's end."""
+        _watching.discard(self)
+
+    def report(self) -> None:
+        """Report that gradients wait for a step, if no step was called at all."""
+        if self._backwards and not self._counters.micro_steps:
+            _log.warning(
+                "engine.step() was never called: gradients of %d backward passes were not used, no"
+                " weight was updated. Call engine.step() after each engine.backward(loss); it"
+                " updates the weights at the end of each accumulation",
+                self._backwards,
+            )
+
+
+_watching: WeakSet[FirstUpdate] = WeakSet()
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    if not hasattr(sys, "last_type"):  # an error that ended the program says enough
+        for each in tuple(_watching):
+            each.report()
+
+
+def batch_size(values: Iterable[Any], expected: int) -> int:
+    """Return the samples of a batch: dimension 0 of its tensors, also in lists and mappings.
+
+    Returns `expected` where dimension 0 may be something else: the tensors differ in it, there is
+    none, or one has `expected` as dimension 1.
+    """
+    shapes = [tensor.shape for tensor in _tensors(values) if tensor.dim()]
+    sizes = {shape[0] for shape in shapes}
+    is_second = any(expected in shape[1:2] for shape in shapes)
+    return expected if len(sizes) != 1 or is_second else sizes.pop()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

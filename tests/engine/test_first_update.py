@@ -1,0 +1,129 @@
+"""Mistakes that train nothing, or count wrong, are reported once during the first update."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import Tensor
+
+from engine.logs import logged
+from engine.toys import ROWS, engine_of, loss_of, model_of, train
+from hadal.engine.first_update import batch_size
+
+
+def told_of_batches(sizes: list[int], training: bool = True) -> list[str]:
+    """What is logged of batches of these sizes, one update each."""
+    with logged() as messages:
+        engine = engine_of(2)
+        engine.train(training)
+        for size in sizes:
+            loss = loss_of(engine(torch.ones(size, 6)), torch.ones(size, 4))
+            engine.backward(loss)
+            engine.step()
+    assert all(listener.name != "_first_update" for listener in engine._session.listeners)
+    engine.destroy()
+    return messages
+
+
+def test_a_first_batch_of_another_size_is_told_once(ranks: RankPools) -> None:
+    first, second = ranks(2).run(told_of_batches, [7, 7, 5])
+    (message,) = first
+    assert "the first batch has 7 samples" in message
+    assert "train_micro_batch_size_per_gpu is 3" in message
+    assert second == []
+
+
+def test_a_last_batch_that_is_smaller_is_no_mistake(ranks: RankPools) -> None:
+    assert ranks(1).run(told_of_batches, [ROWS, ROWS, 1]) == [[]]
+    assert ranks(1).run(told_of_batches, [7], False) == [[]]
+
+
+def test_the_batch_is_dimension_0_where_nothing_else_can_be_meant() -> None:
+    batch = torch.ones(4, 2)
+    for inputs in ((batch,), ([torch.tensor(1.0), batch],), ({"x": {"y": (batch,)}},), (3, batch)):
+        assert batch_size(inputs, 3) == 4
+    for unclear in (("text", None, torch.tensor(2.0)), (batch, torch.ones(5)), (torch.ones(5, 3),)):
+        assert batch_size(unclear, 3) == 3
+
+
+class SequenceFirst(torch.nn.Module):
+    """Takes (length, batch, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_of()
+
+    def forward(self, values: Tensor) -> Any:
+        return self.inner(values)
+
+
+def told_of_sequences() -> list[str]:
+    with logged() as messages:
+        engine = engine_of(1, SequenceFirst())
+        loss = engine(torch.ones(5, ROWS, 6)).mean()
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+    return messages
+
+
+def test_a_batch_in_the_second_dimension_is_no_mistake(ranks: RankPools) -> None:
+    assert ranks(1).run(told_of_sequences) == [[]]
+
+
+def told_without_steps(backwards: int, accumulation: int) -> list[str]:
+    with logged() as messages:
+        engine = engine_of(1, gradient_accumulation_steps=accumulation)
+        for _ in range(backwards):
+            engine.backward(loss_of(engine(torch.ones(ROWS, 6)), torch.ones(ROWS, 4)))
+        engine.destroy()
+    return messages
+
+
+def test_backwards_that_no_step_follows_are_told_once(ranks: RankPools) -> None:
+    assert ranks(1).run(told_without_steps, 9, 1) == [[]]
+    ((message,),) = ranks(1).run(told_without_steps, 16, 1)
+    assert "engine.step() was never called" in message
+    assert "10 backward passes" in message
+    assert ranks(1).run(told_without_steps, 15, 4) == [[]]
+
+
+def several_losses() -> list[str]:
+    """Many backwards in each micro-step, and a step after them."""
+    with logged() as messages:
+        engine = engine_of(1, gradient_accumulation_steps=4)
+        for _ in range(4):
+            for _ in range(6):
+                engine.backward(loss_of(engine(torch.ones(ROWS, 6)), torch.ones(ROWS, 4)))
+            engine.step()
+        train(engine, range(2))
+        engine.destroy()
+    return messages
+
+
+def test_several_losses_in_a_micro_step_are_no_mistake(ranks: RankPools) -> None:
+    assert ranks(1).run(several_losses) == [[]]
+
+
+PROGRAM = """
+import torch, hadal
+model = torch.nn.Linear(2, 2)
+config = {{"train_micro_batch_size_per_gpu": 4, "optimizer": {{"type": "Adam", "params": {{}}}}}}
+engine, *_ = hadal.initialize(model=model, config=config)
+engine.backward(engine(torch.ones(4, 2)).sum())
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "is_told"), [("", True), ("engine.step()", False), ("raise ValueError", False)]
+)
+def test_a_program_that_ends_without_a_step_is_told(end: str, is_told: bool) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ("engine.step() was never called" in ended.stderr) == is_told, ended.stderr
