@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# How alike two words must be for one to be a suggestion for the other.
+_ALIKE, _ALIKE_SHORT, _SHORT = 0.75, 0.6, 5
+# Other libraries' names of the same thing, which are not spelled alike.
+_ELSEWHERE = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay"}
+
 
 class HadalError(Exception):
     """The base class of all of Hadal's exceptions."""
@@ -84,6 +89,22 @@ class CheckpointError(HadalError, OSError):
 
 class OffloadError(HadalError, OSError):
     """Offloaded state cannot be written or read: the disk has a fault or is full."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name most similar to a misspelled one, or None."""
+    from difflib import get_close_matches
+
+    plain, written = {_plain(word): word for word in known}, _plain(name)
+    if _ELSEWHERE.get(written) in plain:
+        return plain[_ELSEWHERE[written]]
+    cutoff = _ALIKE_SHORT if len(name) <= _SHORT else _ALIKE
+    found = get_close_matches(written, plain, n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def few(names: Iterable[object], shown: int = 8, joint: str = ", ") -> str:

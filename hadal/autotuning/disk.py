@@ -105,20 +105,26 @@ class Search:
     """A search that measures one setting after another and keeps the best.
 
     It starts with the defaults, continues with all block sizes and depths, and then varies each of
-    the other keys of the best setting.
+    the other keys of the best setting. At the end it measures the defaults and the best once more:
+    the difference between two measurements of the same setting is noise.
     """
 
     count = len(_BLOCKS) * len(_DEPTHS) + len(_THREADS) + 2
     """The number of settings measured."""
+    turns = count + 2
+    """The number of measurements."""
 
     def __init__(self, measure: Callable[[IoSettings], Measured]) -> None:
         self._measure = measure
         self.best: Measured | None = None
+        self.noise = _MARGIN - 1
+        """The share by which two measurements of the same setting may differ."""
 
     def run(self) -> Iterator[Measured]:
         """Yield each setting as it is measured."""
         default = IoSettings()
-        yield self._next(default)
+        first = self._next(default)
+        yield first
         for nbytes, depth in product(_BLOCKS, _DEPTHS):
             settings = replace(default, block_nbytes=nbytes, queue_depth=depth)
             if settings != default:
@@ -127,6 +133,15 @@ class Search:
             yield self._next(replace(self._base, threads=threads))
         yield self._next(replace(self._base, submits_singly=True))
         yield self._next(replace(self._base, overlaps=False))
+        assert self.best is not None  # the defaults are always measured
+        for found in (first, self.best):
+            times = (found.seconds_per_gb, self._measure(found.settings).seconds_per_gb)
+            self.noise = max(self.noise, max(times) / min(times) - 1)
+
+    def is_as_good(self, found: Measured) -> bool:
+        """Return whether a setting is as fast as the best one within the noise."""
+        assert self.best is not None
+        return found.seconds_per_gb <= self.best.seconds_per_gb * (1 + self.noise)
 
     @property
     def _base(self) -> IoSettings:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from torch import nn
@@ -29,6 +30,8 @@ _GB = 1e9
 _FP32_NBYTES = 4
 # In elements: offloaded values on a disk are aligned to it.
 _UNIT_NUMEL = 4096
+# Model states may take so much of a device's memory: the rest is for activations and buffers.
+_ROOM = 0.8
 _GENERATIONS = 2
 """Generations of state on a disk: an update that fails leaves the previous one intact."""
 
@@ -272,6 +275,68 @@ def host_nbytes(model: Model, job: Job, *, born_sharded: bool) -> int:
         rest = math.ceil(model.numel / job.cuts) + model.largest
         return _FP32_NBYTES * job.devices_per_node * rest
     return _FP32_NBYTES * job.devices_per_node * model.numel
+
+
+# ---- what fits -----------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A ZeRO stage, and the tiers of the optimizer and of the weights."""
+
+    stage: int
+    optimizer: Tier = Tier.DEVICE
+    weights: Tier = Tier.DEVICE
+
+
+PLANS = (
+    *(Plan(stage) for stage in range(4)),
+    *(Plan(stage, Tier.HOST) for stage in range(4)),
+    *(Plan(stage, Tier.DISK) for stage in (1, 2, 3)),
+    Plan(3, Tier.HOST, Tier.HOST),
+    Plan(3, Tier.DISK, Tier.DISK),
+)
+"""The usual ones, the fastest first."""
+
+
+class Fit(Enum):
+    """How model states fit into a device's memory."""
+
+    GOOD = "fits"
+    TIGHT = "tight"
+    """Less than a fifth of the memory is left for activations and buffers."""
+    NONE = "does not fit"
+
+    @classmethod
+    def of(cls, nbytes: int, memory: int) -> Fit:
+        """How so many bytes fit into a memory."""
+        if nbytes > memory:
+            return cls.NONE
+        return cls.GOOD if nbytes <= _ROOM * memory else cls.TIGHT
+
+
+def held_by(plan: Plan, model: Model, job: Job, cost: Cost = HALF) -> Held:
+    """What one rank holds of all model states under a plan."""
+    rest = Rest(plan.weights, plan.optimizer)
+    return states_of(plan.stage, model, job, cost, rest).total
+
+
+def peak_nbytes(plan: Plan, model: Model, job: Job, cost: Cost = HALF) -> int:
+    """Bytes of a device at most: what it holds, and the largest layer in its turn."""
+    held = held_by(plan, model, job, cost).device
+    takes_turns = layers_take_turns(plan.stage, job, Rest(plan.weights, plan.optimizer))
+    return held + takes_turns * layer_nbytes(model, cost)
+
+
+def best_plan(
+    model: Model, job: Job, memory: int, cost: Cost = HALF, plans: Iterable[Plan] = PLANS
+) -> Plan | None:
+    """The fastest plan that fits, or that fits tightly; None: there is none."""
+    fits = {plan: Fit.of(peak_nbytes(plan, model, job, cost), memory) for plan in plans}
+    for wanted in (Fit.GOOD, Fit.TIGHT):
+        for plan, fit in fits.items():
+            if fit is wanted:
+                return plan
+    return None
 
 
 # ---- the functions that users know ---------------------------------------------------------------

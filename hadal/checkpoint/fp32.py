@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hadal.checkpoint.export import export, load_weights, state_dict_of
-from hadal.checkpoint.huggingface import MAX_SHARD, NAME, PICKLE, nbytes_of
+from hadal.checkpoint.huggingface import MAX_SHARD, NAME, PICKLE
 from hadal.checkpoint.opening import opened
+from hadal.units import nbytes_of
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -33,8 +33,6 @@ from hadal.errors import CheckpointError
 MAX_SHARD = "5GB"
 NAME = "model.safetensors"
 PICKLE = "pytorch_model.bin"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Value(NamedTuple):
@@ -53,22 +51,6 @@ class Value(NamedTuple):
     def nbytes(self) -> int:
         """The number of bytes."""
         return self.numel * self.dtype.itemsize
-
-
-def nbytes_of(size: str | int) -> int:
-    """Convert a size to bytes: a number, or text such as "5GB" (base 1000) or "2GiB" (base 1024).
-
-    Raises:
-        ValueError: `size` is neither.
-    """
-    found = _SIZE.fullmatch(str(size).strip())
-    nbytes = 0
-    if found:
-        base = 1024 if found[3] else 1000
-        nbytes = int(float(found[1]) * base ** _POWER[found[2].upper()])
-    if nbytes < 1:
-        raise ValueError(f'a size must be a number of bytes or text such as "5GB", found {size!r}')
-    return nbytes
 
 
 def in_order(values: Iterable[Value]) -> list[Value]:

@@ -5,178 +5,302 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadal.cli.arguments import positive
+from hadal.cli.arguments import integer, number, positive
+from hadal.cli.parser import add_command
+from hadal.cli.pictures import COLOURS, FAINT, picture_path, write_picture
 from hadal.cli.run import start
-from hadal.errors import HadalError
+from hadal.cli.terminal import CommandError, note, progress, show, table, write_file
+from hadal.errors import nearest
+from hadal.units import shown_binary
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
 
+    from hadal.comm import Ranks
     from hadal.comm.bench import Trial
 
-_FAULTY = 1
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
+_USUAL = ("all_gather", "reduce_scatter")
+"""What ZeRO sends: these are measured where no kind is named."""
 _WAYS = {"hadal": "hadal.comm", "torch": "torch.distributed", "training": "as in training"}
-_COLOURS = ("#1f5fa8", "#d1682b", "#3c8d5a", "#8a4fa3", "#a8842c", "#5f6b76")
-_FAINT = "#c9d1d9"
 _DEFAULT_RANKS_OF_CPUS = 2
+_LOOK_S = 0.2
+_FIGURES, _PROGRESS = "measured.json", "progress"
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the action."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        group,
         "comm",
-        help="measure collectives between ranks",
-        description="Measure collectives over messages of many sizes; print a table, and draw a"
-        " picture. Run by itself it starts ranks on this machine; under `hadal run --module"
-        " hadal.cli bench comm`, torchrun, Slurm or MPI it takes part as one of theirs.",
+        help="Measure collectives between ranks",
+        description="Measure collectives over messages of several sizes: the median of some calls,"
+        " on the slowest rank. By itself the command starts ranks on this machine; under `hadal run"
+        " --module hadal.cli bench comm`, torchrun, Slurm or MPI it is one of theirs.",
+        examples=(
+            "hadal bench comm",
+            "hadal bench comm all_reduce --dtype bfloat16 --output all_reduce.svg",
+            "hadal bench comm --all --factor 2",
+        ),
     )
+    kinds = parser.add_argument_group("What is measured")
     parser.add_argument(
-        "kinds", nargs="*", metavar="KIND", help=f"{', '.join(_KINDS)} (default: all)"
+        "kinds",
+        nargs="*",
+        metavar="KIND",
+        help=f"Some of {', '.join(_KINDS)} (default: {' and '.join(_USUAL)})",
     )
-    parser.add_argument(
+    kinds.add_argument("--all", action="store_true", help="Measure every kind")
+    kinds.add_argument(
+        "--minsize",
+        type=integer(ge=0, le=40),
+        default=6,
+        metavar="N",
+        help="The smallest message has 2^N elements (default: %(default)s)",
+    )
+    kinds.add_argument(
         "--maxsize",
-        type=positive,
+        type=integer(ge=0, le=40),
         default=24,
         metavar="N",
-        help="the largest message has 2^N elements (default %(default)s)",
+        help="The largest message has 2^N elements (default: %(default)s)",
     )
-    parser.add_argument(
-        "--mem_factor",
-        type=_share,
+    kinds.add_argument(
+        "--factor",
+        type=integer(ge=2),
+        default=4,
+        metavar="F",
+        help="Each message is F times as large as the one before (default: %(default)s)",
+    )
+    kinds.add_argument(
+        "--mem-factor",
+        type=number(gt=0, lt=1),
         metavar="SHARE",
-        help="measure one size alone: the message that takes this share of the free memory",
+        help="Measure one size only: the message that takes this share of the free memory",
     )
-    parser.add_argument("--trials", type=positive, default=20, metavar="N", help="calls (20)")
-    parser.add_argument("--warmups", type=int, default=5, metavar="N", help="before them (5)")
-    parser.add_argument("--dtype", default="float32", help="torch's name (default float32)")
-    parser.add_argument(
-        "--async_op", "--async-op", action="store_true", help="start calls, then wait for them"
+    kinds.add_argument(
+        "--dtype", default="float32", help="The elements' dtype, by torch's name (default: float32)"
     )
-    parser.add_argument(
+    how = parser.add_argument_group("How")
+    how.add_argument(
+        "--trials", type=positive, default=20, metavar="N", help="Calls (default: %(default)s)"
+    )
+    how.add_argument(
+        "--warmups",
+        type=integer(ge=0),
+        default=5,
+        metavar="N",
+        help="Calls before them that are not measured (default: %(default)s)",
+    )
+    how.add_argument(
         "--dist",
         choices=tuple(_WAYS),
         default="hadal",
-        help="whose calls: hadal.comm's, torch's own, or what an engine does in training",
+        help="Whose calls: hadal.comm's (default), torch's own, or what an engine does in training",
     )
-    parser.add_argument(
-        "--bw_unit", choices=("GBps", "Gbps"), default="GBps", help="bytes or bits in a second"
-    )
-    parser.add_argument("--raw", action="store_true", help="plain numbers, in columns by tabs")
-    parser.add_argument(
+    how.add_argument("--async-op", action="store_true", help="Start each call, then wait for it")
+    how.add_argument(
         "--backend", metavar="NAME", help="torch's backend (default: the device's own)"
     )
-    parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="how many ranks to start on this machine"
+    how.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="How many ranks to start on this machine (default: one for each accelerator; else 2)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw a PNG")
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "--bw-unit",
+        choices=("GBps", "Gbps"),
+        default="GBps",
+        help="Bytes (default) or bits per second",
+    )
+    output.add_argument(
+        "--raw", action="store_true", help="Print plain numbers, in columns separated by tabs"
+    )
+    output.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to a file")
+    output.add_argument(
+        "--output", type=Path, metavar="FILE", help="Draw them, in the format of the suffix"
+    )
     parser.add_argument("--hand-over", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text}")
-    return value
-
-
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; return 1 where that cannot be done."""
-    if parsed.output is not None and not _can_draw():
-        return _FAULTY
+    """Measure.
+
+    Raises:
+        HadalError: that cannot be done; faults of the command line are found before ranks start.
+    """
     from hadal.comm.start import told_world_size
 
-    unknown = [kind for kind in parsed.kinds if kind not in _KINDS]
-    if unknown:
-        print(
-            f"hadal bench comm: no kind {unknown[0]!r}: expected some of {', '.join(_KINDS)}",
-            file=sys.stderr,
-        )
-        return _FAULTY
+    _check(parsed)
     if told_world_size() is None:
         return _start_ranks(parsed)
-    try:
-        return _take_part(parsed)
-    except (HadalError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _FAULTY
+    return _take_part(parsed)
 
 
-def _can_draw() -> bool:
-    try:
-        import matplotlib  # noqa: F401 - to tell before anything is measured
-    except ImportError:
-        print(
-            "hadal bench comm draws with matplotlib, which is not installed:"
-            " pip install matplotlib",
-            file=sys.stderr,
-        )
-        return False
-    return True
+def _check(parsed: argparse.Namespace) -> None:
+    """Find what cannot work, and settle which kinds are measured."""
+    import torch.distributed as dist
+
+    if parsed.all and parsed.kinds:
+        raise CommandError("--all measures every kind; leave out the names, or --all")
+    for kind in parsed.kinds:
+        if kind not in _KINDS:
+            raise CommandError(f"no kind {kind!r}; {_meant(kind, _KINDS)}")
+    if parsed.dist == "training" and "pt2pt" in parsed.kinds:
+        raise CommandError("training has no pt2pt; measure it with --dist hadal or torch")
+    every = [kind for kind in _KINDS if not (kind == "pt2pt" and parsed.dist == "training")]
+    parsed.kinds = parsed.kinds or (every if parsed.all else list(_USUAL))
+    if parsed.minsize > parsed.maxsize:
+        raise CommandError(f"--minsize {parsed.minsize} is more than --maxsize {parsed.maxsize}")
+    _dtype_of(parsed.dtype)
+    for backend in (parsed.backend or "").split(","):  # or "cpu:gloo,cuda:nccl"
+        name = backend.rpartition(":")[2].lower()
+        if name and not dist.is_backend_available(name):
+            raise CommandError(f"--backend {parsed.backend}: this torch has no {name}")
+    if parsed.output is not None:
+        parsed.output = picture_path(parsed.output)
+    if parsed.json is not None and not parsed.json.parent.is_dir():
+        raise CommandError(f"{parsed.json} cannot be written: there is no such directory")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    bare = name.removeprefix("torch.")
+    dtype = getattr(torch, bare, None)
+    if not isinstance(dtype, torch.dtype):
+        known = [each for each, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        raise CommandError(f"--dtype {name}: torch has no such dtype; {_meant(bare, known)}")
+    return dtype
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else f"use one of {', '.join(known)}"
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def _start_ranks(parsed: argparse.Namespace) -> int:
     """Run this command again in ranks of its own, and show what they hand over."""
     from hadal.device.inventory import devices
 
-    ranks = parsed.ranks or len(devices()) or _DEFAULT_RANKS_OF_CPUS
+    found = len(devices())
+    ranks = parsed.ranks or found or _DEFAULT_RANKS_OF_CPUS
+    if ranks > found > 0:
+        raise CommandError(f"--ranks {ranks}, but this machine has {found} accelerators")
+    if ranks == 1:
+        note("one rank sends nothing: the figures are what the calls themselves take")
     started = ["--quiet", "--num_accelerators", str(ranks), "--no_local_rank", "--module"]
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "measured.json")
-        words = [*_words(parsed), "--hand-over", str(found)]
-        code = start([*started, "hadal.cli", "bench", "comm", *words])
-        return code or _show(parsed, json.loads(found.read_text()))
+        words = [*_words(parsed), "--hand-over", folder]
+        with _followed(Path(folder, _PROGRESS), _count(parsed, ranks)):
+            code = start([*started, "hadal.cli", "bench", "comm", *words])
+        return code or _show(parsed, json.loads(Path(folder, _FIGURES).read_text()))
+
+
+@contextmanager
+def _followed(path: Path, total: int) -> Iterator[None]:
+    """Show how far ranks are: they write a byte to a file with each measurement."""
+    bar, task = progress(total, "measuring")
+    is_over = threading.Event()
+
+    def follow() -> None:
+        while not is_over.wait(_LOOK_S):
+            bar.update(task, completed=path.stat().st_size if path.exists() else 0)
+
+    with bar:
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            follower.join()
 
 
 def _words(parsed: argparse.Namespace) -> list[str]:
     """The command line again."""
     words = list(parsed.kinds)
-    for name in ("maxsize", "mem_factor", "trials", "warmups", "dtype", "dist", "bw_unit"):
+    names = ("minsize", "maxsize", "factor", "mem_factor", "trials", "warmups", "dtype", "dist")
+    for name in names:
         value = getattr(parsed, name)
         words += [] if value is None else [f"--{name}", str(value)]
     words += ["--backend", parsed.backend] if parsed.backend else []
-    return words + [f"--{name}" for name in ("async_op", "raw") if getattr(parsed, name)]
+    return words + ["--async_op"] * parsed.async_op
+
+
+def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
+    from hadal.comm.bench import numels_between
+
+    return numels_between(1 << parsed.minsize, 1 << parsed.maxsize, parsed.factor, ranks)
+
+
+def _count(parsed: argparse.Namespace, ranks: int) -> int:
+    """How many measurements there are."""
+    sizes = 1 if parsed.mem_factor is not None else len(_numels(parsed, ranks))
+    return len(parsed.kinds) * sizes
+
+
+@contextmanager
+def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[], object]]:
+    """What a rank calls with each measurement: for the command that started it, or for people."""
+    if ranks.rank > 0:
+        yield lambda: None
+    elif parsed.hand_over is not None:
+        with Path(parsed.hand_over, _PROGRESS).open("wb", buffering=0) as file:
+            yield lambda: file.write(b".")
+    else:
+        bar, task = progress(_count(parsed, ranks.size), "measuring")
+        with bar:
+            yield lambda: bar.advance(task)
 
 
 def _take_part(parsed: argparse.Namespace) -> int:
     from hadal import comm
-    from hadal.comm.bench import numel_of_memory, numels_up_to, sweep
+    from hadal.comm.bench import numel_of_memory, sweep
     from hadal.device import current_device
 
     comm.init_distributed(parsed.backend)
     trial, ranks = _trial(parsed), comm.Ranks.world()
-    numels = numels_up_to(1 << parsed.maxsize, ranks.size)
+    numels = _numels(parsed, ranks.size)
     if parsed.mem_factor is not None:
         numels = [numel_of_memory(parsed.mem_factor, trial.dtype, ranks)]
-    kinds = parsed.kinds or [k for k in _KINDS if not (k == "pt2pt" and trial.way == "training")]
-    found = [dataclasses.asdict(one) for one in sweep(kinds, numels, trial)]
+    found = []
+    with _steps(parsed, ranks) as step:
+        for one in sweep(parsed.kinds, numels, trial):
+            found.append(dataclasses.asdict(one))
+            step()
     told = {"ranks": ranks.size, "device": current_device().type, "measured": found}
     comm.destroy_process_group()
     if ranks.rank > 0:
         return 0
     if parsed.hand_over is not None:
-        parsed.hand_over.write_text(json.dumps(told))
+        Path(parsed.hand_over, _FIGURES).write_text(json.dumps(told))
         return 0
     return _show(parsed, told)
 
 
 def _trial(parsed: argparse.Namespace) -> Trial:
-    import torch
-
     from hadal.comm.bench import Trial
 
-    dtype = getattr(torch, parsed.dtype.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"--dtype {parsed.dtype}: expected a dtype of torch's, such as bfloat16")
-    return Trial(dtype, parsed.trials, max(0, parsed.warmups), parsed.async_op, parsed.dist)
+    dtype = _dtype_of(parsed.dtype)
+    return Trial(dtype, parsed.trials, parsed.warmups, parsed.async_op, parsed.dist)
+
+
+# ---- what is shown -------------------------------------------------------------------------------
 
 
 def _show(parsed: argparse.Namespace, told: dict[str, Any]) -> int:
@@ -190,43 +314,37 @@ def _show(parsed: argparse.Namespace, told: dict[str, Any]) -> int:
             print(one["kind"], one["nbytes"], one["numel"], *figures, sep="\t")
     else:
         _print_table(found, what, parsed.bw_unit, factor)
-    try:
-        if parsed.json is not None:
-            choice = {"dtype": parsed.dtype, "way": parsed.dist}
-            parsed.json.write_text(json.dumps({**choice, **told}, indent=1) + "\n")
-        if parsed.output is not None:
-            picture = figure_of(found, what, parsed.bw_unit, factor)
-            picture.savefig(parsed.output, format="png", dpi=150)
-            print(parsed.output)
-    except OSError as error:
-        print(f"{error.filename} cannot be written: {error}", file=sys.stderr)
-        return _FAULTY
+    if parsed.json is not None:
+        choice = {"dtype": parsed.dtype, "way": parsed.dist}
+        write_file(parsed.json, json.dumps({**choice, **told}, indent=1) + "\n")
+    if parsed.output is not None:
+        write_picture(figure_of(found, what, parsed.bw_unit, factor), parsed.output)
     return 0
 
 
 def _print_table(found: Sequence[dict[str, Any]], what: str, unit: str, factor: float) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from hadal.comm.summary import shown_nbytes
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=what, title_justify="left")
-    table.add_column("operation")
-    for title in ("message", "elements", "μs", f"algorithm\n{unit}", f"bus\n{unit}"):
-        table.add_column(title, justify="right")
+    numbers = ("message", "elements", "μs", f"algorithm\n{unit}", f"bus\n{unit}")
+    made = table("operation", *numbers, right=numbers, title=what)
+    best = {
+        kind: max(one["bus_bandwidth"] for one in found if one["kind"] == kind)
+        for kind in {one["kind"] for one in found}
+    }
     before = ""
     for one in found:
         name, before = "" if one["kind"] == before else one["kind"], one["kind"]
-        speeds = (one["algorithm_bandwidth"] * factor, one["bus_bandwidth"] * factor)
-        table.add_row(
+        made.add_row(
             name,
-            shown_nbytes(one["nbytes"]),
+            shown_binary(one["nbytes"]),
             f"{one['numel']:,}",
-            f"{one['seconds'] * 1e6:.1f}",
-            *(f"{speed:.3f}" for speed in speeds),
+            f"{one['seconds'] * 1e6:,.1f}",
+            *(_speed(one[key] * factor) for key in ("algorithm_bandwidth", "bus_bandwidth")),
+            style="best" if one["bus_bandwidth"] == best[one["kind"]] else None,
         )
-    Console(width=max(Console().width, 90)).print(table)
+    show(made)
+
+
+def _speed(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.005 else "<0.01"
 
 
 def figure_of(found: Sequence[dict[str, Any]], what: str, unit: str, factor: float) -> Figure:
@@ -236,7 +354,7 @@ def figure_of(found: Sequence[dict[str, Any]], what: str, unit: str, factor: flo
     figure = Figure(figsize=(9, 7), layout="constrained")
     speed, time = figure.subplots(2, sharex=True)
     kinds = list(dict.fromkeys(one["kind"] for one in found))
-    for kind, colour in zip(kinds, _COLOURS, strict=False):
+    for kind, colour in zip(kinds, COLOURS, strict=False):
         own = [one for one in found if one["kind"] == kind]
         style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 3.5, "label": kind}
         sizes = [one["nbytes"] for one in own]
@@ -248,7 +366,7 @@ def figure_of(found: Sequence[dict[str, Any]], what: str, unit: str, factor: flo
     time.set_yscale("log")
     for axis in (speed, time):
         axis.set_xscale("log", base=2)
-        axis.grid(color=_FAINT, linewidth=0.6)
+        axis.grid(color=FAINT, linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     speed.legend(frameon=False, fontsize=9)

@@ -3,63 +3,101 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hadal.errors import HadalError
+from hadal.cli.arguments import add_json, integer, size
+from hadal.cli.parser import add_command, add_group
+from hadal.cli.terminal import FAILED, aligned, key, show, show_json, table
+from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from hadal.checkpoint.inspection import CheckpointReport
 
-_FAULTY = 1
 _DTYPES = ("fp32", "bf16", "fp16")
-_DIR = "the folder that save_checkpoint wrote to, or one checkpoint; Hadal's or DeepSpeed's"
+_DIR = "The directory given to save_checkpoint, or one checkpoint; Hadal's or DeepSpeed's"
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand and its own."""
-    parser = subparsers.add_parser("checkpoint", help="export, convert or inspect checkpoints")
-    own = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    exporting = own.add_parser("export", help="write the weights in Hugging Face layout")
+    parser = add_command(
+        group,
+        "checkpoint",
+        help="Export, convert or inspect checkpoints",
+        description="Export, convert or inspect checkpoints of Hadal and of DeepSpeed, without the"
+        " program that wrote them.",
+        examples=("hadal checkpoint inspect checkpoints",),
+    )
+    own = add_group(parser, "action")
+    exporting = add_command(
+        own,
+        "export",
+        help="Write the weights in Hugging Face layout",
+        description="Write the weights of a checkpoint as safetensors, in the layout of Hugging"
+        " Face.",
+        examples=("hadal checkpoint export checkpoints exported --dtype bf16",),
+    )
     _add_output(exporting)
     exporting.add_argument(
         "--dtype", choices=_DTYPES, help="dtype of the weights (default: their own)"
     )
     exporting.set_defaults(run=run_export)
-    converting = own.add_parser("to-fp32", help="write the fp32 weights in Hugging Face layout")
+    converting = add_command(
+        own,
+        "to-fp32",
+        help="Write the fp32 weights in Hugging Face layout",
+        description="Write the fp32 master weights of a checkpoint as safetensors, in the layout of"
+        " Hugging Face.",
+        examples=("hadal checkpoint to-fp32 checkpoints exported --tag global_step1000",),
+    )
     _add_output(converting)
     converting.set_defaults(run=run_export, dtype="fp32")
-    inspecting = own.add_parser("inspect", help="show what is inside, and whether it is whole")
+    inspecting = add_command(
+        own,
+        "inspect",
+        help="Show what a checkpoint contains, and whether it is whole",
+        description="Show what the checkpoints of a directory contain, and compare every byte with"
+        " its checksum. The exit code is 1 if one is damaged.",
+        examples=("hadal checkpoint inspect checkpoints --quick",),
+    )
     _add_input(inspecting)
-    inspecting.add_argument("--json", action="store_true", help="print JSON")
+    add_json(inspecting)
     inspecting.add_argument(
-        "--quick", action="store_true", help="do not compare every byte with its checksum"
+        "--quick", action="store_true", help="Do not compare every byte with its checksum"
     )
     inspecting.set_defaults(run=run_inspect)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help=_DIR)
-    parser.add_argument("-t", "--tag", help="which checkpoint in DIR (default: the latest)")
+    parser.add_argument("-t", "--tag", help="Which checkpoint in DIR (default: the latest)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     _add_input(parser)
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write to")
+    parser.add_argument("out", metavar="OUT", type=Path, help="The directory to write to")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="longest file (default 5GB)"
+        "--max-shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="Size of the largest file (default: %(default)s)",
     )
     parser.add_argument(
-        "--exclude-frozen-parameters", action="store_true", help="leave out what was not trained"
+        "--exclude-frozen-parameters",
+        action="store_true",
+        help="Leave out parameters that were not trained",
     )
     parser.add_argument(
-        "--part", type=int, metavar="N", help="which part of a model in model-parallel parts"
+        "--part",
+        type=integer(ge=0),
+        metavar="N",
+        help="Which part of a model that was trained in model-parallel parts",
     )
 
 
@@ -67,25 +105,21 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(parsed: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint; return 1 where that cannot be done."""
+    """Write the weights of a checkpoint."""
     from hadal.checkpoint.export import DTYPES, export
-    from hadal.checkpoint.huggingface import NAME, nbytes_of
+    from hadal.checkpoint.huggingface import NAME
     from hadal.checkpoint.opening import opened
 
-    try:
-        written = export(
-            opened(parsed.dir, parsed.tag, parsed.part),
-            parsed.out,
-            NAME,
-            dtype=None if parsed.dtype is None else DTYPES[parsed.dtype],
-            max_shard_nbytes=nbytes_of(parsed.max_shard_size),
-            exclude_frozen=parsed.exclude_frozen_parameters,
-        )
-    except (HadalError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _FAULTY
-    for path in written:
-        print(f"{path}  {_size(path.stat().st_size)}")
+    written = export(
+        opened(parsed.dir, parsed.tag, parsed.part),
+        parsed.out,
+        NAME,
+        dtype=None if parsed.dtype is None else DTYPES[parsed.dtype],
+        max_shard_nbytes=parsed.max_shard_size,
+        exclude_frozen=parsed.exclude_frozen_parameters,
+    )
+    rows = [(key(str(path)), shown_nbytes(path.stat().st_size)) for path in written]
+    show(aligned(rows))
     return 0
 
 
@@ -96,79 +130,62 @@ def run_inspect(parsed: argparse.Namespace) -> int:
     """Show checkpoints; return 1 where one is damaged."""
     from hadal.checkpoint.inspection import inspected
 
-    try:
-        reports = inspected(parsed.dir, parsed.tag, verify=not parsed.quick)
-    except HadalError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _FAULTY
+    reports = inspected(parsed.dir, parsed.tag, verify=not parsed.quick)
     if parsed.json:
-        print(json.dumps([asdict(report) for report in reports], indent=2))
+        show_json([asdict(report) for report in reports])
     else:
         _show(reports)
-    return _FAULTY if any(report.faults for report in reports) else 0
+    return FAILED if any(report.faults for report in reports) else 0
 
 
 def _show(reports: list[CheckpointReport]) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console()
-    console.print(_overview(reports))
+    show(_overview(reports))
     for report in reports:
         if report.holdings:
-            console.print(_contents(report))
+            show("", _contents(report))
     for report in reports:
         for fault in report.faults:
-            print(f"damaged: {fault}")
+            show(Text.assemble(("damaged: ", "error"), fault))
 
 
 def _overview(reports: list[CheckpointReport]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("checkpoint", overflow="fold")
-    for title in ("written by", "stage", "ranks", "steps", "saved", "files", "health"):
-        table.add_column(title)
+    right = ("stage", "ranks", "steps")
+    made = table("checkpoint", "saved", *right, "size", "health", right=(*right, "size"))
     for report in reports:
-        name = f"{escape(report.tag)}{' (latest)' * report.is_latest}"
-        files = f"{report.file_count}, {_size(report.file_nbytes)}"
+        name = f"{report.tag}{' (latest)' * report.is_latest}"
         row = (report.stage, report.world_size, report.global_steps)
-        shown = ["?" if value is None else str(value) for value in row]
+        shown = ["?" if value is None else f"{value:,}" for value in row]
         saved = "?" if report.saved_at is None else _moment(report.saved_at)
-        table.add_row(name, report.writer, *shown, saved, files, _health(report))
-    return table
+        made.add_row(name, saved, *shown, shown_nbytes(report.file_nbytes), _health(report))
+    for column in made.columns[1:]:
+        column.no_wrap = True
+    return made
 
 
 def _contents(report: CheckpointReport) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
-    title = f"{escape(report.tag)}: {report.parameters:,} elements of weights"
-    if report.parts > 1:
-        title += f" in {report.parts} parts"
-    table = Table("what", "dtype", box=SIMPLE_HEAD, pad_edge=False, title=title)
-    for column in ("tensors", "elements", "bytes"):
-        table.add_column(column, justify="right")
+    title = (
+        f"{report.tag}: {report.parameters:,} elements of weights"
+        f"{f' in {report.parts} parts' * (report.parts > 1)}, {report.file_count} files written by"
+        f" {report.writer}"
+    )
+    right = ("tensors", "elements", "size")
+    made = table("kind", "dtype", *right, right=right, title=title)
     for one in report.holdings:
-        table.add_row(one.kind, one.dtype, str(one.tensors), f"{one.numel:,}", _size(one.nbytes))
-    return table
+        # Weights that are the rounding of their masters are not stored twice.
+        stored = shown_nbytes(one.nbytes) if one.nbytes or not one.numel else "in the masters"
+        made.add_row(one.kind, one.dtype, str(one.tensors), f"{one.numel:,}", stored)
+    return made
 
 
-def _health(report: CheckpointReport) -> str:
+def _health(report: CheckpointReport) -> Text:
+    from rich.text import Text
+
     if report.faults:
-        return "[red]damaged[/red]"
-    return "[green]whole[/green]" if report.checked else "not checked"
+        return Text("damaged", "error")
+    return Text("whole", "good") if report.checked else Text("not checked", "faint")
 
 
 def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _size(nbytes: int) -> str:
-    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

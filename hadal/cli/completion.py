@@ -11,6 +11,9 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from hadal.cli.parser import add_command
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -39,16 +42,21 @@ class Command:
     """The first word that is no flag is a program, and what follows is the program's."""
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        group,
         "completion",
-        help="print a script by which bash, zsh or fish complete this command",
-        description='For bash: eval "$(hadal completion bash)" in ~/.bashrc; for zsh the same in'
-        " ~/.zshrc, after compinit; for fish: hadal completion fish >"
-        " ~/.config/fish/completions/hadal.fish",
+        help="Print a completion script for bash, zsh or fish",
+        description="Print a script with which a shell completes commands and flags. Completing"
+        " starts no Python.",
+        examples=(
+            'eval "$(hadal completion bash)"  # in ~/.bashrc',
+            'eval "$(hadal completion zsh)"  # in ~/.zshrc, after compinit',
+            "hadal completion fish > ~/.config/fish/completions/hadal.fish",
+        ),
     )
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
     parser.set_defaults(run=run)
 
 
@@ -61,8 +69,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 def commands_of(parser: argparse.ArgumentParser, path: str) -> Iterator[Command]:
     """A command and all below it, as its parser knows them."""
-    from hadal.cli.flags import KNOWN
-
     below: dict[str, str] = {}
     options: list[Option] = []
     parsers: dict[str, argparse.ArgumentParser] = {}
@@ -73,8 +79,7 @@ def commands_of(parser: argparse.ArgumentParser, path: str) -> Iterator[Command]
         elif not action.option_strings and action.choices:
             below |= dict.fromkeys(map(str, action.choices), "")
         for name in action.option_strings:
-            told = action.choices or KNOWN.get(name, ())
-            known = tuple(map(str, told))
+            known = tuple(map(str, action.choices or ()))
             options.append(Option(name, _line(action, parser), action.nargs != 0, known))
     yield Command(path, tuple(options), below, path in ("hadal run", "hadal ssh"))
     for name, own in parsers.items():

@@ -105,10 +105,14 @@ def bench() -> int:
     parser.add_argument("--debug", action="store_true", help="nothing more is told")
     parser.add_argument("--local_rank", type=int, help="as launchers give it; not needed")
     given = parser.parse_args()
-    words = [*(given.kinds or ()), "--trials", given.trials, "--warmups", given.warmups]
+    words = [*(given.kinds or ("--all",)), "--trials", given.trials, "--warmups", given.warmups]
     words += ["--bw_unit", given.bw_unit, "--dtype", given.dtype]
     words += ["--dist", "torch" if given.dist == "torch" else "hadal"]
-    words += ["--maxsize", given.maxsize] if given.scan else ["--mem_factor", given.mem_factor]
+    words += (
+        ["--minsize", "0", "--factor", "2", "--maxsize", given.maxsize]
+        if given.scan
+        else ["--mem_factor", given.mem_factor]
+    )
     words += ["--backend", given.backend] if given.backend else []
     words += [
         flag for flag, is_on in (("--async_op", given.async_op), ("--raw", given.raw)) if is_on

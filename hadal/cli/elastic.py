@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import positive
+from hadal.cli.arguments import CONFIG_HELP, add_json, positive
+from hadal.cli.parser import add_command
+from hadal.cli.terminal import aligned, key, show, show_json
 from hadal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hadal.config.elasticity import Elasticity
 
-_FAULTY = 2
 _NUMBERS = 16
-"""So many numbers stand in a line."""
+"""How many numbers a line has."""
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "elastic", help="show the batch that `elasticity` chooses, and who can train it"
+    parser = add_command(
+        group,
+        "elastic",
+        help="Show which batch `elasticity` chooses, and how many ranks can train it",
+        description="Show the batch that the configuration's `elasticity` section chooses, and the"
+        " numbers of ranks that can train it.",
+        examples=("hadal elastic ds_config.json --world-size 64",),
     )
-    parser.add_argument("config", metavar="CONFIG", help="a ds_config.json, or its base64 text")
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="show what each of N ranks does too"
+        "--world-size", type=positive, metavar="N", help="Also show what each of N ranks does"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Show it; return 2 where there is none, or none for so many ranks."""
-    try:
-        told = _told(_section(parsed.config), parsed.world_size)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return _FAULTY
+    """Show it.
+
+    Raises:
+        ConfigError: there is no batch, or none for so many ranks.
+    """
+    told = _told(_section(parsed.config), parsed.world_size)
     if parsed.json:
-        print(json.dumps(told))
+        show_json(told)
     else:
         _show(told)
     return 0
@@ -118,13 +122,13 @@ def _told(section: Elasticity, world_size: int | None) -> dict[str, Any]:
 
 
 def _show(told: dict[str, Any]) -> None:
-    counts = told["world_sizes"]
-    print(f"batch  {told['train_batch_size']} samples")
-    shared = told["model_parallel_size"]
+    counts, shared = told["world_sizes"], told["model_parallel_size"]
     by = f", {shared} of them for each copy of the model" if shared > 1 else ""
-    print(f"ranks  {len(counts)} numbers{by}")
+    rows = [(key("batch"), f"{told['train_batch_size']} samples")]
+    rows.append((key("ranks"), f"{len(counts)} numbers{by}"))
     for start in range(0, len(counts), _NUMBERS):
-        print("       " + " ".join(str(count) for count in counts[start : start + _NUMBERS]))
+        rows.append((key(""), " ".join(map(str, counts[start : start + _NUMBERS]))))
+    show(aligned(rows))
     if "world_size" in told:
         micro, times = told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"]
-        print(f"{told['world_size']} ranks: {times} micro-batches of {micro} samples each")
+        show(f"{told['world_size']} ranks: {times} micro-batches of {micro} samples each")

@@ -5,77 +5,86 @@ from __future__ import annotations
 import argparse
 import os
 import pkgutil
-import re
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import positive
-from hadal.errors import HadalError, ModelError
+from hadal.cli.arguments import CONFIG_HELP, numel, positive, size
+from hadal.cli.parser import add_command
+from hadal.cli.terminal import aligned, show, table
+from hadal.errors import ModelError
+from hadal.units import shown_nbytes, shown_numel
 
 if TYPE_CHECKING:
+    from rich.text import Text
     from torch import nn
 
     from hadal.autotuning.estimate import Buffers, Cost, Held, Job, Model, Rest, States
     from hadal.config import Config
     from hadal.zero.policy import Tier
 
-_FAULTY = 2
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
-_POWER = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 _GB = 1e9
+_TITLES = ("stage", "offload_\noptimizer", "offload_\nparam")
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        group,
         "estimate",
-        help="show what model states take on devices, hosts and disks",
-        description="Without --config: every stage in bf16 with Adam. With it: what that"
-        " configuration takes, by kind.",
+        help="Estimate the memory that model states take, and what fits",
+        description="Estimate what weights, gradients and optimizer state take on devices, hosts"
+        " and disks. Without --config every ZeRO stage is shown, in bf16 with Adam; with it, what"
+        " that configuration takes, by kind. With --memory it says what fits.",
+        examples=(
+            "hadal estimate --params 7B --devices-per-node 8 --memory 80GB",
+            "hadal estimate --model package.module:build --config ds_config.json",
+        ),
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--params", type=numel, metavar="N", help="elements of all parameters, as 1300000000 or 7B"
+        "--params", type=numel, metavar="N", help="Elements of all parameters: 1300000000 or 7B"
     )
     what.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="what returns the model; it is built on meta"
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="A function that returns the model, which is built without memory, on meta",
     )
     parser.add_argument(
         "--largest-layer",
         type=numel,
         default=0,
-        metavar="M",
-        help="with --params: elements of the largest layer, which stage 3 makes whole in its turn",
+        metavar="N",
+        help="With --params: elements of the largest layer, which stage 3 gathers as a whole",
     )
-    parser.add_argument("--config", metavar="CONFIG", help="a ds_config.json, or its base64 text")
+    parser.add_argument("--config", metavar="CONFIG", help=CONFIG_HELP)
     parser.add_argument(
-        "--devices-per-node", type=positive, default=1, metavar="N", help="(default 1)"
+        "--devices-per-node",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="Devices of each node (default: %(default)s)",
     )
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="(default 1)")
+    parser.add_argument(
+        "--nodes", type=positive, default=1, metavar="N", help="Nodes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="Memory of one device, such as 80GB"
+    )
     parser.set_defaults(run=run)
 
 
-def numel(text: str) -> int:
-    """Read a number of elements: plain, or with K, M, B or T for powers of 1000."""
-    found = _NUMBER.fullmatch(text.strip())
-    value = round(float(found[1]) * 10 ** _POWER[found[2].upper()]) if found else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'expected a number as 1300000000 or "7B", got {text}')
-    return value
-
-
 def run(parsed: argparse.Namespace) -> int:
-    """Show the estimate; return 2 where the model or the configuration has faults."""
-    try:
-        model = _model(parsed.model)
-        if parsed.config is None:
-            _show_stages(_counted(model, parsed, 0), parsed)
-        else:
-            _show_config(model, parsed)
-    except HadalError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _FAULTY
+    """Show the estimate.
+
+    Raises:
+        HadalError: the model or the configuration has faults.
+    """
+    model = _model(parsed.model)
+    if parsed.config is None:
+        _show_stages(_counted(model, parsed, 0), parsed)
+    else:
+        _show_config(model, parsed)
     return 0
 
 
@@ -125,21 +134,21 @@ def _tiers() -> dict[str, Tier]:
 
 
 def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
-    from hadal.autotuning.estimate import HALF, Job, Rest, states_of
+    from hadal.autotuning.estimate import HALF, PLANS, Job, Rest, best_plan, held_by, peak_nbytes
 
-    job = Job(parsed.devices_per_node, parsed.nodes)
-    plans = [(stage, "none", "none") for stage in range(4)]
-    plans += [(stage, "cpu", "none") for stage in range(4)]
-    plans += [(stage, "nvme", "none") for stage in (1, 2, 3)]
-    plans += [(3, "cpu", "cpu"), (3, "nvme", "nvme")]
-    tiers = _tiers()
-    rows = []
-    for stage, optimizer, weights in plans:
-        rest = Rest(tiers[weights], tiers[optimizer])
-        held = states_of(stage, model, job, HALF, rest).total
-        rows.append(((str(stage), optimizer, weights), held))
-    titles = ("stage", "offload_optimizer", "offload_param")
-    _show(titles, rows, f"{_said(model, job)}, in bf16 or fp16 with Adam: GB of one rank")
+    job, memory = Job(parsed.devices_per_node, parsed.nodes), parsed.memory
+    best = None if memory is None else best_plan(model, job, memory)
+    tiers = {tier: name for name, tier in _tiers().items()}
+    rows = [
+        _Line(
+            (str(plan.stage), tiers[plan.optimizer], tiers[plan.weights]),
+            held_by(plan, model, job),
+            peak_nbytes(plan, model, job),
+            plan == best,
+        )
+        for plan in PLANS
+    ]
+    _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", memory)
     _tell_rest(model, job, HALF, Rest(), stage=3)
 
 
@@ -157,7 +166,7 @@ class _Plan(NamedTuple):
 
 
 def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
-    from hadal.autotuning.estimate import states_of
+    from hadal.autotuning.estimate import layer_nbytes, layers_take_turns, states_of
     from hadal.config import load_config
     from hadal.zero.policy import STAGES
 
@@ -167,10 +176,12 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     threshold = config.zero_optimization.stage3_param_persistence_threshold
     elements = _counted(model, parsed, threshold if STAGES[plan.stage].weights else 0)
     found: States = states_of(plan.stage, elements, plan.job, plan.cost, plan.rest)
-    rows = [((name,), held) for name, held in found._asdict().items()]
-    rows.append((("total",), found.total))
+    rows = [_Line((name,), held) for name, held in found._asdict().items()]
+    layer = layers_take_turns(plan.stage, plan.job, plan.rest) * layer_nbytes(elements, plan.cost)
+    rows.append(_Line(("total",), found.total, found.total.device + layer))
     said = _said(elements, plan.job)
-    _show(("",), rows, f"{said}, stage {plan.stage} with {plan.optimizer}: GB of one rank")
+    caption = f"{said}, stage {plan.stage} with {plan.optimizer}, GB per rank"
+    _show(("",), rows, caption, parsed.memory)
     _tell_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
 
 
@@ -266,26 +277,53 @@ def _moments(config: Config, weight: nn.Parameter) -> int:
 # ---- what is printed -----------------------------------------------------------------------------
 
 
+class _Line(NamedTuple):
+    """One row of a table."""
+
+    cells: tuple[str, ...]
+    held: Held
+    peak: int | None = None
+    """Bytes of the device at most; None where a row is not a whole plan."""
+    is_best: bool = False
+
+
 def _said(model: Model, job: Job) -> str:
-    frozen = f" ({model.frozen / 1e6:,.1f} M frozen)" if model.frozen else ""
-    return f"{model.numel / 1e6:,.1f} M parameters{frozen} on {job.nodes} x {job.devices_per_node}"
+    frozen = f" ({shown_numel(model.frozen)} frozen)" if model.frozen else ""
+    nodes = f"{job.nodes} node{'s' * (job.nodes > 1)} x " if job.nodes > 1 else ""
+    devices = f"{job.devices_per_node} device{'s' * (job.devices_per_node > 1)}"
+    return f"{shown_numel(model.numel)} parameters{frozen} on {nodes}{devices}"
 
 
 def _show(
-    titles: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], Held]], caption: str
+    titles: tuple[str, ...], lines: Iterable[_Line], caption: str, memory: int | None
 ) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    console.print(caption, highlight=False, soft_wrap=True)
-    table = Table(*titles, box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("device", "host", "disk"):
-        table.add_column(title, justify="right")
-    for cells, held in rows:
-        table.add_row(*cells, *map(_gb, held), style="bold" if cells == ("total",) else None)
-    console.print(table)
+    numbers = ("device", "host", "disk")
+    made = table(*titles, *numbers, right=numbers)
+    if memory is not None:
+        made.add_column(f"on {shown_nbytes(memory)}", no_wrap=True)
+    for cells, held, peak, is_best in lines:
+        fit = [] if memory is None else [_fit(peak, memory, is_best)]
+        is_total = cells == ("total",)
+        style = "best" if is_best else "heading" if is_total else None
+        made.add_row(*cells, *map(_gb, held), *fit, style=style)
+    show(Text(caption, "heading"), "", made, "")
+
+
+def _fit(peak: int | None, memory: int, is_best: bool) -> Text:
+    from rich.text import Text
+
+    from hadal.autotuning.estimate import Fit
+
+    if peak is None:
+        return Text("")
+    fit = Fit.of(peak, memory)
+    style = {Fit.GOOD: "good", Fit.TIGHT: "warning", Fit.NONE: "faint"}[fit]
+    text = fit.value
+    if fit is not Fit.NONE:
+        text += f", {(memory - peak) / _GB:,.1f} GB left"
+    return Text(f"{text}, best" if is_best else text, "best" if is_best else style)
 
 
 def _gb(nbytes: int) -> str:
@@ -301,16 +339,15 @@ def _tell_rest(
     from hadal.autotuning.estimate import host_nbytes, layer_nbytes, layers_take_turns
     from hadal.zero.policy import STAGES
 
+    rows = []
     if model.largest and layers_take_turns(stage, job, rest):
-        print(
-            f"stage {stage}: + {layer_nbytes(model, cost) / _GB:,.2f} GB, the largest layer whole"
-        )
+        rows.append((f"stage {stage}, the largest layer as a whole", layer_nbytes(model, cost)))
     if held is not None:
-        host, disk = (job.devices_per_node * nbytes / _GB for nbytes in (held.host, held.disk))
-        print(f"a node: {host:,.2f} GB of its host, {disk:,.2f} GB of its disk")
-    building = host_nbytes(model, job, born_sharded=False) / _GB
-    print(f"a node's host while each process builds the model in fp32: {building:,.2f} GB")
+        rows.append(("host memory of a node", job.devices_per_node * held.host))
+        rows.append(("disk of a node", job.devices_per_node * held.disk))
+    building = "host memory of a node while every process builds the model in fp32"
+    rows.append((building, host_nbytes(model, job, born_sharded=False)))
     if STAGES[stage].weights:
-        building = host_nbytes(model, job, born_sharded=True) / _GB
-        print(f"the same inside zero.Init: {building:,.2f} GB")
-    print("activations and buckets under way come on top")
+        rows.append(("the same inside zero.Init", host_nbytes(model, job, born_sharded=True)))
+    show(aligned([(name, f"{nbytes / _GB:,.2f} GB") for name, nbytes in rows]))
+    show("Activations, and buckets under way, come on top.")

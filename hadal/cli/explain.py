@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadal.cli.arguments import add_config
-from hadal.errors import ConfigError
+from hadal.cli.parser import add_command
 
 if TYPE_CHECKING:
     from hadal.config import Config
 
-_FAULTY = 2
 _LEFT_OPEN = "(default of the type)"
 
 
@@ -25,25 +24,29 @@ class Row(NamedTuple):
     origin: str
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "explain", help="show the effective configuration and where each value comes from"
+    parser = add_command(
+        group,
+        "explain",
+        help="Show the effective configuration and the origin of every value",
+        description="Show what a configuration comes to, and where each value comes from.",
+        examples=("hadal explain ds_config.json --world-size 8",),
     )
     add_config(parser)
-    parser.add_argument("--all", action="store_true", help="show defaults too")
+    parser.add_argument("--all", action="store_true", help="Show defaults too")
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Show the configuration; return 2 where it has faults."""
+    """Show the configuration.
+
+    Raises:
+        ConfigError: it has faults.
+    """
     from hadal.config import load_config
 
-    try:
-        config = load_config(parsed.config, world_size=parsed.world_size, allow_unbuilt=True)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return _FAULTY
+    config = load_config(parsed.config, world_size=parsed.world_size, allow_unbuilt=True)
     show(rows(config, with_defaults=parsed.all), config.notes)
     return 0
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import positive
+from hadal.cli.arguments import integer, port
+from hadal.cli.parser import underscored
 from hadal.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -33,104 +34,137 @@ class Flag(NamedTuple):
         return self.keywords.get("action") != "store_true"
 
 
-def _flag(names: str, told: str, **keywords: Any) -> Flag:
-    return Flag(tuple(names.split()), told, keywords)
+def _flag(names: str, help: str, **keywords: Any) -> Flag:
+    return Flag(tuple(names.split()), help, keywords)
 
 
-def _switch(names: str, told: str) -> Flag:
-    return _flag(names, told, action="store_true")
+def _switch(names: str, help: str) -> Flag:
+    return _flag(names, help, action="store_true")
 
 
-def _count(text: str) -> int | None:
+_count = integer(ge=1)
+
+
+def _count_or_open(text: str) -> int | None:
     """Read a number of hosts or slots; -1 leaves it open."""
-    return None if text == "-1" else positive(text)
+    return None if text == "-1" else _count(text)
 
 
 def _counts(text: str) -> int | tuple[int, int] | None:
     """Read a number of hosts, or the least and the most."""
     least, colon, most = text.partition(":")
-    return (positive(least), positive(most)) if colon else _count(text)
-
-
-def _port(text: str) -> int:
-    """Read the number of a port."""
-    value = positive(text)
-    if value >= 1 << 16:
-        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got {text}")
-    return value
+    return (_count(least), _count(most)) if colon else _count_or_open(text)
 
 
 def _number(text: str) -> int | None:
-    """Read a host's number; -1 leaves it open."""
-    return None if text == "-1" else int(text)
+    """Read a number that may be 0; -1 leaves it open."""
+    return None if text == "-1" else integer(ge=0)(text)
 
 
-_WHERE = (
-    _flag("-H --hostfile", "lines `NAME slots=N` (%(default)s)", default="/job/hostfile"),
-    _flag("-i --include", "take these alone: NAME[:SLOT,SLOT][@NAME...]", default=""),
-    _flag("-e --exclude", "take all but these", default=""),
+_HOSTS = (
+    _flag(
+        "-H --hostfile",
+        "Lines `NAME slots=N` (default: %(default)s, where it exists)",
+        metavar="FILE",
+        default="/job/hostfile",
+    ),
+    _flag(
+        "-i --include",
+        "Use only these slots: NAME[:SLOT,SLOT][@NAME...]",
+        metavar="SLOTS",
+        default="",
+    ),
+    _flag("-e --exclude", "Use all slots except these", metavar="SLOTS", default=""),
     _flag(
         "--num_nodes",
-        "take the first N hosts; with --elastic_training also MIN:MAX, at least and at most",
+        "Use the first N hosts; with --elastic_training also MIN:MAX",
         type=_counts,
         metavar="N",
     ),
     _flag(
         "--num_gpus --num_accelerators",
-        "start N ranks on each host (default: one for each accelerator)",
+        "Start N ranks on each host (default: one for each accelerator)",
         dest="num_slots",
-        type=_count,
+        type=_count_or_open,
         metavar="N",
     ),
 )
-_MEETING = (
-    _flag("--master_addr", "address of rank 0's host", default=""),
+_REACHING = (
+    _flag("--master_addr", "Address of rank 0's host", metavar="HOST", default=""),
     _flag(
-        "--master_port", "port of rank 0's host (default 29500; on one host a free one)", type=_port
+        "--master_port",
+        "Port of rank 0's host (default: 29500; a free one if there is one host)",
+        type=port,
+        metavar="PORT",
     ),
-    _flag("--launcher", f"how other hosts are started: {', '.join(_LAUNCHERS)}", default="ssh"),
-    _flag("--launcher_args", "more words for that program, in quotes", default=""),
-    _flag("--ssh_port", "port of sshd on the other hosts", type=_port),
-    _switch("--no_ssh", "start this host's ranks alone; each host runs this command itself"),
-    _flag("--node_rank", "with --no_ssh: which host of the hostfile this is", type=_number),
-    _switch("--no_ssh_check", "start ranks without waiting for every host to answer"),
-    _switch("--force_multi", "take ssh even for this machine"),
-    _flag("--venv_script", "sourced on other hosts before Python is started", default=""),
+    _flag(
+        "--launcher",
+        f"How other hosts are started: {', '.join(_LAUNCHERS)} (default: ssh)",
+        metavar="NAME",
+        type=str.lower,
+        choices=_LAUNCHERS,
+        default="ssh",
+    ),
+    _flag(
+        "--launcher_args", "More arguments for that program, in quotes", metavar="WORDS", default=""
+    ),
+    _flag("--ssh_port", "Port of sshd on the other hosts", type=port, metavar="PORT"),
+    _switch("--no_ssh", "Start this host's ranks only; each host runs this command itself"),
+    _flag(
+        "--node_rank",
+        "With --no_ssh: which host of the hostfile this is, from 0",
+        type=_number,
+        metavar="N",
+    ),
+    _switch("--no_ssh_check", "Start ranks without waiting for every host to answer"),
+    _switch("--force_multi", "Use ssh even for this machine"),
+    _flag(
+        "--venv_script",
+        "Sourced on other hosts before Python is started",
+        metavar="FILE",
+        default="",
+    ),
 )
 _PROGRAM = (
-    _switch("--module", "the program is a module: python -m"),
-    _switch("--no_python", "the program is not started by Python"),
-    _switch("--no_local_rank", "do not give --local_rank=N as first argument"),
+    _switch("--module", "The program is a module, as after python -m"),
+    _switch("--no_python", "The program is not started by Python"),
+    _switch("--no_local_rank", "Do not give --local_rank=N as the first argument"),
     _switch("--as-deepspeed", "`import deepspeed` finds Hadal, in every rank"),
-    _switch("--bind_cores_to_rank", "give each rank cores of its own"),
-    _flag("--bind_core_list", "which cores, such as 0-3,8", default=""),
+    _switch("--bind_cores_to_rank", "Give each rank cores of its own"),
+    _flag("--bind_core_list", "Which cores, such as 0-3,8", metavar="CORES", default=""),
     _flag(
         "--enable_each_rank_log",
-        "write each rank's output to DIR/rankN.log",
+        "Write each rank's output to DIR/rankN.log",
         metavar="DIR",
         default="",
     ),
-    _switch("--save_pid", "write this process's number to a file in the temporary folder"),
-    _flag("--log_level", f"how much this command says: {', '.join(_LEVELS)}", default="info"),
-    _switch("-q --quiet", "say nothing but what has failed"),
+    _switch("--save_pid", "Write this process's number to a file in the temporary directory"),
+    _flag(
+        "--log_level",
+        f"How much this command reports: {', '.join(_LEVELS)} (default: info)",
+        metavar="LEVEL",
+        choices=_LEVELS,
+        default="info",
+    ),
+    _switch("-q --quiet", "Report failures only"),
 )
 _ELASTIC = (
-    _switch("--elastic_training", "go on without hosts that are lost, and with those that come"),
+    _switch("--elastic_training", "Go on without hosts that are lost, and with those that come"),
     _flag(
         "--min_elastic_nodes",
-        "with fewer hosts the job waits (default 1)",
-        type=_count,
+        "Wait while there are fewer hosts (default: 1)",
+        type=_count_or_open,
         metavar="N",
     ),
     _flag(
         "--max_elastic_nodes",
-        "more hosts stand by (default: all that there are)",
-        type=_count,
+        "Let more hosts stand by (default: all that there are)",
+        type=_count_or_open,
         metavar="N",
     ),
     _flag(
         "--max_restarts",
-        "how often ranks that fail are started again (default 3)",
+        "How often ranks that fail are started again (default: 3)",
         type=_number,
         metavar="N",
     ),
@@ -138,19 +172,17 @@ _ELASTIC = (
 _SEARCH = (
     _flag(
         "--autotuning",
-        "search for the fastest configuration (tune), then train with it (run)",
+        "Search for the fastest configuration (tune), then train with it (run)",
         choices=("tune", "run"),
         default="",
     ),
 )
-KNOWN = {"--launcher": _LAUNCHERS, "--log_level": _LEVELS}
-"""What these flags may say."""
 GROUPS = {
-    "where": _WHERE,
-    "how hosts are reached": _MEETING,
-    "the program": _PROGRAM,
-    "hosts that come and go": _ELASTIC,
-    "a search before training": _SEARCH,
+    "Hosts and slots": _HOSTS,
+    "Reaching other hosts": _REACHING,
+    "Program": _PROGRAM,
+    "Elastic training": _ELASTIC,
+    "Autotuning": _SEARCH,
 }
 
 
@@ -159,15 +191,13 @@ def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
 
     `valued` are more flags to which the next word belongs.
     """
-    takes = {
-        name: flag.takes_value for flags in GROUPS.values() for flag in flags for name in flag.names
-    }
-    takes |= dict.fromkeys(valued, True)
+    every = [flag for flags in GROUPS.values() for flag in flags if flag.takes_value]
+    takes = {underscored(name) for flag in every for name in flag.names} | set(valued)
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return list(words[:at]), list(words[at + 1 :])
-        at += 1 + takes.get(words[at], False)
+        at += 1 + (underscored(words[at]) in takes)
     return list(words[:at]), list(words[at:])
 
 
@@ -180,11 +210,7 @@ def choices_of(parsed: argparse.Namespace) -> Choices:
     from hadal.launcher.choices import Choices
 
     if not parsed.program:
-        raise LaunchError("no program: expected hadal run [FLAG ...] script.py [ARGUMENT ...]")
-    if parsed.log_level not in _LEVELS:
-        raise LaunchError(f"--log_level {parsed.log_level}: expected one of {', '.join(_LEVELS)}")
-    if parsed.launcher.lower() not in _LAUNCHERS:
-        raise LaunchError(f"--launcher {parsed.launcher}: expected one of {', '.join(_LAUNCHERS)}")
+        raise LaunchError("no program: expected hadal run [OPTIONS] SCRIPT [ARGUMENT ...]")
     told = {key: value for key, value in vars(parsed).items() if key in Choices.__slots__}
     if isinstance(parsed.num_nodes, tuple):
         told.update(_bounds(parsed))
@@ -192,7 +218,6 @@ def choices_of(parsed: argparse.Namespace) -> Choices:
         told.update(elastic_bounds(parsed.program)._asdict())
     told.update(
         words=tuple(parsed.program),
-        launcher=parsed.launcher.lower(),
         launcher_args=_words(parsed.launcher_args),
     )
     return Choices(**told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,32 +23,42 @@ from hadal.cli import (
     ssh,
 )
 from hadal.cli.flags import divided
+from hadal.cli.parser import Parser, add_group
 from hadal.cli.run import UNREAD
+from hadal.cli.terminal import FAILED, fail
+from hadal.errors import HadalError
 
 SUBCOMMANDS = (
     run,
-    report,
-    bench,
-    checkpoint,
-    elastic,
-    estimate,
     explain,
+    estimate,
     plot_schedule,
     schema,
+    checkpoint,
+    elastic,
+    bench,
+    report,
     ssh,
     completion,
 )
 
 
-def command_line() -> argparse.ArgumentParser:
+def command_line() -> Parser:
     """The parser of the command and of all below it."""
-    parser = argparse.ArgumentParser(
-        prog="hadal", description="Train large PyTorch models from one ds_config.json."
+    parser = Parser(
+        prog="hadal",
+        description="Train large PyTorch models from one ds_config.json.",
+        examples=("hadal run --num_gpus 8 train.py", "hadal explain ds_config.json --world-size 8"),
     )
-    parser.add_argument("--version", action="version", version=f"hadal {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"hadal {__version__}",
+        help="Show the version and exit",
+    )
+    group = add_group(parser, "command")
     for subcommand in SUBCOMMANDS:
-        subcommand.add_to(subparsers)
+        subcommand.add_to(group)
     parser.set_defaults(whole=parser)
     return parser
 
@@ -60,10 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["run"]:  # what follows a program's name is not for any parser of ours
         own, program = divided(words[1:])
         words = ["run", *own]
-    parsed = command_line().parse_args(words, argparse.Namespace(own=own, program=program))
     try:
+        parsed = command_line().parse_args(words, argparse.Namespace(own=own, program=program))
         code: int = parsed.run(parsed)
         sys.stdout.flush()
+    except HadalError as error:
+        fail(error)
+        return FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Nobody reads on, as in `hadal report | head`: the interpreter must not try again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

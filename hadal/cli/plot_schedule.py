@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.arguments import add_config, positive
-from hadal.errors import ConfigError, OptimizerError
+from hadal.cli.parser import add_command
+from hadal.cli.pictures import COLOURS, FAINT, INK, picture_path, write_picture
+from hadal.cli.terminal import note
+from hadal.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,55 +21,46 @@ if TYPE_CHECKING:
     from hadal.config import Config
     from hadal.optim.preview import Course
 
-_FAULTY = 2
-_COLOURS = ("#1f5fa8", "#d1682b", "#3c8d5a", "#8a4fa3", "#a8842c", "#5f6b76")
-_INK, _FAINT = "#30363d", "#c9d1d9"
 
-
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "plot-schedule", help="draw the learning rate (and momentum) of a configuration"
+    parser = add_command(
+        group,
+        "plot-schedule",
+        help="Draw the learning rate of a configuration over the updates",
+        description="Draw the learning rate of a configuration over the updates, and the momentum"
+        " where it moves.",
+        examples=("hadal plot-schedule ds_config.json --steps 10000 --output schedule.svg",),
     )
     add_config(parser)
     parser.add_argument(
-        "--steps", type=positive, required=True, metavar="N", help="how many updates"
+        "--steps", type=positive, required=True, metavar="N", help="How many updates to draw"
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("schedule.png"),
         metavar="FILE",
-        help="where to write the PNG (default: %(default)s)",
+        help="The picture, in the format of its suffix (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Draw the picture; return 2 where the configuration has faults, 1 where it cannot be drawn."""
+    """Draw the picture.
+
+    Raises:
+        HadalError: the configuration has faults, or the picture cannot be written.
+    """
     from hadal.config import load_config
 
-    try:
-        import matplotlib  # noqa: F401 - to tell before anything is read
-    except ImportError:
-        print(
-            "hadal plot-schedule draws with matplotlib, which is not installed:"
-            " pip install matplotlib",
-            file=sys.stderr,
-        )
-        return 1
-    try:
-        config = load_config(parsed.config, world_size=parsed.world_size, allow_unbuilt=True)
-        courses = _courses(config, parsed.steps)
-    except (ConfigError, OptimizerError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _FAULTY
-    try:
-        figure_of(config, courses).savefig(parsed.output, format="png", dpi=150)
-    except OSError as error:
-        print(f"{parsed.output} cannot be written: {error}", file=sys.stderr)
-        return 1
-    print(parsed.output)
+    path = picture_path(parsed.output)
+    config = load_config(parsed.config, world_size=parsed.world_size, allow_unbuilt=True)
+    courses = _courses(config, parsed.steps)
+    assert config.scheduler is not None  # there are courses, so there is a schedule
+    if config.scheduler.params.get("warmup_min_ratio"):
+        note("the rate is 0 in the first update, whatever warmup_min_ratio is, as in DeepSpeed")
+    write_picture(figure_of(config, courses), path)
     return 0
 
 
@@ -103,9 +96,9 @@ def figure_of(config: Config, courses: Sequence[Course]) -> Figure:
         _lines(rows[1], [course.momenta for course in courses], "momentum")
     rows[-1].set_xlabel("update")
     rows[-1].set_xlim(0, steps)
-    _mark_events(rows, config.scheduler.type, config.scheduler.params, steps)
+    _mark(rows, events(config.scheduler.type, config.scheduler.params, courses[0].rates), steps)
     figure.suptitle(config.scheduler.type, fontsize=13, weight="bold")
-    rows[0].set_title(_said(config.scheduler.params), fontsize=8.5, color=_INK)
+    rows[0].set_title(_said(config.scheduler.params), fontsize=8.5, color=INK)
     return figure
 
 
@@ -118,7 +111,7 @@ def _lines(axis: Axes, courses: Sequence[Sequence[float]], label: str) -> None:
         names = ", ".join(map(str, groups))
         axis.plot(
             values,
-            color=_COLOURS[colour % len(_COLOURS)],
+            color=COLOURS[colour % len(COLOURS)],
             linewidth=2,
             label=f"param group{'s' if len(groups) > 1 else ''} {names}",
         )
@@ -126,18 +119,16 @@ def _lines(axis: Axes, courses: Sequence[Sequence[float]], label: str) -> None:
         axis.legend(frameon=False, fontsize=9)
     axis.set_ylabel(label)
     axis.margins(y=0.08)
-    axis.grid(color=_FAINT, linewidth=0.6)
+    axis.grid(color=FAINT, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _mark_events(rows: Sequence[Axes], kind: str, params: Mapping[str, Any], steps: int) -> None:
-    for update, name in events(kind, params):
-        if not 0 < update <= steps:
-            continue
+def _mark(rows: Sequence[Axes], found: Sequence[tuple[int, str]], steps: int) -> None:
+    for update, name in found:
         for axis in rows:
-            axis.axvline(update, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)))
+            axis.axvline(update, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
         late = update > 0.8 * steps
         rows[0].annotate(
             f"{name}: {update}",
@@ -147,29 +138,32 @@ def _mark_events(rows: Sequence[Axes], kind: str, params: Mapping[str, Any], ste
             textcoords="offset points",
             ha="right" if late else "left",
             fontsize=9,
-            color=_INK,
+            color=INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )
 
 
-def events(kind: str, params: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Where the course turns: (update, what happens there)."""
+def events(kind: str, params: Mapping[str, Any], rates: Sequence[float]) -> list[tuple[int, str]]:
+    """Where the course turns, as far as it is drawn: (update, what happens there)."""
     from hadal.config.scheduler import PARAMS
 
     if kind not in PARAMS:
         return []
     values = {name: item.default for name, item in PARAMS[kind].model_fields.items()}
     values |= params
+    found = []
     if kind == "OneCycle":
         first = values["cycle_first_step_size"]
         second = values["cycle_second_step_size"]
-        return [(first, "peak"), (first + (first if second is None else second), "end of cycle")]
-    found = []
+        found.append((first, "peak"))
+        found.append((first + (first if second is None else second), "end of cycle"))
     if "warmup_num_steps" in values:
-        found.append((max(2, values["warmup_num_steps"]), "end of warm-up"))
+        # One update later than the params say where the warm-up is linear, as in DeepSpeed.
+        peak = rates.index(max(rates))
+        found += [(peak, "end of warm-up")] * (peak < len(rates) - 1)
     if "total_num_steps" in values:
         found.append((values["total_num_steps"], "end of training"))
-    return found
+    return [(update, name) for update, name in found if 0 < update < len(rates)]
 
 
 def _said(params: Mapping[str, Any]) -> str:

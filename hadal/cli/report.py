@@ -5,27 +5,44 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hadal import __version__
+from hadal.cli.arguments import add_json
+from hadal.cli.parser import add_command
+from hadal.cli.terminal import aligned, is_colourful, key, show, show_json
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "lightning", "safetensors", "pydantic")
 _STARTERS = {"ssh": "ssh", "slurm": "srun", "MPI": "mpirun", "pdsh": "pdsh"}
+_AVAILABLE = "available"
 
 Section = dict[str, str]
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "report", help="show versions, devices, and what is available here and what is not"
+    parser = add_command(
+        group,
+        "report",
+        help="Show versions, devices, and what is available here",
+        description="Show the versions of what is installed, the devices of this machine, what is"
+        " available here and why something is not.",
+        examples=("hadal report --markdown  # to be pasted into an issue",),
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    form = parser.add_mutually_exclusive_group()
+    add_json(form)
+    form.add_argument(
+        "--markdown", action="store_true", help="Print plain text in a code block, for an issue"
+    )
     parser.set_defaults(run=run)
 
 
@@ -34,39 +51,65 @@ def run(parsed: argparse.Namespace) -> int:
     sections = {
         "versions": versions(),
         "machine": machine(),
-        "available": {what: why or "yes" for what, why in lacking().items()},
+        _AVAILABLE: {what: why or "yes" for what, why in lacking().items()},
     }
     if parsed.json:
-        print(json.dumps(sections, indent=2))
+        show_json(sections)
         return 0
+    plain = parsed.markdown or not is_colourful(sys.stdout)
+    if parsed.markdown:
+        sys.stdout.write("```text\n")
+    _show(sections, plain)
+    if parsed.markdown:
+        sys.stdout.write("```\n")
+    return 0
+
+
+def _show(sections: Mapping[str, Section], plain: bool) -> None:
+    from rich.text import Text
+
     width = max(len(name) for section in sections.values() for name in section)
     for title, section in sections.items():
-        print(title)
-        for name, told in section.items():
-            print(f"  {name:<{width}}  {told}")
-    return 0
+        show(title if plain else Text(title, "heading"))
+        rows = []
+        for name, value in section.items():
+            shown = f"{name:<{width}}"
+            if plain:
+                rows.append((Text(shown), Text(value)))
+            else:
+                rows.append((key(shown), _marked(value) if title == _AVAILABLE else Text(value)))
+        show(aligned(rows, indent=2))
+
+
+def _marked(value: str) -> Text:
+    from rich.text import Text
+
+    if value == "yes":
+        return Text("✓", "good")
+    return Text.assemble(("✗ ", "error"), value.removeprefix("no: "))
 
 
 def versions() -> Section:
     """What is installed."""
     import torch
 
-    from hadal.device.inventory import built_with
+    from hadal.device.inventory import built_with, libraries
 
-    told = {
+    found = {
         "hadal": f"{__version__}, {Path(__file__).parents[1]}",
         "python": f"{platform.python_version()}, {sys.executable}",
         "torch": f"{torch.__version__}, built for {built_with()}",
+        **libraries(),
         "import deepspeed": deepspeed(),
     }
-    return told | {name: _version(name) or "not installed" for name in _LIBRARIES}
+    return found | {name: _version(name) or "not installed" for name in _LIBRARIES}
 
 
 def deepspeed() -> str:
     """Where `import deepspeed` leads."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
-        return "nothing; `hadal run --as-deepspeed` or compat/deepspeed-stub lead it to Hadal"
+        return "not importable (use `hadal run --as-deepspeed` or install compat/deepspeed-stub)"
     if Path(spec.origin).with_name("_led_to_hadal.py").exists():
         return f"leads to Hadal, as {_version('deepspeed')}"
     return f"DeepSpeed itself, {_version('deepspeed')}, {spec.origin}"
@@ -80,10 +123,10 @@ def machine() -> Section:
     found = devices()
     told = {
         "system": platform.platform(),
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable",
         "memory": f"{memory / 1e9:.1f} GB",
         "process groups": ", ".join(backends()) or "none",
-        "accelerators": str(len(found)),
+        "accelerators": str(len(found)) if found else "none",
     }
     return told | {f"accelerator {number}": each for number, each in enumerate(found)}
 
@@ -96,14 +139,14 @@ def lacking() -> Section:
     told = {
         "fused optimizers": lacks_fused_kernels(),
         "torch.compile": lacks_compiler(),
-        "memory of neighbours": ""
+        "shared memory between local ranks": ""
         if system() is not None
-        else "this system has no cross-memory attach: gloo's sends are taken",
+        else "this system has no cross-memory attach; gloo's sends are used",
         "hadal plot-schedule": _missing("matplotlib", "pip install matplotlib"),
     }
     for launcher, program in _STARTERS.items():
         found = shutil.which(program)
-        told[f"hadal run by {launcher}"] = "" if found else f"no program `{program}` is found"
+        told[f"hadal run by {launcher}"] = "" if found else f"`{program}` is not installed"
     return {what: f"no: {why}" if why else "" for what, why in told.items()}
 
 

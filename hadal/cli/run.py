@@ -11,23 +11,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 from hadal.cli.flags import GROUPS, Said, choices_of, divided
+from hadal.cli.parser import Parser, add_command, add_group
+from hadal.cli.terminal import FAILED, MISUSED, fail
 from hadal.errors import HadalError
 
-_FAULTY = 2
 UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        group,
         "run",
-        help="start a program on one machine, or on many over ssh, Slurm or MPI",
-        usage="hadal run [FLAG ...] script.py [ARGUMENT ...]",
-        description="The flags of the `deepspeed` command. What follows the program's name is the"
-        " program's, untouched.",
-        allow_abbrev=False,
+        help="Start a program on one machine, or on many over ssh, Slurm or MPI",
+        description="Start a program on all slots of one machine, or on many machines over ssh,"
+        " Slurm or MPI. The flags are those of the `deepspeed` command; what follows the program's"
+        " name is the program's own, untouched.",
+        examples=(
+            "hadal run train.py --lr 1e-3",
+            "hadal run --num_gpus 2 train.py",
+            "hadal run --hostfile hosts --num_nodes 2 train.py",
+        ),
+        words="SCRIPT [ARGUMENT ...]",
     )
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
@@ -39,8 +47,8 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def start(words: Sequence[str]) -> int:
     """Do what `hadal run` does with these words; for other commands that need ranks."""
     own, program = divided(words)
-    parser = argparse.ArgumentParser(prog="hadal")
-    add_to(parser.add_subparsers())
+    parser = Parser(prog="hadal")
+    add_to(add_group(parser, "command"))
     return run(parser.parse_args(["run", *own], argparse.Namespace(own=own, program=program)))
 
 
@@ -65,8 +73,8 @@ def _train(parsed: argparse.Namespace) -> int:
         choices = choices_of(parsed)
         plan = planned(choices, os.environ, Path.cwd())
     except (HadalError, OSError) as error:
-        print(f"hadal run: {error}", file=sys.stderr)
-        return _FAULTY
+        fail(str(error))
+        return MISUSED
     from hadal.launcher.front import Front, printer_for
     from hadal.launcher.rounds import Rounds
 
@@ -79,7 +87,7 @@ def _train(parsed: argparse.Namespace) -> int:
         said.report(
             f"{missing[0]}: no such program is found; install it, or take another --launcher"
         )
-        return _FAULTY
+        return FAILED
     front = (Front if plan.job.elastic is None else Rounds)(
         plan.job,
         plan.ways,

@@ -6,12 +6,32 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from hadal.cli.parser import add_command
+from hadal.cli.terminal import write_file
 
 
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("schema", help="print a JSON schema of ds_config.json")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it to a file instead")
+    parser = add_command(
+        group,
+        "schema",
+        help="Print the JSON schema of ds_config.json, for editors",
+        description="Print the JSON schema of ds_config.json, with which editors complete keys,"
+        " show what they mean and underline mistakes. Name the file in the configuration's own"
+        " `$schema`, or for all of a project in VS Code's `json.schemas`; Hadal and DeepSpeed"
+        " ignore that key.",
+        examples=(
+            "hadal schema --output ds_config.schema.json",
+            '# in ds_config.json:  "$schema": "./ds_config.schema.json",',
+            '# in .vscode/settings.json:  "json.schemas": [{"fileMatch": ["ds_config*.json"],',
+            '#                                              "url": "./ds_config.schema.json"}]',
+        ),
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="Write the schema to a file instead"
+    )
     parser.set_defaults(run=run)
 
 
@@ -22,10 +42,6 @@ def run(parsed: argparse.Namespace) -> int:
     text = json.dumps(config_schema(), indent=2) + "\n"
     if parsed.output is None:
         sys.stdout.write(text)
-        return 0
-    try:
-        parsed.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"{parsed.output} cannot be written: {error}", file=sys.stderr)
-        return 1
+    else:
+        write_file(parsed.output, text)
     return 0

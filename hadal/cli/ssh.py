@@ -7,29 +7,44 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from hadal.cli.arguments import port
+from hadal.cli.parser import add_command
+from hadal.cli.terminal import MISUSED, fail
 from hadal.errors import LaunchError
 
-_FAULTY = 2
 
-
-def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(group: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("ssh", help="run a command on every host of a hostfile")
+    parser = add_command(
+        group,
+        "ssh",
+        help="Run a command on every host of a hostfile",
+        description="Run a command on every host of a hostfile at once. Each line of output begins"
+        " with its host; the exit code is the highest of all hosts.",
+        examples=("hadal ssh -f hosts nvidia-smi -L",),
+        words="COMMAND ...",
+    )
     parser.add_argument(
         "-f",
         "-H",
         "--hostfile",
         type=Path,
+        metavar="FILE",
         default=Path("/job/hostfile"),
-        help="lines `NAME slots=N` (default: %(default)s)",
+        help="Lines `NAME slots=N` (default: %(default)s)",
     )
-    parser.add_argument("-i", "--include", default="", help="these hosts alone: NAME[@NAME...]")
-    parser.add_argument("-e", "--exclude", default="", help="all hosts but these")
-    parser.add_argument("--ssh_port", type=int, help="port of sshd on the hosts")
-    parser.add_argument("--ssh_args", default="", help="more words for ssh, in quotes")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND ...")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "-i", "--include", metavar="HOSTS", default="", help="Use only these: NAME[@NAME...]"
+    )
+    parser.add_argument("-e", "--exclude", metavar="HOSTS", default="", help="Use all except these")
+    parser.add_argument("--ssh_port", type=port, metavar="PORT", help="Port of sshd on the hosts")
+    parser.add_argument(
+        "--ssh_args", metavar="WORDS", default="", help="More arguments for ssh, in quotes"
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="To be run")
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -37,15 +52,19 @@ def run(parsed: argparse.Namespace) -> int:
     from hadal.launcher.hosts import filtered, read_hostfile
     from hadal.launcher.variables import text_of
 
-    words = parsed.words[1:] if parsed.words[:1] == ["--"] else parsed.words
+    words = parsed.words
+    if words[:1] == ["--"]:
+        words = words[1:]
+    elif words and words[0].startswith("-"):  # argparse takes a flag that it does not know along
+        parsed.parser.refuse(words[0])
     try:
         if not words:
             raise LaunchError("no command: expected hadal ssh [-f HOSTFILE] COMMAND ...")
         told = read_hostfile(text_of(parsed.hostfile), str(parsed.hostfile))
         hosts = list(filtered(told, parsed.include, parsed.exclude))
     except (LaunchError, OSError) as error:
-        print(f"hadal ssh: {error}", file=sys.stderr)
-        return _FAULTY
+        fail(str(error))
+        return MISUSED
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         return max(pool.map(lambda host: _run(host, words, parsed), hosts))
 

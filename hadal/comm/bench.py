@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +46,7 @@ class Measured:
     """Of the message: see `hadal.comm.bandwidth`."""
     numel: int
     seconds: float
-    """Of one call: the average over the trials, on the slowest rank."""
+    """Of one call: the median over the trials, on the slowest rank."""
     algorithm_bandwidth: float
     bus_bandwidth: float
 
@@ -58,9 +60,12 @@ class _Bench(NamedTuple):
     mine: Tensor
 
 
-def numels_up_to(largest: int, ranks: int) -> list[int]:
-    """Powers of two up to `largest`, each a multiple of the ranks' number."""
-    found = {max(1, (1 << power) // ranks) * ranks for power in range(largest.bit_length())}
+def numels_between(least: int, most: int, factor: int, ranks: int) -> list[int]:
+    """Numbers of elements, each `factor` times the one before and a multiple of `ranks`."""
+    found, numel = set(), least
+    while numel <= most:
+        found.add(max(1, numel // ranks) * ranks)
+        numel *= factor
     return sorted(found)
 
 
@@ -103,12 +108,14 @@ def measure(kind: str, numel: int, trial: Trial, ranks: Ranks) -> Measured:
     for _ in range(trial.warmups):
         call()
     functions.barrier(ranks.group)
-    began = Stamp(device)
+    stamps = [Stamp(device)]
     for _ in range(trial.trials):
         call()
-    ended = Stamp(device)
+        stamps.append(Stamp(device))
     synchronize(device)
-    slowest = torch.tensor([ended.seconds_since(began) / trial.trials], dtype=torch.float64)
+    # One call that other work on the machine has held up says nothing of the others.
+    own = median(after.seconds_since(before) for before, after in pairwise(stamps))
+    slowest = torch.tensor([own], dtype=torch.float64)
     collectives.max_(slowest, ranks, "the slowest rank")
     seconds = float(slowest)
     operation = "send" if kind == "pt2pt" else kind

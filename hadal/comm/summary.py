@@ -13,11 +13,11 @@ from hadal.comm.collectives import gather_objects
 from hadal.comm.comms_log import Key, Row, comms_log, is_logging, pause_log
 from hadal.comm.ranks import Ranks
 from hadal.comm.start import get_rank
+from hadal.units import shown_binary
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # By key: how many calls there were, and the latencies of the latest of them.
 _Latencies = Mapping[Key, tuple[int, tuple[float, ...]]]
 
@@ -101,10 +101,10 @@ def table_of(rows: Sequence[Row], show_straggler: bool) -> Table:
 
 
 def _figures(row: Row) -> Iterator[str]:
-    yield shown_nbytes(row.nbytes)
+    yield shown_binary(row.nbytes)
     yield row.dtype
     yield f"{row.count:,}"
-    yield shown_nbytes(row.sent_nbytes)
+    yield shown_binary(row.sent_nbytes)
     yield f"{row.seconds * 1e3:.2f}"
     yield f"{row.mean_s * 1e3:.3f}"
     yield f"{row.algorithm_bandwidth / 1e9:.3f}"
@@ -127,11 +127,3 @@ def shown_ranks(numbers: Sequence[int]) -> str:
     is_even = all(b - a == step for a, b in pairwise(numbers))
     by = "" if step == 1 else f" by {step}"
     return f"{numbers[0]} to {numbers[-1]}{by}" if is_even else f"{len(numbers)} ranks"
-
-
-def shown_nbytes(nbytes: int) -> str:
-    """Bytes in the unit that suits them."""
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:g} {_UNITS[unit]}" if value == int(value) else f"{value:.1f} {_UNITS[unit]}"

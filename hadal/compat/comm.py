@@ -13,7 +13,7 @@ from hadal import comm
 from hadal.comm import ReduceOp, Row
 from hadal.comm.comms_log import comms_log as _log
 from hadal.comm.start import DEFAULT_PORT
-from hadal.comm.summary import shown_nbytes
+from hadal.units import shown_binary
 
 
 def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -149,7 +149,7 @@ def _arranged(rows: Sequence[Row], show_straggler: bool) -> dict[str, Any]:
             "tput_avg_gbps": row.algorithm_bandwidth * 8e-9,
             "busbw_avg_gbps": row.bus_bandwidth * 8e-9,
             "msg_size_bytes": row.nbytes,
-            "msg_size_str": shown_nbytes(row.nbytes),
+            "msg_size_str": shown_binary(row.nbytes),
         }
     lost = [
         {"operation": row.operation, "msg_size_bytes": row.nbytes, "lost_s": row.lost_s}

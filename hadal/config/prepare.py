@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hadal.config.near import nearest
 from hadal.config.plain import found
 from hadal.config.report import Report
 from hadal.config.section import Child, Section, mark_of
 from hadal.config.top_level import Config
+from hadal.errors import nearest
 
 AUTO = "auto"
 _TUNING = "for the autotuner: start the program by `hadal run --autotuning tune`, or give one value"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from hadal.device.accelerator import current_device
 from hadal.device.kernels import has_fused_kernels
+
+_NVIDIA, _AMD = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
 
 
 def devices() -> list[str]:
@@ -35,6 +39,29 @@ def backends() -> list[str]:
     return [
         name for name in ("gloo", "nccl", "xccl", "mpi", "ucc") if dist.is_backend_available(name)
     ]
+
+
+def libraries() -> dict[str, str]:
+    """The versions of the accelerator's libraries and of its driver, as far as they can be read."""
+    found: dict[str, str] = {}
+    if torch.version.cuda and torch.backends.cudnn.is_available():
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+    if torch.version.cuda and dist.is_available() and dist.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _text_of(_NVIDIA)) or re.search(
+        r"([\d.]+)", _text_of(_AMD)
+    )
+    if driver is not None:
+        found["driver"] = driver[1]
+    return found
+
+
+def _text_of(path: Path) -> str:
+    """A file of the system's; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def built_with() -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
-from hadal.checkpoint.huggingface import MAX_SHARD, NAME, nbytes_of
+from hadal.checkpoint.huggingface import MAX_SHARD, NAME
 from hadal.engine.session import Session
+from hadal.units import nbytes_of
 
 _log = logging.getLogger(__name__)
 

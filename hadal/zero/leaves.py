@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterable
 
 from torch import nn
 
-from hadal.errors import UsageError
+from hadal.errors import UsageError, nearest
 from hadal.zero.access import is_kept_by_engine
 from hadal.zero.grouping import LeafModules, marked_leaves
 
@@ -81,6 +80,6 @@ def _find(
 def _not_found(each: type[nn.Module] | str, modules: dict[str, nn.Module]) -> str:
     name = each if isinstance(each, str) else each.__name__
     known = {type(module).__name__ for module in modules.values()} | set(modules)
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, sorted(known))
+    hint = f"; did you mean {near!r}?" if near else ""
     return f"no module of the model is, or is called, {name!r}{hint}"

@@ -86,3 +86,12 @@ def test_time_is_divided_evenly() -> None:
     assert clock.turn() == pytest.approx(5, abs=0.5)
     assert clock.turn() == pytest.approx(10, abs=0.5)  # the first took no time at all
     assert TimeBudget(0, 1).turn() > 0
+
+
+def test_noise_is_what_differs_between_two_measurements_of_the_same() -> None:
+    times = iter([1.0, *[2.0] * (Search.count - 1), 1.2, 1.0])
+    search = Search(lambda settings: as_measured(settings, next(times)))
+    first, *others = search.run()
+    assert next(times, None) is None  # the best is the first setting: it was measured twice more
+    assert search.noise == pytest.approx(0.2)
+    assert search.is_as_good(first) and not any(map(search.is_as_good, others))

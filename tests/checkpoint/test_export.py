@@ -23,9 +23,10 @@ import hadal
 from checkpoint.deepspeed_cases import Unpacked, toy, unpack
 from hadal import comm
 from hadal.checkpoint.export import export, state_dict_of
-from hadal.checkpoint.huggingface import NAME, Value, nbytes_of, shards_of, write_model
+from hadal.checkpoint.huggingface import NAME, Value, shards_of, write_model
 from hadal.checkpoint.opening import opened
 from hadal.errors import CheckpointError
+from hadal.units import nbytes_of
 from hadal.utils import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -234,14 +235,6 @@ def test_shards_hold_everything_in_order(numels: list[int], limit: int) -> None:
     assert [value for shard in shards for value in shard] == values
     for shard in shards:
         assert len(shard) < 2 or sum(value.nbytes for value in shard) <= limit
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("1.5kB", 1500), (17, 17), ("300", 300), ("1 MB", 10**6)],
-)
-def test_sizes_are_parsed_as_by_hugging_face(text: str | int, nbytes: int) -> None:
-    assert nbytes_of(text) == nbytes
 
 
 def test_buffers_never_become_narrower(own: tuple[Path, Any]) -> None:

@@ -13,18 +13,19 @@ from ranks import RankPools
 
 import hadal
 from hadal.cli import bench_comm, deepspeed
-from hadal.cli.main import main
+from hadal.cli.main import command_line, main
 from hadal.comm import Ranks, bench
 from hadal.comm.bandwidth import bus_factor
-from hadal.comm.bench import KINDS, WAYS, Trial, numel_of_memory, numels_up_to, sweep
+from hadal.comm.bench import KINDS, WAYS, Trial, numel_of_memory, numels_between, sweep
 from hadal.errors import UsageError
 
 
 def test_sizes_are_powers_of_two_that_all_ranks_can_share() -> None:
-    assert numels_up_to(16, 1) == [1, 2, 4, 8, 16]
-    assert numels_up_to(16, 2) == [2, 4, 8, 16]
-    assert numels_up_to(16, 3) == [3, 6, 15]
-    assert numels_up_to(1, 4) == [4]
+    assert numels_between(1, 16, 2, 1) == [1, 2, 4, 8, 16]
+    assert numels_between(1, 16, 2, 2) == [2, 4, 8, 16]
+    assert numels_between(1, 16, 2, 3) == [3, 6, 15]
+    assert numels_between(1, 1, 2, 4) == [4]
+    assert numels_between(64, 1 << 24, 4, 2) == [64 * 4**power for power in range(10)]
 
 
 def measured(kind: str, numel: int, seconds: float) -> dict[str, Any]:
@@ -90,8 +91,9 @@ def test_the_command_starts_ranks_and_shows_what_they_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    out, picture = tmp_path / "comm.json", tmp_path / "comm.png"
-    words = ["all_reduce", "pt2pt", "--maxsize", "3", "--trials", "2", "--warmups", "1"]
+    out, picture = tmp_path / "comm.json", tmp_path / "comm.svg"
+    words = ["all_reduce", "pt2pt", "--minsize", "0", "--maxsize", "3", "--factor", "2"]
+    words += ["--trials", "2", "--warmups", "1"]
     words += ["--json", str(out), "--output", str(picture), "--dtype", "torch.bfloat16"]
     assert main(["bench", "comm", *words]) == 0
     shown = capfd.readouterr().out
@@ -103,21 +105,70 @@ def test_the_command_starts_ranks_and_shows_what_they_found(
     ]
     assert "2 ranks on cpu, torch.bfloat16, hadal.comm" in shown and "[rank" not in shown
     assert any(line.split()[:3] == ["all_reduce", "4", "B"] for line in shown.splitlines())
-    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in shown
+    assert picture.read_bytes().startswith(b"<?xml") and str(picture) in shown
 
 
-def test_faults_of_the_command(
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["all_gathr"], "no kind 'all_gathr'; did you mean all_gather?"),
+        (["--dtype", "float33"], "--dtype float33: torch has no such dtype; did you mean float32?"),
+        (["--dtype", "xyz"], "--dtype xyz: torch has no such dtype; use one of "),
+        (["--all", "pt2pt"], "--all measures every kind"),
+        (["pt2pt", "--dist", "training"], "training has no pt2pt"),
+        (["--maxsize", "3"], "--minsize 6 is more than --maxsize 3"),
+        (["--backend", "cpu:glo"], "--backend cpu:glo: this torch has no glo"),
+        (["--output", "x.docx"], "x.docx: pictures cannot be written as .docx"),
+        (["--output", "no/x.png"], "no/x.png cannot be written: no is not a directory"),
+        (["--json", "no/x.json"], "no/x.json cannot be written"),
+    ],
+)
+def test_faults_are_found_before_ranks_start(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_comm, "start", None)  # no rank can be
+    if "--output" in words:
+        pytest.importorskip("matplotlib")
+    assert main(["bench", "comm", *words]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
+def test_what_is_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parsed(*words: str) -> Any:
+        own = command_line().parse_args(["bench", "comm", *words])
+        bench_comm._check(own)
+        return own
+
+    usual = parsed()
+    assert usual.kinds == ["all_gather", "reduce_scatter"]
+    assert bench_comm._count(usual, 2) == 20
+    assert parsed("--all").kinds == list(KINDS)
+    assert parsed("--all", "--dist", "training").kinds == [k for k in KINDS if k != "pt2pt"]
+    assert bench_comm._count(parsed("broadcast", "--mem-factor", "0.1"), 2) == 1
+    again = command_line().parse_args(["bench", "comm", *bench_comm._words(usual)])
+    for name in vars(usual).keys() - {"whole"}:
+        assert getattr(again, name) == getattr(usual, name), name
+
+
+def test_the_table_marks_the_highest_bandwidth(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["bench", "comm", "all_gathr"]) == 1
-    assert "no kind 'all_gathr': expected some of all_reduce" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert main(["bench", "comm", "--dtype", "float33"]) == 1
-    assert "--dtype float33: expected a dtype" in capsys.readouterr().err
+    found = [measured("all_gather", 1 << 10, 1e-4), measured("all_gather", 1 << 20, 1e-3)]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bench_comm._print_table(found, "2 ranks", "GBps", 1e-9)
+    title, *_, low, high = capsys.readouterr().out.splitlines()
+    assert "2 ranks" in title
+    assert "4 KiB" in low and "1,024" in low and "100.0" in low and "0.04" in low and "0.02" in low
+    assert "\x1b[1;32m" in high and "4 MiB" in high and "\x1b[1;32m" not in low
+
+
+def test_matplotlib_is_looked_for_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "comm", "--mem_factor", "2"])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     assert main(["bench", "comm", "--output", "x.png"]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
 
@@ -128,11 +179,11 @@ def test_faults_of_the_command(
         (
             "--scan --all-reduce --all-to-all --maxsize 20 --trials 3 --warmups 0",
             "all_reduce all_to_all --trials 3 --warmups 0 --bw_unit Gbps --dtype torch.float"
-            " --dist hadal --maxsize 20",
+            " --dist hadal --minsize 0 --factor 2 --maxsize 20",
         ),
         (
             "--mem_factor .2 --bw_unit GBps --raw --dtype torch.bfloat16 --async_op --dist torch",
-            "--trials 50 --warmups 5 --bw_unit GBps --dtype torch.bfloat16 --dist torch"
+            "--all --trials 50 --warmups 5 --bw_unit GBps --dtype torch.bfloat16 --dist torch"
             " --mem_factor .2 --async_op --raw",
         ),
         (

@@ -57,6 +57,27 @@ def test_all_stages_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["3", "nvme", "nvme"] == ["-", "2.50", "3.28"]
 
 
+def test_what_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--params", "7.5B", "--largest-layer", "100M", "--devices-per-node", "8"]
+    assert main(["estimate", *words, "--memory", "40GB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("7.5 B parameters on 8 devices, bf16 or fp16 with Adam, GB per rank")
+    fits = {
+        tuple(line.split()[:3]): line.split("  ")[-1].strip()
+        for line in shown.splitlines()
+        if line[:1].isdigit()
+    }
+    assert fits["1", "none", "none"] == "does not fit"  # 41.25
+    assert fits["2", "none", "none"] == "fits, 11.9 GB left, best"
+    assert fits["3", "none", "none"] == "fits, 24.6 GB left"  # with the largest layer
+    assert [text for text in fits.values() if "best" in text] == ["fits, 11.9 GB left, best"]
+    assert main(["estimate", *words, "--memory", "30GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "tight, 1.9 GB left" in shown and "fits, 14.6 GB left, best" in shown
+    assert main(["estimate", *words, "--memory", "100MB"]) == 0
+    assert "best" not in capsys.readouterr().out
+
+
 def test_a_configuration_and_a_model(
     written: Any,
     module: str,
@@ -82,6 +103,10 @@ def test_a_configuration_and_a_model(
     assert table["optimizer",] == ["-", "-", "1.20"]
     assert table["buffers",] == ["-", "0.26", "-"]
     assert table["total",] == ["<0.01", "0.56", "1.20"]
+    words = ["--model", f"{module}:build", "--config", config, "--memory", "1GB"]
+    assert main(["estimate", *words, "--devices-per-node", "2"]) == 0
+    (total,) = (line for line in capsys.readouterr().out.splitlines() if "total" in line)
+    assert total.endswith("fits, 0.6 GB left")  # the largest layer is gathered with its gradient
 
 
 @pytest.mark.parametrize(
@@ -108,12 +133,12 @@ def test_faults_are_told(module: str, written: Any, capsys: pytest.CaptureFixtur
         ("absent", "has no attribute"),
         ("nothing", "it returned a int"),
     ):
-        assert main(["estimate", "--model", f"{module}:{function}"]) == 2
+        assert main(["estimate", "--model", f"{module}:{function}"]) == 1
         assert reason in capsys.readouterr().err
-    assert main(["estimate", "--model", module]) == 2
+    assert main(["estimate", "--model", module]) == 1
     assert "there is no colon" in capsys.readouterr().err
-    assert main(["estimate", "--params", "1M", "--config", written(bf16={"enabled": 3})]) == 2
-    assert capsys.readouterr().err.startswith("ConfigError")
+    assert main(["estimate", "--params", "1M", "--config", written(bf16={"enabled": 3})]) == 1
+    assert capsys.readouterr().err.startswith("error: 1 fault in ds_config.json")
     for wrong in (["--params", "many"], ["--params", "1M", "--model", "a:b"], []):
         with pytest.raises(SystemExit):
             main(["estimate", *wrong])

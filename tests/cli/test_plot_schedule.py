@@ -47,11 +47,11 @@ def test_the_rate_is_drawn_over_the_updates():
     (curve,) = curves(axis)
     assert list(curve.get_xdata()) == list(range(101))
     rates = list(curve.get_ydata())
-    assert rates[0] == 0.0
+    assert rates[0] == 0.0 and rates[21] == max(rates)
     assert rates[11] == pytest.approx(1.5e-4)
     assert max(rates) == pytest.approx(3e-4, rel=1e-3)
-    assert marked(axis) == [20, 80]
-    assert [text.get_text() for text in axis.texts] == ["end of warm-up: 20", "end of training: 80"]
+    assert marked(axis) == [21, 80]
+    assert [text.get_text() for text in axis.texts] == ["end of warm-up: 21", "end of training: 80"]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("update", "learning rate")
     assert figure.get_suptitle() == "WarmupCosineLR"
     assert "total_num_steps 80" in axis.get_title().replace("\N{NO-BREAK SPACE}", " ")
@@ -88,6 +88,33 @@ def test_the_command_writes_a_png(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"{picture}\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "begins", "told"),
+    [("rates.svg", b"<?xml", ""), ("rates.pdf", b"%PDF", ""), ("rates", b"\x89PNG", ".png\n")],
+)
+def test_the_suffix_names_the_format(
+    name: str, begins: bytes, told: str, tmp_path: Path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(config_of("WarmupLR", warmup_num_steps=5)))
+    assert main(["plot-schedule", "ds.json", "--steps", "9", "--output", name]) == 0
+    shown = capsys.readouterr()
+    written = Path(shown.out.strip())
+    assert written.read_bytes().startswith(begins)
+    assert [path.name for path in tmp_path.glob("rates*")] == [written.name]
+    assert shown.err.endswith(told) and bool(shown.err) == bool(told)
+
+
+def test_a_warm_up_is_marked_where_it_ends():
+    linear = {"warmup_num_steps": 20, "warmup_type": "linear"}
+    for params, peak in ((linear, 21), ({"warmup_num_steps": 20}, 20)):
+        (axis,) = drawn(config_of("WarmupLR", **params), 30).axes
+        assert marked(axis) == [peak]
+        assert list(curves(axis)[0].get_ydata()).index(3e-4) == peak
+        (axis,) = drawn(config_of("WarmupLR", **params), 20).axes
+        assert marked(axis) == []
+
+
 def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys, monkeypatch):
     def told(source: dict[str, Any], *more: str) -> tuple[int, str]:
         path = tmp_path / "ds.json"
@@ -97,15 +124,22 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path, capsys, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     code, error = told({"train_batch_size": 1})
-    assert (code, "no `scheduler` section" in error) == (2, True)
+    assert (code, "no `scheduler` section" in error) == (1, True)
     code, error = told(config_of("WarmupLR", warmup_num_steps=-1))
-    assert (code, "scheduler.params.warmup_num_steps" in error) == (2, True)
+    assert (code, "scheduler.params.warmup_num_steps" in error) == (1, True)
     code, error = told(config_of("ReduceLROnPlateau"))
-    assert (code, "needs a metric" in error) == (2, True)
+    assert (code, "needs a metric" in error) == (1, True)
     code, error = told(config_of("WarmupLR"), "--output", str(tmp_path / "no" / "such.png"))
     assert (code, "cannot be written" in error) == (1, True)
-    assert not (tmp_path / "schedule.png").exists()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, error = told(config_of("WarmupLR"), "--output", "rates.docx")
+    assert code == 1
+    assert "rates.docx: pictures cannot be written as .docx; use one of ." in error
+    assert ".pdf, " in error and ".png, " in error
+    code, error = told(config_of("WarmupCosineLR", total_num_steps=9, warmup_min_ratio=0.1))
+    assert (code, "note: the rate is 0 in the first update" in error) == (0, True)
+    (tmp_path / "schedule.png").unlink()
+    assert not list(tmp_path.glob("rates*"))
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     code, error = told(config_of("WarmupLR"))
     assert (code, "pip install matplotlib" in error) == (1, True)
 

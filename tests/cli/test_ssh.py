@@ -45,4 +45,13 @@ def test_faulty_words_are_told(
     hostfile: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ssh", "-f", hostfile, *words]) == 2
-    assert capsys.readouterr().err.startswith("hadal ssh: ")
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_flag_is_not_taken_for_the_command(
+    hostfile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["ssh", "-f", hostfile, "--ssh_prot", "22", "true"])
+    assert "did you mean --ssh_port?" in capsys.readouterr().err
+    assert main(["ssh", "-f", hostfile, "--exclude", "c", "--", "--ssh_prot"]) == 0

@@ -25,7 +25,7 @@ from hadal.comm.bandwidth import bus_bandwidth, bus_factor
 from hadal.comm.comms_log import CommsLog, Key, LogChoice, Row
 from hadal.comm.factors import Factors
 from hadal.comm.rows import RowWire, start_rows_reduce_scatter
-from hadal.comm.summary import key_of, log_summary, lost, shown_nbytes, shown_ranks, table_of
+from hadal.comm.summary import key_of, log_summary, lost, shown_ranks, table_of
 from hadal.config import load_config
 from hadal.config.comms_logger import OPERATIONS
 from hadal.errors import ConfigError, UsageError
@@ -121,11 +121,6 @@ def test_the_table_shows_what_there_is() -> None:
     assert "0 to 56 by 8" in both and "straggler" not in both
     assert one.algorithm_bandwidth == 8192 / 0.004
     assert one.bus_bandwidth == 8192 / 0.004
-    assert (shown_nbytes(0), shown_nbytes(1536), shown_nbytes(3 << 30)) == (
-        "0 B",
-        "1.5 KiB",
-        "3 GiB",
-    )
     assert shown_ranks((0, 1, 2, 3, 9)) == "5 ranks"
 
 

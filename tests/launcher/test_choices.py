@@ -260,7 +260,7 @@ def test_every_flag_is_read(
 
     monkeypatch.setattr(choosing, "planned", note)
     assert main(["run", *OWN, "train.py", "--x"]) == 2
-    assert capsys.readouterr().err == "hadal run: seen\n"
+    assert capsys.readouterr().err == "error: seen\n"
     assert seen == [
         Choices(
             words=("train.py", "--x"),
@@ -298,8 +298,6 @@ def test_every_flag_is_read(
     ("words", "told"),
     [
         ([], "no program"),
-        (["--launcher", "rsh", "t.py"], "--launcher rsh: expected one of ssh, pdsh"),
-        (["--log_level", "loud", "t.py"], "--log_level loud"),
         (["--launcher_args", "'", "t.py"], """--launcher_args "'" cannot be read: No closing"""),
         (["--num_nodes", "1:2", "t.py"], "--num_nodes 1:2: a range is for --elastic_training"),
         (
@@ -344,7 +342,20 @@ def test_a_port_is_a_port(port: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "--master_port" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--num_gpu", "2", "t.py"])
-    assert "--num_gpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--num_gpu", "2"], "unknown flag --num_gpu\nhint: did you mean --num_gpus?"),
+        (["--launcher", "rsh"], "--launcher: expected ssh, pdsh, "),
+        (["--log_level", "loud"], "--log_level: expected trace, "),
+    ],
+)
+def test_unknown_flags_and_words_are_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *words, "t.py"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {told}")
+    assert "Usage: hadal run [OPTIONS] SCRIPT" in error

@@ -272,7 +272,7 @@ def test_it_starts_fast(tmp_path: Path) -> None:
     began = time.monotonic()
     done = run("--module", "--no_python", "train.py", folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("hadal run: --module and --no_python contradict each other")
+    assert done.stderr.startswith("error: --module and --no_python contradict each other")
     assert time.monotonic() - began < 5
 
 

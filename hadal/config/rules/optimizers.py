@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hadal.config import torch_names
-from hadal.config.near import nearest
 from hadal.config.optimizer import Optimizer
 from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
 from hadal.config.rules.rule import reading
@@ -13,7 +12,7 @@ from hadal.config.scheduler import PARAMS as SCHEDULES
 from hadal.config.scheduler import Scheduler
 from hadal.config.section import Section
 from hadal.config.top_level import Config
-from hadal.errors import Fault
+from hadal.errors import Fault, nearest
 
 _TYPE = "optimizer.type"
 _STAGE = "zero_optimization.stage"

@@ -1,0 +1,266 @@
+"""The parser of the command and of each subcommand: help in one form, errors that suggest a name.
+
+Flags may be written with dashes or with underscores, whichever way help shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hadal.cli.terminal import MISUSED, console, fail, is_colourful
+from hadal.errors import nearest
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_WIDEST = 100
+_NAMES_WIDTH = 30
+_REQUIRED, _ONE_OF = "the following arguments are required: ", "one of the arguments "
+# What has a colour in help; a group is named after its style.
+_STYLED = (
+    r"(?m)^(?P<heading>Usage:|[A-Z][\w ,]*:$)",
+    r"(?m)^ {2,}(?P<key>--?[a-zA-Z][\w-]*(?:, --?[\w-]+)*)",
+    r"(?m)^  (?P<key>[A-Za-z][\w.-]*)(?=  |$)",
+    r"(?P<key>`[^`\n]+`)",
+    r"(?m)  (?P<faint># .*)$",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one (sub)command. Abbreviated flags are refused: tomorrow they may be two."""
+
+    def __init__(
+        self,
+        *,
+        prog: str | None = None,
+        description: str = "",
+        examples: Sequence[str] = (),
+        words: str = "",
+        color: bool = False,  # Python 3.14 hands its own to subcommands
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self.color = color
+        self.examples = tuple(examples)
+        self.words = words
+        """How usage names the words after the flags; empty: as they are declared."""
+        self._optionals.title, self._positionals.title = "Options", "Arguments"
+        self.add_argument("-h", "--help", action="help", help="Show this help and exit")
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse; a flag that this very subcommand does not know is an error here."""
+        self._take_both_spellings()
+        try:
+            parsed, unknown = super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            name = f"{error.argument_name}: " if error.argument_name else ""
+            self.error(f"{name}{error.message}")
+        if unknown:
+            self.refuse(unknown[0])
+        return parsed, unknown
+
+    def _take_both_spellings(self) -> None:
+        known = self._option_string_actions
+        for name, action in list(known.items()):
+            known.setdefault(underscored(name), action)
+            if name.startswith("--"):
+                known.setdefault("--" + name[2:].replace("_", "-"), action)
+
+    def refuse(self, word: str) -> NoReturn:
+        """Report a word that this subcommand does not know; exit."""
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f'unexpected argument "{word}"')
+        self.error(f"unknown flag {name}", _meant(name, self.flags()))
+
+    def flags(self) -> list[str]:
+        """The flags that help shows."""
+        return [
+            name
+            for action in self._actions
+            if action.help is not argparse.SUPPRESS
+            for name in action.option_strings
+        ]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(each) for each in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f'unknown command "{value}"', _meant(str(value), known))
+        name = "/".join(action.option_strings) or str(action.metavar or action.dest)
+        self.error(f'{name}: expected {_either(known)}, got "{value}"', _meant(str(value), known))
+
+    def error(self, message: str, hint: str = "") -> NoReturn:
+        """Report a fault of the command line, with the usage of this very subcommand; exit."""
+        if message.startswith(_REQUIRED):
+            message = f"missing {message.removeprefix(_REQUIRED)}"
+        elif message.startswith(_ONE_OF):
+            names = message.removeprefix(_ONE_OF).removesuffix(" is required").split()
+            message = f"missing {_either(names)}"
+        fail(message.replace("expected one argument", "expected a value"), hint)
+        self._print_message(
+            f"\n{self.format_usage()}\nFor more information, try `{self.prog} --help`.\n",
+            sys.stderr,
+        )
+        sys.exit(MISUSED)
+
+    # ---- help ------------------------------------------------------------------------------------
+
+    def format_usage(self) -> str:
+        """One line: required flags and words are named, the others are options."""
+        words = [self.prog or ""]
+        flags = [action for action in self._actions if action.option_strings]
+        if any(not action.required for action in flags):
+            words.append("[OPTIONS]")
+        words += [f"{a.option_strings[-1]} {_value_of(a)}" for a in flags if a.required]
+        for group in self._mutually_exclusive_groups:
+            if group.required:
+                one_of = [f"{a.option_strings[-1]} {_value_of(a)}" for a in group._group_actions]
+                words.append(f"({' | '.join(one_of)})")
+        words.append(self.words or " ".join(map(_word, self._get_positional_actions())))
+        return f"Usage: {' '.join(filter(None, words))}\n"
+
+    def format_help(self) -> str:
+        """Description, usage, arguments and options by group, examples."""
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        parts = [textwrap.fill(self.description or "", width), self.format_usage().rstrip()]
+        groups = sorted(self._action_groups, key=lambda group: group is self._optionals)
+        shown = {str(group.title): list(self._rows(group._group_actions)) for group in groups}
+        names = [name for rows in shown.values() for name, _ in rows]
+        room = min(max(map(len, names)), _NAMES_WIDTH)
+        parts += [f"{t}:\n{_columns(rows, room, width)}" for t, rows in shown.items() if rows]
+        if self.examples:
+            noun = "Example" if len(self.examples) == 1 else "Examples"
+            parts.append("\n".join([f"{noun}:", *(f"  {line}" for line in self.examples)]))
+        if self._subcommands() is not None:
+            parts.append(f"`{self.prog} COMMAND --help` describes one of them.")
+        return "\n\n".join(filter(None, parts)) + "\n"
+
+    def _rows(self, actions: Sequence[argparse.Action]) -> Iterator[tuple[str, str]]:
+        # -h comes last.
+        for action in sorted(actions, key=lambda action: action.dest == "help"):
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((each.dest, each.help or "") for each in action._choices_actions)
+            elif action.help is not argparse.SUPPRESS:
+                yield _named(action), self._get_formatter()._expand_help(action)
+
+    def _subcommands(self) -> argparse.Action | None:
+        found = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        return next(found, None)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        stream = sys.stderr if file is None else file
+        if message and is_colourful(stream):
+            console(stream).print(_coloured(message.rstrip("\n")), soft_wrap=True)
+        elif message:
+            stream.write(message)
+
+
+def add_command(
+    parent: Any,
+    name: str,
+    *,
+    help: str,
+    description: str,
+    examples: Sequence[str] = (),
+    words: str = "",
+) -> Parser:
+    """Add a subcommand: `help` in its parent's list, a description and examples in its own."""
+    made: Parser = parent.add_parser(
+        name, help=help, description=description, examples=examples, words=words
+    )
+    return made
+
+
+def add_group(parser: argparse.ArgumentParser, dest: str) -> Any:
+    """Let a command have subcommands; alone it prints its help."""
+    group = parser.add_subparsers(
+        dest=dest, metavar="COMMAND", title="Commands", parser_class=Parser, prog=parser.prog
+    )
+
+    def print_help(parsed: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=print_help)
+    return group
+
+
+def underscored(flag: str) -> str:
+    """A flag with underscores in place of dashes, save those that it begins with."""
+    return "--" + flag[2:].replace("-", "_") if flag.startswith("--") else flag
+
+
+def _word(action: argparse.Action) -> str:
+    if isinstance(action, argparse._SubParsersAction):
+        return "COMMAND"
+    name = str(action.metavar or action.dest)
+    return f"[{name} ...]" if action.nargs == "*" else name
+
+
+def _value_of(action: argparse.Action) -> str:
+    """How help names a flag's value; empty for a switch."""
+    if action.nargs == 0:
+        return ""
+    if action.metavar is not None:
+        return str(action.metavar)
+    if action.choices is not None:
+        return "|".join(map(str, action.choices))
+    return action.dest.upper()
+
+
+def _named(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return str(action.metavar or action.dest)
+    indent = "" if len(action.option_strings[0]) == 2 else "    "
+    return f"{indent}{', '.join(action.option_strings)} {_value_of(action)}".rstrip()
+
+
+def _columns(rows: Sequence[tuple[str, str]], room: int, width: int) -> str:
+    """Names on the left, their help on the right; a long name has a line of its own."""
+    lines = []
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, max(20, width - room - 4)) or [""]
+        if len(name) > room:
+            lines.append(f"  {name}")
+        else:
+            lines.append(f"  {name:<{room}}  {wrapped.pop(0)}".rstrip())
+        lines += [f"  {'':<{room}}  {line}" for line in wrapped]
+    return "\n".join(lines)
+
+
+def _coloured(message: str) -> Text:
+    from rich.text import Text
+
+    text = Text(message)
+    for styled in _STYLED:
+        text.highlight_regex(styled)
+    return text
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """What a misspelt name stands for, as a hint; empty where nobody can know."""
+    plain = {word.lstrip("-"): word for word in known}
+    bare = name.lstrip("-")
+    near = nearest(bare, plain) or next((w for w in plain if bare and w.startswith(bare)), None)
+    return f"did you mean {plain[near]}?" if near else ""
+
+
+def _either(known: Sequence[str]) -> str:
+    *most, last = known
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,203 @@
+"""How every subcommand writes: one theme, one kind of table, one form of errors.
+
+Colours are for terminals, unless NO_COLOR is set. Through a pipe the same text is plain, and no
+line of it is wrapped or cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from hadal.errors import ConfigError, HadalError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
+
+FAILED = 1
+"""Exit code of a command that could not do what it was asked."""
+MISUSED = 2
+"""Exit code of a command line that cannot be understood."""
+THEME = {
+    "error": "bold red",
+    "warning": "yellow",
+    "good": "green",
+    "best": "bold green",
+    "key": "bold",
+    "hint": "cyan",
+    "faint": "dim",
+    "heading": "bold",
+}
+_PIPE_WIDTH = 10_000
+
+
+class CommandError(HadalError):
+    """A subcommand cannot do what it was asked; the message says why, and the remedy."""
+
+
+def is_colourful(stream: TextIO) -> bool:
+    """Whether colours are written to a stream."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console with the theme, on the standard output unless another stream is given."""
+    from rich.console import Console
+    from rich.theme import Theme
+
+    stream = sys.stdout if stream is None else stream
+    colourful = is_colourful(stream)
+    return Console(
+        file=stream,
+        theme=Theme(THEME),
+        force_terminal=colourful,
+        color_system="auto" if colourful else None,
+        width=None if stream.isatty() else _PIPE_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def show(*parts: RenderableType) -> None:
+    """Write text and tables to the standard output, one below the other."""
+    target = console()
+    for part in parts:
+        with target.capture() as capture:
+            target.print(part, soft_wrap=isinstance(part, str) or _is_text(part))
+        # Tables fill their last column; blanks at the end of a line are of no use to anybody.
+        lines = capture.get().splitlines()
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def show_json(value: Any) -> None:
+    """Write a value as JSON to the standard output."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _is_text(part: object) -> bool:
+    from rich.text import Text
+
+    return isinstance(part, Text)
+
+
+def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
+    """An empty table; the columns named in `right` hold numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="heading",
+        title=title,
+        title_style="heading",
+        title_justify="left",
+    )
+    numbers = set(right)
+    for column in columns:
+        is_number = column in numbers
+        made.add_column(
+            column,
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+        )
+    return made
+
+
+def aligned(rows: Sequence[tuple[RenderableType, ...]], indent: int = 0) -> Table:
+    """Rows in columns without a heading, as lists of keys and values have."""
+    from rich.padding import Padding
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    for row in rows:
+        first, *rest = row
+        made.add_row(Padding(first, (0, 0, 0, indent)), *rest)
+    return made
+
+
+def key(text: str) -> Text:
+    """The name of a key, a flag or a file that a message is about."""
+    from rich.text import Text
+
+    return Text(text, "key")
+
+
+def fail(problem: HadalError | str, hint: str = "", label: str = "error") -> None:
+    """Report an error on the standard error; every fault of a configuration has a line."""
+    from rich.text import Text
+
+    target = console(sys.stderr)
+    head, *more = str(problem).splitlines() or [""]
+    target.print(Text.assemble((f"{label}: ", "error"), _marked(head)), soft_wrap=True)
+    faults = problem.faults if isinstance(problem, ConfigError) else ()
+    if faults and more:
+        rows = [(key(fault.path), _marked(fault.message)) for fault in faults]
+        with target.capture() as capture:
+            target.print(aligned(rows, indent=2))
+        sys.stderr.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    else:
+        for line in more:
+            target.print(_marked(line), soft_wrap=True)
+    if hint:
+        target.print(Text.assemble(("hint: ", "hint"), hint), soft_wrap=True)
+
+
+def note(text: str, label: str = "note") -> None:
+    """Report on the standard error what is worth knowing."""
+    from rich.text import Text
+
+    line = Text.assemble((f"{label}: ", "warning"), _marked(text))
+    console(sys.stderr).print(line, soft_wrap=True)
+
+
+def _marked(text: str) -> Text:
+    """A message, with the name that was probably meant in the colour of hints."""
+    from rich.text import Text
+
+    marked = Text(text)
+    marked.highlight_regex(r"did you mean [^?]+\?", "hint")
+    return marked
+
+
+def progress(total: int, what: str) -> tuple[Progress, Any]:
+    """A bar on the standard error that vanishes when done; nothing where that is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    target = console(sys.stderr)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Remaining(),
+        console=target,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    return bar, bar.add_task(what, total=total)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,127 @@
+"""Help and errors of every command, in one form; the test walks all parsers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from hadal.cli.flags import divided
+from hadal.cli.main import command_line, main
+from hadal.cli.parser import Parser
+
+
+def parsers(parser: Parser) -> Iterator[Parser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers(below)
+
+
+ALL = {parser.prog: parser for parser in parsers(command_line())}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_has_a_description_and_an_example(name: str) -> None:
+    parser = ALL[name]
+    description = parser.description or ""
+    assert 1 <= len(re.findall(r"\.(?=\s|$)", description)) <= 3 and description[-1] == "."
+    assert any(f"{name} " in f"{line} " for line in parser.examples)
+    shown = parser.format_help()
+    assert max(map(len, shown.splitlines())) <= 100
+    for part in (f"\n\nUsage: {name}", "\n\nOptions:\n", "\n\nExample"):
+        assert part in shown
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_example_is_understood(name: str) -> None:
+    for line in ALL[name].examples:
+        words = shlex.split(re.sub(r'^eval "\$\((.*)\)"', r"\1", line), comments=True)
+        words = words[: words.index(">")] if ">" in words else words
+        if not words:
+            continue  # a comment
+        assert words.pop(0) == "hadal"
+        own = ["run", *divided(words[1:])[0]] if words[0] == "run" else words
+        assert command_line().parse_args(own).run
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_is_written_alike(name: str) -> None:
+    for action in ALL[name]._actions:
+        if action.help is None:
+            assert isinstance(action, argparse._SubParsersAction)
+        elif action.help != argparse.SUPPRESS:
+            first, last = action.help.lstrip("`")[0], action.help[-1]
+            assert first.isupper() or not first.isalpha() or action.help.startswith(_WORDS), action
+            assert last != "."
+
+
+# Names that begin a sentence as they are.
+_WORDS = ("bash", "dtype", "torch", "`import")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["runn"], 'unknown command "runn"\nhint: did you mean run?\n\nUsage: hadal [OPTIONS]'),
+        (
+            ["bench", "com"],
+            'unknown command "com"\nhint: did you mean comm?\n\nUsage: hadal b',
+        ),
+        (["report", "--jsn"], "unknown flag --jsn\nhint: did you mean --json?\n\nUsage: hadal rep"),
+        (["report", "x"], 'unexpected argument "x"\n\nUsage: hadal report'),
+        (["report", "--js"], "unknown flag --js\nhint: did you mean --json?"),
+        (["explain"], "missing CONFIG\n\nUsage: hadal explain [OPTIONS] CONFIG\n"),
+        (["estimate"], "missing --params or --model\n\nUsage: hadal estimate [OPTIONS] (--params"),
+        (["explain", "x", "--world-size"], "--world-size: expected a value"),
+        (
+            ["completion", "fsh"],
+            'SHELL: expected bash, zsh or fish, got "fsh"\nhint: did you mean f',
+        ),
+    ],
+)
+def test_errors_name_the_subcommand_and_what_was_meant(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {told}")
+    command = re.search(r"Usage: (hadal(?: [a-z]+)?)", error)
+    assert command is not None
+    assert error.endswith(f"\nFor more information, try `{command[1]} --help`.\n")
+
+
+def test_flags_have_both_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = command_line().parse_args(["explain", "x", "--world_size", "4"])
+    assert parsed.world_size == 4
+    assert divided(["--num-gpus", "2", "--num-nodes=1", "a.py", "--num-gpus"]) == (
+        ["--num-gpus", "2", "--num-nodes=1"],
+        ["a.py", "--num-gpus"],
+    )
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    assert "--world_size" not in capsys.readouterr().out
+
+
+def test_help_is_coloured_where_colours_are_wanted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main([])
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    main([])
+    coloured = capsys.readouterr().out
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    for heading in ("Usage:", "Commands:", "Options:"):
+        assert f"\x1b[1m{heading}\x1b[0m" in coloured
+    assert "\x1b[1mexplain\x1b[0m" in coloured and "\x1b[1m-h, --help\x1b[0m" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    main([])
+    assert capsys.readouterr().out == plain
