@@ -71,6 +71,10 @@ class LossScaleError(HadalError, ArithmeticError):
     """fp16 gradients overflow although the loss scale is at its floor."""
 
 
+class NonFiniteError(HadalError, ArithmeticError):
+    """Gradients were not finite in too many updates in a row."""
+
+
 class ShardedAccessError(HadalError, RuntimeError):
     """A parameter was read or written while its values were sharded over the ranks."""
 

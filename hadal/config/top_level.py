@@ -71,13 +71,19 @@ class General(Batch, Communication):
         "any optimizer works with offloading.",
         mark=NO_EFFECT,
     )
+    max_skipped_updates: Integer = key(
+        20,
+        "Hadal's own: skipped updates in a row that end training with an error listing their "
+        "reasons; 0 allows any number. Overflows that lower the loss scale do not count.",
+        ge=0,
+    )
     steps_per_print: Annotated[
         Annotated[Integer, Gt(0)] | None, BeforeValidator(whole_or_never)
     ] = key(
         None,
-        "Updates between two progress lines on rank 0: steps, skipped updates, learning rate "
-        "and momentum of each group, gradient norm, samples per second. null or infinity prints "
-        "none.",
+        "Updates between two progress lines on rank 0: mean loss, learning rate, gradient norm, "
+        "samples or tokens per second, time of an update, memory, skipped updates, time left if "
+        "the schedule has an end. null or infinity prints none.",
     )
     wall_clock_breakdown: Boolean = key(
         False,
@@ -101,7 +107,8 @@ class General(Batch, Communication):
         | None
     ) = key(
         None,
-        "Level of the logger `hadal`; null leaves it unchanged. Ranks other than 0 log errors "
+        "Level of the logger `hadal`; null leaves it unchanged, or sets it to info if a key "
+        "asks for lines there. Ranks other than 0 log errors "
         "only.",
     )
     dataloader_drop_last: Boolean = key(

@@ -198,7 +198,7 @@ class Engine(EngineBase):
                 listener.before_backward()
             with parts.runtime.backward(boundary=boundary):
                 parts.hooks.backward(scaled, retain_graph)
-            self._end_backward(loss.detach() if listeners else None)
+            self._end_backward(loss.detach())
         return loss
 
     def _end_backward(self, loss: Tensor | None) -> None:
@@ -248,7 +248,7 @@ class Engine(EngineBase):
                 listener.before_backward()
             with parts.runtime.backward(boundary=boundary):
                 yield
-            self._end_backward(scaled if listeners else None)
+            self._end_backward(scaled)
 
     def _count_factor(self, factor: float) -> None:
         """Say what this backward's gradients are multiplied with."""

@@ -13,6 +13,7 @@ from hadal.comm import Ranks
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.progress import updates_of
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.listener import Listener
@@ -64,7 +65,15 @@ def _reporter(setting: Setting) -> Listener | None:
         return None
     measured = timer.enabled and every is not None
     throughput = Throughput(setting.device, synchronized=timer.synchronized) if measured else None
-    return Reporter(every, setting.clocks, throughput, speaks=setting.world.rank == 0)
+    return Reporter(
+        every,
+        setting.clocks,
+        throughput,
+        setting.device,
+        total=updates_of(setting.config),
+        readers=setting.batches.data_parallel_size,
+        speaks=setting.world.rank == 0,
+    )
 
 
 def _profiler(setting: Setting) -> Listener | None:

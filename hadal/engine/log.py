@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from typing import TextIO
 
 from hadal.config import Config
 
@@ -15,6 +17,19 @@ class _ErrorsOnly(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record may pass."""
         return record.levelno >= logging.ERROR
+
+
+class _IfAlone(logging.StreamHandler[TextIO]):
+    """Writes to standard error unless the program has handlers of its own, now or later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setStream(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        if not logging.getLogger().handlers:
+            super().emit(record)
 
 
 _errors_only = _ErrorsOnly()
@@ -47,7 +62,9 @@ def open_log(config: Config, rank: int) -> None:
         or (config.comms_logger is not None and config.comms_logger.verbose)
         or (config.checkpoint.writer is not None and config.checkpoint.writer.show_statistics)
     )
-    if asks and rank == 0 and not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
-        if not config.log_level:
-            log.setLevel(logging.INFO)
+    if not asks or rank != 0:
+        return
+    if log.level == logging.NOTSET and log.getEffectiveLevel() > logging.INFO:
+        log.setLevel(logging.INFO)  # also beside `logging.basicConfig()`, whose level is higher
+    if not log.handlers:
+        log.addHandler(_IfAlone())

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hadal.config import Config
+from hadal.device import is_host_memory, memory_use
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
+from hadal.engine.progress import LiveLine, Progress, tokens_of
 from hadal.engine.topology import Topology
-from hadal.listener import Listener, Update
+from hadal.listener import Forward, Listener, Update
 from hadal.zero.bucket import Bucket
 from hadal.zero.runtime import ZeroRuntime
 
@@ -25,13 +29,37 @@ class Reporter(Listener):
     """Logs after an update what is due. Lines come from one rank only."""
 
     def __init__(
-        self, every: int | None, clocks: Clocks, throughput: Throughput | None, *, speaks: bool
+        self,
+        every: int | None,
+        clocks: Clocks,
+        throughput: Throughput | None,
+        device: torch.device,
+        *,
+        total: int | None = None,
+        readers: int,
+        speaks: bool,
     ) -> None:
         self._every = every
         """Updates between two lines of progress; None: there are none."""
         self._clocks = clocks
         self._throughput = throughput
+        self._device = device
+        self._total = total
+        """Updates until the schedule ends; None if it does not."""
+        self._readers = readers
+        """Ranks that see different samples."""
         self._speaks = speaks
+        self._live = LiveLine() if speaks and every is not None and LiveLine.is_possible() else None
+        self._last: Progress | None = None
+        """The line before."""
+        self._losses: list[Tensor] = []
+        self._updates = self._tokens = self._samples = 0
+        """Since the line before, of this rank."""
+
+    def before_forward(self, forward: Forward) -> None:
+        """Count tokens."""
+        if self._speaks and forward.is_training:
+            self._tokens += tokens_of(forward)
 
     def after_update(self, update: Update) -> None:
         """Log a line of progress, times and memory, if they are due."""
@@ -39,19 +67,65 @@ class Reporter(Listener):
             self._throughput.end_update(update.samples)
         if not self._speaks:
             return
-        if self._every is not None and update.number % self._every == 0:
-            _log.info("%s", self._line(update))
+        is_due = self._every is not None and update.number % self._every == 0
+        if self._every is not None:
+            self._add(update)
+            if is_due:
+                self._last = self._take(update)
+                _log.info("%s", self._last)
+            self._show(update)
         if update.number % (self._every or 1) == 0:
             self._tell_breakdowns(update.number)
 
-    def _line(self, update: Update) -> str:
-        norm = "not computed" if update.norm is None else f"{update.norm:.4g}"
-        line = (
-            f"step {update.number}, skipped {update.skipped_updates}, lr {list(update.rates)},"
-            f" momentum {list(update.momenta)}, gradient norm {norm}"
-        )
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._live is not None:
+            self._live.close()
+
+    def _add(self, update: Update) -> None:
+        self._updates += 1
+        self._samples += update.samples
+        loss = update.loss
+        if loss is not None:
+            self._losses.append(loss)
+
+    def _take(self, update: Update) -> Progress:
+        """What is to be said, and begin anew. Waits for the device."""
         rate = self._throughput.take_rate() if self._throughput else None
-        return line if rate is None else f"{line}, {rate:.4g} samples/s"
+        loss = float(torch.stack(self._losses).mean()) if self._losses else None
+        use = memory_use(self._device)
+        each = self._samples / self._updates
+        said = Progress(
+            number=update.number,
+            total=self._total,
+            loss=loss,
+            rates=update.rates,
+            norm=update.norm,
+            samples_per_s=rate,
+            tokens_per_s=self._token_rate(rate, update),
+            update_s=each / rate if rate else None,
+            nbytes=use.host if is_host_memory(self._device) else use.device_peak,
+            skipped=update.skipped_updates,
+        )
+        self._losses.clear()
+        self._updates = self._samples = self._tokens = 0
+        return said
+
+    def _token_rate(self, rate: float | None, update: Update) -> float | None:
+        """Tokens a second of all ranks, taking this rank's batches for those of all."""
+        if rate is None or not self._tokens:
+            return None
+        mine = self._samples / self._readers
+        return rate * self._tokens / mine
+
+    def _show(self, update: Update) -> None:
+        if self._live is None:
+            return
+        last = self._last
+        if last is None:
+            self._live.show(f"step {update.number}" + (f"/{self._total}" if self._total else ""))
+        else:
+            self._live.show(str(replace(last, number=update.number)))
 
     def _tell_breakdowns(self, number: int) -> None:
         means = self._clocks.take_means()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import gather_objects
-from hadal.device import is_host_memory, read_on_host, start_reading
+from hadal.device import Reading, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
+from hadal.engine.nonfinite import SkippedInARow, warn_of_nonfinite
 from hadal.engine.parts import Finding, Parts, Training
 from hadal.engine.session import Session
 from hadal.engine.undecided import Undecided, decides_on_device, step_schedule
@@ -114,12 +115,10 @@ def moved_scale(before: ScaleState, found: Finding, number: int, parts: Parts) -
         after = next_scale(before, found.overflow, parts.scale_rule)
     finally:
         if found.overflow and parts.ranks.rank == 0:
+            scales = f"; loss scale {before.scale:g} -> {after.scale:g}"
+            has_scale = parts.scale_rule.dynamic or before.scale != 1.0
             _log.warning(
-                "update %d skipped: %s; loss scale %g, now %g",
-                number,
-                _reason_of(found),
-                before.scale,
-                after.scale,
+                "update %d skipped: %s%s", number, _reason_of(found), scales if has_scale else ""
             )
     return after
 
@@ -137,6 +136,8 @@ class Updates:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._skipped = SkippedInARow(session.parts.config.max_skipped_updates)
+        self._has_warned = False
 
     @torch.no_grad()
     def make(self, samples: int, metric: float | None) -> None:
@@ -147,6 +148,7 @@ class Updates:
         session, parts, cycle = self._session, self._session.parts, self._session.cycle
         training, counters = session.expect_training(), session.counters
         self._tell_skipped()
+        self._look_back()
         total = parts.runtime.reduce_all(part_of_norm(parts))
         for listener in session.listeners:
             listener.before_update(MeanGradients(parts.model, parts.runtime))
@@ -162,6 +164,8 @@ class Updates:
             cycle.skips_next = False
             found = found if found.overflow else replace(found, overflow=True, is_asked=True)
         cycle.last = found
+        if self._is_unwanted(found.measured):
+            self._warn(counters.global_steps, _culprit(parts))
         if found.overflow:
             counters.skipped_steps += 1
         else:
@@ -187,9 +191,29 @@ class Updates:
         session = self._session
         session.learn_of_skip()
         skipped, session.skipped = session.skipped, None
+        if not session.cycle.last.overflow:
+            self._skipped.clear()
         if skipped is not None:
             found = late_finding(skipped.found, session.parts)
             session.scale = moved_scale(session.scale, found, skipped.number, session.parts)
+            self._skipped.add(skipped.number, _reason_of(found))
+
+    def _is_unwanted(self, norm: float | Reading | None) -> bool:
+        """Whether a norm shows gradients that are not finite, of which nobody was warned."""
+        if self._session.parts.skip_overflow or self._has_warned or norm is None:
+            return False
+        return isinstance(norm, float) and not math.isfinite(norm)
+
+    def _look_back(self) -> None:
+        """Warn of the last update, if its norm has come from the device since."""
+        session, last = self._session, self._session.cycle.last
+        if isinstance(last.measured, Reading) and self._is_unwanted(last.norm):
+            self._warn(session.counters.global_steps - 1, late_finding(last, session.parts).culprit)
+
+    def _warn(self, number: int, culprit: str | None) -> None:
+        self._has_warned = True
+        session = self._session
+        warn_of_nonfinite(number, culprit, tuple(session.cycle.losses), session.parts.ranks)
 
     def _step_weights(self, training: Training, found: Finding, factor: float) -> None:
         runtime = self._session.parts.runtime
@@ -210,6 +234,8 @@ class Updates:
         session, before = self._session, self._session.scale.scale
         number = session.counters.global_steps - 1
         session.scale = moved_scale(session.scale, found, number, session.parts)
+        if found.overflow and not found.is_asked and session.scale.scale == before:
+            self._skipped.add(number, _reason_of(found))
         if session.scale.scale != before:
             session.parts.runtime.rescale_residuals(session.scale.scale / before)
 

@@ -201,7 +201,7 @@ def overflow_in(stage: int, where: list[int], name: str) -> list[str]:
         assert messages == []
         step(mine)
     engine.destroy()
-    told = f"update 1 skipped: the gradient of {name} is not finite; loss scale 16, now 8"
+    told = f"update 1 skipped: the gradient of {name} is not finite; loss scale 16 -> 8"
     assert messages == ([told] if comm.get_rank() == 0 else [])
     return messages
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import pty
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankPools
+from torch import Tensor, nn
 
 import hadal
 from engine.toys import backward, engine_of, model_of, train
 from hadal import comm
 from hadal.engine.log import hush
+from hadal.engine.progress import duration, number_of
 
 
 class Ears(logging.Handler):
@@ -51,8 +58,8 @@ def hear(stage: int, updates: int, keys: dict[str, Any], level: int = logging.IN
 
 
 LINE = re.compile(
-    r"step (\d+), skipped 0, lr \[0\.01\], momentum \[\(0\.9, 0\.999\)\],"
-    r" gradient norm (\d\.\d+)(, [\d.e+]+ samples/s)?"
+    r"step (\d+), loss (\d\.\d+), lr 0\.01, norm (\d\.\d+)"
+    r"(, [\d.k]+ samples/s, [\d.]+ m?s/step)?, (\d+\.\d\d) GiB"
 )
 
 
@@ -62,10 +69,118 @@ def test_lines_of_progress_come_from_rank_0_at_their_interval(ranks: RankPools) 
     assert silent == []
     matches = [LINE.fullmatch(line) for line in told]
     assert [match and match[1] for match in matches] == ["3", "6"]
-    assert all(match and match[3] for match in matches)
+    assert all(match and match[4] for match in matches)
     off = {"steps_per_print": 3, "timers": {"throughput": {"enabled": False}}}
     told, _ = ranks(2).run(hear, 1, 3, off)
-    assert [LINE.fullmatch(line)[3] for line in told] == [None]
+    assert [LINE.fullmatch(line)[4] for line in told] == [None]
+
+
+def losses_and_lines(updates: int, keys: dict[str, Any]) -> tuple[list[float], list[str]]:
+    with Ears() as ears:
+        engine = engine_of(1, **keys)
+        losses = [float(loss) for loss in train(engine, range(updates))]
+        engine.destroy()
+    return losses, ears.heard
+
+
+def test_a_line_has_the_mean_loss_and_the_time_left() -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4000}}
+    losses, lines = losses_and_lines(6, {"steps_per_print": 3, "scheduler": schedule})
+    for line, start in zip(lines, (0, 3), strict=True):
+        assert f"loss {sum(losses[start : start + 3]) / 3:.4g}," in line
+        assert re.search(rf"^step {start + 3}/4000, .*, \d+\.\d\d GiB, .* left$", line)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.table(input_ids).square().mean()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_batches_of_tokens_are_measured_in_tokens(named: bool) -> None:
+    with Ears() as ears:
+        engine = engine_of(0, Words(), steps_per_print=4)
+        for _ in range(4):
+            ids = torch.zeros(3, 50, dtype=torch.int64)
+            engine.backward(engine(input_ids=ids) if named else engine(ids))
+            engine.step()
+        engine.destroy()
+    tokens = re.search(r", ([\d.]+)(k?) tokens/s, ([\d.]+) (m?s)/step", ears.heard[0])
+    assert tokens
+    per_second = float(tokens[1]) * (1000 if tokens[2] else 1)
+    seconds = float(tokens[3]) / (1000 if tokens[4] == "ms" else 1)
+    assert per_second * seconds == pytest.approx(150, rel=0.05)
+
+
+PROGRAM = """
+import logging, sys, torch, hadal
+if sys.argv[1] == "before": logging.basicConfig()
+config = {"train_batch_size": 3, "steps_per_print": 1, "optimizer": {"type": "SGD"}}
+engine, *_ = hadal.initialize(model=torch.nn.Linear(2, 2), config=config)
+if sys.argv[1] == "after": logging.basicConfig()
+engine.backward(engine(torch.ones(3, 2)).sum())
+engine.step()
+"""
+
+
+@pytest.mark.parametrize("configured", ["before", "after", "never"])
+def test_lines_come_once_whatever_the_program_does_with_logging(configured: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, configured],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    assert len(re.findall(r"step 1, loss", done.stderr)) == 1, done.stderr
+    assert ("INFO:hadal" in done.stderr) == (configured != "never")
+
+
+def test_a_terminal_shows_one_live_line() -> None:
+    """`script` gives the program a terminal. The line is taken away in the end."""
+    told = []
+    read, write = pty.openpty()
+    program = [sys.executable, "-c", PROGRAM, "never"]
+    process = subprocess.Popen(program, stdout=write, stderr=write, stdin=subprocess.DEVNULL)
+    os.close(write)
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+        while piece := os.read(read, 4096):
+            told.append(piece)
+    os.close(read)
+    assert process.wait(timeout=100) == 0
+    shown = b"".join(told).decode()
+    logged, live = shown.split("\x1b[?25l")  # the cursor is hidden
+    assert logged.count("loss") == 1
+    assert "loss" in live
+    assert shown.endswith("\x1b[1A\x1b[2K"), repr(shown[-80:])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0123, "12.3 ms"),
+        (1.5, "1.5 s"),
+        (59.4, "59.4 s"),
+        (3600, "1 h"),
+        (3725, "1 h 2 min"),
+        (90_061, "1 d 1 h"),
+        (float("nan"), "?"),
+    ],
+)
+def test_durations_read_well(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.5, "0.5"), (999.4, "999"), (999.9, "1k"), (12_345, "12.3k"), (3e6, "3M")],
+)
+def test_numbers_have_three_digits(value: float, shown: str) -> None:
+    assert number_of(value) == shown
 
 
 @pytest.mark.claims("steps_per_print")
@@ -127,11 +242,11 @@ def test_the_state_is_told_once_at_the_start(stage: int, ranks: RankPools) -> No
     assert sum(int(row[2]) - int(row[3]) for row in cells) == count
 
 
-def levels(level: str | None) -> tuple[int, list[str]]:
+def levels(level: str | None, every: int | None = 1) -> tuple[int, list[str]]:
     with Ears(level=0) as ears:
         log = logging.getLogger("hadal")
         log.setLevel(logging.NOTSET)
-        engine = engine_of(0, log_level=level, steps_per_print=1)
+        engine = engine_of(0, log_level=level, steps_per_print=every)
         train(engine, range(1))
         engine.destroy()
         return log.level, [line for line in ears.heard if line.startswith("step")]
@@ -142,7 +257,9 @@ def test_the_level_is_that_of_the_house(ranks: RankPools) -> None:
     assert ranks(1).run(levels, "ERROR") == [(logging.ERROR, [])]
     ((level, told),) = ranks(1).run(levels, "debug")
     assert (level, len(told)) == (logging.DEBUG, 1)
-    assert ranks(1).run(levels, None)[0][0] == logging.NOTSET
+    ((level, told),) = ranks(1).run(levels, None)
+    assert (level, len(told)) == (logging.INFO, 1)  # the key asks for lines
+    assert ranks(1).run(levels, None, None) == [(logging.NOTSET, [])]
 
 
 def overflow_once() -> list[str]:

@@ -1,0 +1,71 @@
+"""What becomes of gradients that are not finite: skipped updates in a row, and fp32 weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_codes
+from hadal.device import read_on_host
+from hadal.errors import NonFiniteError
+
+_log = logging.getLogger(__name__)
+
+
+class SkippedInARow:
+    """Counts updates skipped in a row; too many are an error.
+
+    An overflow that lowers the loss scale does not count: fp16 training begins with some of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """`limit` is the number that is an error; 0 allows any number."""
+        self._limit = limit
+        self._reasons: list[str] = []
+
+    def clear(self) -> None:
+        """An update was not skipped."""
+        self._reasons.clear()
+
+    def add(self, number: int, reason: str) -> None:
+        """Update `number` was skipped.
+
+        Raises:
+            NonFiniteError: it is one too many.
+        """
+        self._reasons.append(reason)
+        count = len(self._reasons)
+        if not self._limit or count < self._limit:
+            return
+        seen = Counter(self._reasons).most_common()
+        self.clear()
+        listed = "".join(f"\n  {many} times: {why}" for why, many in seen)
+        raise NonFiniteError(
+            f"the last {count} updates were skipped, the last one is update {number}; nothing is"
+            f" being trained.{listed}\nLook for NaN in the data and in the weights, or lower the"
+            " learning rate. max_skipped_updates changes how many are allowed (0: any number)"
+        )
+
+
+def warn_of_nonfinite(
+    number: int, culprit: str | None, losses: tuple[Tensor, ...], ranks: Ranks
+) -> None:
+    """Warn that fp32 weights take up a gradient that is not finite. All ranks must call it."""
+    values = [float(read_on_host(loss.reshape(()), "the loss")) for loss in losses]
+    codes = gather_codes(int(not all(map(math.isfinite, values))), ranks)
+    if ranks.rank != 0:
+        return
+    found = [str(rank) for rank, code in enumerate(codes) if code]
+    what = "their norm" if culprit is None else f"the gradient of {culprit}"
+    where = f", nor is the loss on rank {', '.join(found)}" if found else ""
+    _log.warning(
+        "update %d: %s is not finite%s. fp32 training does not skip such updates, so weights become"
+        " NaN; this is said once",
+        number,
+        what,
+        where,
+    )

@@ -1,0 +1,166 @@
+"""The line that says how training goes: in the log at intervals, and live on a terminal."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hadal.config import Config
+from hadal.listener import Forward
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one line says. What is None is left out."""
+
+    number: int
+    """Updates so far."""
+    total: int | None
+    """Updates until the schedule ends."""
+    loss: float | None
+    """The mean of this rank's losses since the line before."""
+    rates: Sequence[float]
+    norm: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    update_s: float | None
+    """Seconds of an update, since the line before."""
+    nbytes: int
+    """Memory of this rank: the accelerator's peak; on a CPU, what the process holds."""
+    skipped: int
+    """Updates skipped so far."""
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until the schedule ends, at the present speed."""
+        if self.total is None or self.update_s is None or self.total <= self.number:
+            return None
+        return (self.total - self.number) * self.update_s
+
+    def __str__(self) -> str:
+        step = f"step {self.number}" if self.total is None else f"step {self.number}/{self.total}"
+        parts = [step]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.rates:
+            parts.append(f"lr {', '.join(dict.fromkeys(f'{rate:.4g}' for rate in self.rates))}")
+        if self.norm is not None:
+            parts.append(f"norm {self.norm:.4g}")
+        if self.tokens_per_s is not None:
+            parts.append(f"{number_of(self.tokens_per_s)} tokens/s")
+        elif self.samples_per_s is not None:
+            parts.append(f"{number_of(self.samples_per_s)} samples/s")
+        if self.update_s is not None:
+            parts.append(f"{duration(self.update_s)}/step")
+        parts.append(f"{self.nbytes / (1 << 30):.2f} GiB")
+        if self.skipped:
+            parts.append(f"{self.skipped} skipped")
+        if self.left_s is not None:
+            parts.append(f"{duration(self.left_s)} left")
+        return ", ".join(parts)
+
+
+def number_of(value: float) -> str:
+    """`12345.6` as `12.3k`: three digits."""
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`3720` seconds as `1 h 2 min`: the two largest units; below a minute three digits."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    left = round(seconds)
+    shown: list[tuple[int, str]] = []
+    for length, unit in _SECONDS:
+        count, left = divmod(left, length)
+        if count or shown:
+            shown.append((count, unit))
+    return " ".join(f"{count} {unit}" for count, unit in shown[:2] if count)
+
+
+def updates_of(config: Config) -> int | None:
+    """The updates after which the configured schedule ends; None if it has no end."""
+    scheduler = config.scheduler
+    params: Mapping[str, Any] = scheduler.params if scheduler is not None else {}
+    total = params.get("total_num_steps")
+    return total if isinstance(total, int) else None
+
+
+def tokens_of(forward: Forward) -> int:
+    """The tokens of a forward's inputs: the elements of `input_ids`; 0 if there are none."""
+    given = forward.kwargs.get("input_ids")
+    first = forward.args[0] if forward.args else None
+    if given is None and isinstance(first, Mapping):
+        given = first.get("input_ids")
+    if given is None and isinstance(first, Tensor) and first.dtype == torch.int64:
+        given = first if first.dim() == 2 else None
+    return given.numel() if isinstance(given, Tensor) else 0
+
+
+class LiveLine:
+    """One line on a terminal that is written anew after each update, at most five times a second.
+
+    It shows what the host knows: nothing waits for the device. What the program prints meanwhile
+    appears above it.
+    """
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._shown_at = -math.inf
+        # A program may end without closing its engine.
+        mine = weakref.ref(self)
+
+        def at_exit() -> None:
+            line = mine()
+            if line is not None:
+                line.close()
+
+        self._at_exit = at_exit
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether standard error is a terminal."""
+        return sys.stderr is not None and sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Write `text` in place of the line before."""
+        now = time.monotonic()
+        if now - self._shown_at < 0.2:
+            return
+        self._shown_at = now
+        if self._live is None:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
+            self._live.start()
+            atexit.register(self._at_exit)
+        self._live.update(text, refresh=True)
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            atexit.unregister(self._at_exit)

@@ -1,0 +1,93 @@
+"""Gradients that are not finite: who says so, how often, and when training ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from ranks import RankPools
+
+from engine.test_report import Ears
+from engine.toys import batch_of, engine_of, loss_of
+from hadal.engine.nonfinite import SkippedInARow
+from hadal.errors import NonFiniteError
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def train_on(wrong: list[int], updates: int, keys: dict[str, Any], rank: int = 0) -> list[str]:
+    """Train; rank `rank`'s inputs are NaN in the updates `wrong`. What was logged, or raised."""
+    from hadal import comm
+
+    with Ears() as ears:
+        engine = engine_of(1, **keys)
+        dtype = next(engine.module.parameters()).dtype
+        try:
+            for step in range(updates):
+                inputs, targets = batch_of(step)
+                if step in wrong and comm.get_rank() == rank:
+                    inputs = inputs * math.nan
+                engine.backward(loss_of(engine(inputs.to(dtype)), targets))
+                engine.step()
+        except NonFiniteError as error:
+            ears.heard.append(str(error))
+        engine.destroy()
+    return ears.heard
+
+
+def test_fp32_warns_once_of_the_parameter_and_the_rank(ranks: RankPools) -> None:
+    told, silent = ranks(2).run(train_on, [1], 4, {}, 1)
+    assert silent == []
+    assert told == [
+        "update 1: the gradient of 0.weight is not finite, nor is the loss on rank 1. fp32 training"
+        " does not skip such updates, so weights become NaN; this is said once"
+    ]
+
+
+def test_bf16_speaks_of_skipping_and_not_of_a_loss_scale() -> None:
+    lines = train_on([1, 3], 5, BF16)
+    assert lines == [f"update {n} skipped: the gradient of 0.weight is not finite" for n in (1, 3)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_many_skipped_updates_in_a_row_end_training_on_all_ranks(
+    count: int, ranks: RankPools
+) -> None:
+    keys = {**BF16, "max_skipped_updates": 3}
+    wrong = [1, 2, *range(4, 4 + count)]
+    for told in ranks(2).run(train_on, wrong, 9, keys):
+        errors = [line for line in told if "updates were skipped" in line]
+        assert len(errors) == (count == 3)
+        for error in errors:
+            assert error.startswith("the last 3 updates were skipped, the last one is update 6")
+            assert "3 times: the gradient of 0.weight is not finite" in error
+
+
+def test_any_number_may_be_skipped_if_the_key_says_so() -> None:
+    assert len(train_on(list(range(30)), 30, {**BF16, "max_skipped_updates": 0})) == 30
+    assert "the last 20 updates were skipped" in train_on(list(range(30)), 30, BF16)[-1]
+
+
+def test_overflows_that_lower_the_scale_of_fp16_do_not_count() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
+    lines = train_on(list(range(6)), 8, {"fp16": fp16, "max_skipped_updates": 2})
+    assert [line.split("; ")[1] for line in lines] == [
+        f"loss scale {2 ** (6 - n)} -> {2 ** (5 - n)}" for n in range(6)
+    ]
+
+
+def test_reasons_are_listed_by_their_number() -> None:
+    run = SkippedInARow(3)
+    run.add(4, "a")
+    run.add(5, "b")
+    with pytest.raises(NonFiniteError, match=r"update 6; [^\n]+\n  2 times: b\n  1 times: a\n"):
+        run.add(6, "b")
+    run.add(7, "b")
+    run.clear()
+    run.add(8, "b")
+    run.add(9, "b")
+
+
+def test_norms_that_are_finite_are_not_told() -> None:
+    assert train_on([], 3, {}) == []
