@@ -24,7 +24,7 @@ Tensors = Sequence[Tensor]
 
 # Messages in pairs are matched by their order within a tag: what is started in an order of its own
 # has a tag of its own.
-REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP = 11, 12, 13, 14, 15, 16, 17
+REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP, ANSWER = range(11, 19)
 
 
 class Summands(NamedTuple):

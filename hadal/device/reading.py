@@ -52,5 +52,4 @@ def start_reading(tensor: Tensor, what: str) -> Reading:
         return Reading(read_on_host(tensor, what).clone(), Event(), what)
     values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     values.copy_(tensor.detach(), non_blocking=True)
-    stream = torch.accelerator.current_stream(tensor.device)
-    return Reading(values, Event(stream.record_event(), tensor.device), what)
+    return Reading(values, Event.on(tensor.device), what)

@@ -39,6 +39,13 @@ class Event:
         self._event = event
         self._device = device
 
+    @classmethod
+    def on(cls, device: torch.device) -> Event:
+        """The point behind all that a device was given so far."""
+        if not has_streams(device):
+            return cls()
+        return cls(torch.accelerator.current_stream(device).record_event(), device)
+
     @property
     def is_over(self) -> bool:
         """True if everything before it is finished."""

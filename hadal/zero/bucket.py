@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hadal.comm.collectives import broadcast_, start_gather_in_pieces
 from hadal.comm.pending import Leaving, Pending, finished
-from hadal.device import has_streams, look_at
+from hadal.device import Event, has_streams, look_at
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor, StoredSlice
 from hadal.zero.edits import absorb_into, digest, same_bits, shard_with_edits
@@ -365,13 +365,34 @@ class Bucket:
         """Begin to gather the full buffer: SHARDED to ARRIVING."""
         if self.state is not Weights.SHARDED:
             return
-        self._views.check_placeholders()
-        # Views that autograd saved look into this storage. It is resized, never replaced.
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self._open_full()
         self._places = self.gatherers_of(exact=exact)
         self._is_exact = exact
         self._pending = self._start_gather(self.full, exact=exact)
         self.state = Weights.ARRIVING
+
+    def _open_full(self) -> None:
+        self._views.check_placeholders()
+        # Views that autograd saved look into this storage. It is resized, never replaced.
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+
+    @property
+    def lends_shard(self) -> bool:
+        """Whether another rank's weights are made of my shard as it is, and it is in memory."""
+        return not (self.rounds or self._shard.loads_on_use)
+
+    def shard_on_host(self, there: Event) -> Tensor:
+        """In any thread: my shard as it is, on the host; `there`: when the device had it."""
+        return self._shard.on_host(there)
+
+    def fetch(self, gather: Callable[[Tensor], Pending]) -> None:
+        """Fill the full buffer by a `gather` that this rank makes alone: SHARDED to FULL."""
+        self._open_full()
+        self._places, self._is_exact = range(0), False
+        place = self.full[self.span[0] : self.span[1]]
+        self._pending = self._shard.fill(place, partial(gather, self.full))
+        self.state = Weights.ARRIVING
+        self.wait_unshard()
 
     def wait_unshard(self) -> None:
         """Make the parameters look into the gathered buffer: ARRIVING to FULL."""
@@ -384,7 +405,7 @@ class Bucket:
             self._arrived = self.full[self.span[0] : self.span[1]].clone()
         elif self.device.type != "cpu" and not self._has_shard_here:
             self._digest = digest(self.full[self.span[0] : self.span[1]])
-        if self.on_gather is not None:
+        if self.on_gather is not None and self._places:
             self.on_gather(self.full, self._places)
         self._views.look_into_full()
         self.state = Weights.FULL

@@ -35,6 +35,7 @@ from hadal.zero.agreement import (
     Agreement,
     Met,
 )
+from hadal.zero.asking import Asking
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.calls import Calls
 from hadal.zero.escapes import Escapes
@@ -80,6 +81,7 @@ class Gathering:
         self.rounds = Rounds(
             ranks, self._talk, self._paths.tell_strays, self.expect_another_backward
         )
+        self._asking = Asking(self.rounds, lambda: self._uses.buckets)
         self.take_up(buckets)
         self.extend(units)
         self._announces_all = divergence.is_expected
@@ -190,8 +192,9 @@ class Gathering:
             elif bucket.state is Weights.SHARDED:
                 # Outside of forward and backward, whoever reads or saves weights wants them exact.
                 exact = self.phase is Phase.IDLE
-                self._leave_round()
-                self._agreement.request(self._calls.code_of(number, exact=exact))
+                if exact or self._asking.all_leave() or not self._asking.fetch(number):
+                    self._leave_round()
+                    self._agreement.request(self._calls.code_of(number, exact=exact))
             if self.phase is not Phase.IDLE:
                 self._open.add(bucket)
 
@@ -274,6 +277,11 @@ class Gathering:
     def agree_on_progress(self, progress: Callable[[], int], start: Callable[[int], None]) -> None:
         """Let ranks tell each other their `progress` whenever they talk, and `start` the least."""
         self._agreement.progress, self._agreement.start = progress, start
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left the plan of this backward, and started all its reductions."""
+        return self._walk.has_left
 
     @property
     def is_played(self) -> bool:
@@ -501,10 +509,13 @@ class Gathering:
         """
         held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
         stretch = self.rounds.next(kind, is_last=last)
-        if stretch is not None and (stretch.plan is None or held.issuperset(stretch.plan.held)):
+        is_again = stretch is not None and self.rounds.is_again
+        is_left = is_again and self._asking.all_leave()
+        if stretch is not None and not is_left and self._has_for(stretch.plan, held):
+            self._is_late = is_again
             self.rounds.begin()
-            self._is_late = False
-            return stretch.plan, Met(frozenset({marker}), (0,))
+            self._asking.begin()
+            return (None if self._is_late else stretch.plan), Met(frozenset({marker}), (0,))
         if self.rounds.is_steady:
             self.rounds.leave()
         self._is_late = self.rounds.passes()
@@ -515,6 +526,11 @@ class Gathering:
             plan = self._paths.plan_for(kind, held, last=last)
         met = self._talk(marker, 0 if plan is None else 1 + plan.digest)
         return (plan if met.is_alike else None), met
+
+    def _has_for(self, plan: Plan | None, held: frozenset[int]) -> bool:
+        """Whether what a plan has at its beginning is there, or can be asked for."""
+        missing = () if plan is None else sorted(set(plan.held) - held)
+        return all(map(self._asking.fetch, missing))
 
     def _talk(self, marker: int, word: int = 0) -> Met:
         with self._own_moves():

@@ -23,7 +23,7 @@ from hadal.comm.collectives import (
 from hadal.comm.factors import Factors, sum_into
 from hadal.comm.pending import Pending
 from hadal.comm.rows import RowWire, start_rows_all_reduce, start_rows_reduce_scatter
-from hadal.device import is_host_memory, unwatched
+from hadal.device import is_host_memory, read_on_host, unwatched
 from hadal.zero.bucket import Bucket
 from hadal.zero.landing import HostMean
 from hadal.zero.policy import Reduction
@@ -188,7 +188,7 @@ class Gradients:
         """
         slot = self.bucket.layout.slots[index]
         self._make_copies()
-        found = [self._late[index]] if index in self._late else []
+        found = [self._late[index].to(self.bucket.device)] if index in self._late else []
         if self.state is Arrival.LOCAL and self._filled[index]:
             found.append(self._views[index])
         return flattened(sum(found[1:], found[0]), slot) if found else None
@@ -245,13 +245,34 @@ class Gradients:
         if self.state is Arrival.REDUCING:
             # It comes late. To wait for the reduction here could be to wait for a rank that waits
             # for this one; it is collected when every rank has come to the end of backward.
-            known = self._late.get(index)
-            self._late[index] = gradient if known is None else known + gradient
+            self._add_late(index, gradient)
             parameter.grad = None
             return
         self._open()
         self._collect(index, gradient)
         parameter.grad = None
+
+    def send_late_to_host(self) -> None:
+        """Let all that no reduction of this backward takes along wait in host memory.
+
+        So a rank that left its plan holds no more gradients on an accelerator than else.
+        """
+        if is_host_memory(self.bucket.device) or not self.partitioned:
+            return
+        if self.state is Arrival.LOCAL and self._mean_holds:
+            self._make_copies()
+            for index, view in enumerate(self._views):
+                if self._filled[index]:
+                    self._add_late(index, view)
+            self._filled[:] = bytes(len(self._filled))
+            self._free_full()
+            self.state = Arrival.MEAN
+        what = f"late gradients of {self.bucket.name}"
+        self._late = {index: read_on_host(late, what) for index, late in self._late.items()}
+
+    def _add_late(self, index: int, gradient: Tensor) -> None:
+        known = self._late.get(index)
+        self._late[index] = gradient if known is None else known.to(gradient.device) + gradient
 
     def _collect(self, index: int, gradient: Tensor) -> None:
         view = self._views[index]
@@ -311,7 +332,7 @@ class Gradients:
         self.remove_views()
         assert self.full is not None
         for index, gradient in self._late.items():
-            self._collect(index, gradient)
+            self._collect(index, gradient.to(self.bucket.device))
         self._late.clear()
         self._make_copies()
         for index, view in enumerate(self._views):

@@ -5,7 +5,8 @@ course is not known ranks meet at both ends of each stretch. When all have gone 
 enough the next rounds are *steady*: each rank knows what all will do, and the one exchange before
 the update tells whether anybody did not.
 
-A rank that needs something else in a steady round *leaves* it. The others count on its part in all
+Weights beside its plan a rank asks for (see `asking.py`). One that needs something else in a
+steady round *leaves* it. The others count on its part in all
 collectives up to the update: so it does that part first, where its gradients count as zero, and
 meets them in the exchange. So the exchange is what every rank says next, whatever it has done. It
 tells who has left, and where, and from there on ranks meet again. Who is behind the others goes on
@@ -126,7 +127,7 @@ class Course:
 class Rounds:
     """Where this rank stands in the present round.
 
-    Its place is counted in ends of stretches: 2 n at the beginning of stretch n, 2 n + 1 in it.
+    Its `place` is counted in ends of stretches: 2 n at the beginning of stretch n, 2 n + 1 in it.
     """
 
     _latest: ClassVar[weakref.ref[Rounds] | None] = None
@@ -138,20 +139,23 @@ class Rounds:
         tell: Callable[[list[Stray]], None],
         forget: Callable[[], None],
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._meet = meet
         self._tell = tell
         self._forget = forget
         self._course = Course()
         self.part: Part | None = None
+        self.number = 0
+        """Of the present round, the same on all ranks."""
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self.is_steady = self._ranks.size > 1 and self._course.is_known
+        self.number += 1
+        self.is_steady = self.ranks.size > 1 and self._course.is_known
         """Whether all ranks know what comes, and do not meet."""
         self._record: list[Stretch] = []
         self._is_even = True
-        self._place = self._played = 0
+        self.place = self._played = 0
         self._owed = 0
         self._is_inside = False
         self._is_faulty = self._is_early = self._is_mixed = False
@@ -174,7 +178,7 @@ class Rounds:
     @property
     def is_at_end(self) -> bool:
         """Whether a steady round has come to its end as expected."""
-        return self.is_steady and self._place == self._played == self._end
+        return self.is_steady and self.place == self._played == self._end
 
     @property
     def is_behind(self) -> bool:
@@ -201,25 +205,30 @@ class Rounds:
         `is_last`: None for whichever comes.
         """
         self._look_for_others()
-        if not self.is_steady or self._is_mixed or self._place != self._played:
+        if not self.is_steady or self._is_mixed or self._played > self.place + 2:
             return None
-        number = self._place // 2
-        if self._place % 2 or number == len(self._course.known):
+        number = self.place // 2
+        if self.place % 2 or number == len(self._course.known):
             return None
         stretch = self._course.known[number]
         fits = stretch.kind is kind and is_last in (None, stretch.is_last)
         return stretch if fits else None
 
+    @property
+    def is_again(self) -> bool:
+        """Whether the stretch that begins was begun before, and this rank's part in it is done."""
+        return self._played > self.place
+
     def begin(self) -> None:
         """The next stretch of a steady round begins."""
-        self._place += 1
-        self._played += 1
+        self.place += 1
+        self._played = max(self._played, self.place)
 
     def end(self, stray: Stray | None, *, is_early: bool) -> None:
         """A stretch of a steady round has ended; `is_early`: gradients came too late for it."""
         self._look_for_others()
-        self._place += 1
-        self._played += 1
+        self.place += 1
+        self._played = max(self._played, self.place)
         self._is_early |= is_early
         if stray is not None:
             self._strays.append(stray)
@@ -229,8 +238,8 @@ class Rounds:
         if not self._is_inside:
             return  # of a round that is over
         if self.is_steady:
-            self._place -= 1
-            self._played += 1
+            self.place -= 1
+            self._played = self.place + 2
         else:
             # The others wait at its end until this rank has run another one.
             self._owed += 1
@@ -269,8 +278,8 @@ class Rounds:
         stretch = self.next(Kind.BACKWARD, is_last=None)
         if stretch is not None:
             self._part.play(stretch)
-            self._place = self._played = self._place + 2
-        if stretch is None or self._place == self._end:
+            self.place = self._played = self.place + 2
+        if stretch is None or self.place == self._end:
             self.leave()
         return stretch is not None
 
@@ -295,7 +304,7 @@ class Rounds:
         for stretch in self._course.known[(self._played + 1) // 2 :]:
             part.play(stretch)
         self._exchange(True, torch.zeros((), dtype=torch.float64))
-        places = self._compare(self._place)
+        places = self._compare(self.place)
         part.take_back(places is not None and min(places) == max(places))
         if places is None:
             part.drop()
@@ -316,7 +325,7 @@ class Rounds:
             LossError: gradients of a rank are missing; the round is over.
             MismatchError: the ranks' programs differ.
         """
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return None
         self._look_for_others()
         if self.is_steady and not self.is_at_end:
@@ -342,7 +351,7 @@ class Rounds:
 
     def _exchange(self, is_news: bool, part: Tensor) -> Tensor | None:
         told = torch.stack([torch.tensor(float(is_news), dtype=torch.float64), part])
-        sum_(told, self._ranks, "all ranks to come to their update")
+        sum_(told, self.ranks, "all ranks to come to their update")
         return told[1] if told[0] == 0 else None
 
     def _word(self, value: int) -> int:
@@ -397,7 +406,7 @@ class Rounds:
 
     def _loss_error(self) -> LossError:
         return LossError(
-            f"rank {self._ranks.rank}: a backward of this update was refused, left out, or has"
+            f"rank {self.ranks.rank}: a backward of this update was refused, left out, or has"
             " raised on another rank, which tells why; the update is left out on all ranks"
         )
 

@@ -294,6 +294,8 @@ class ZeroRuntime:
                 self.gathering.reduce_now(self.gradients.index(gradients))
         elif self._reduces and self._reduces_inside:
             self._start_ready()
+            if self.gathering.has_left:
+                gradients.send_late_to_host()
 
     def before_backward_of(self, unit: Unit) -> None:
         """The gradient of a unit's output has arrived."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hadal.comm.codecs.codec import Codec
 from hadal.comm.pending import Pending
-from hadal.device import Event
+from hadal.device import Event, SideStream, read_on_host
 from hadal.errors import OffloadError, ShardedAccessError
 from hadal.offload.buffers import BufferPool
 from hadal.offload.crossing import Crossing
@@ -177,6 +177,20 @@ class Stored:
             self._busy.wait_on_host()
             self._busy = None
         return self._values
+
+    def on_host(self, there: Event) -> Tensor:
+        """In any thread: the values, which are in memory, on the host.
+
+        `there`: when the device had them. Nobody writes meanwhile.
+        """
+        values, busy = self._values, self._busy
+        assert values is not None  # they are in memory at any time
+        if busy is not None:
+            busy.wait_on_host()
+        way = SideStream(values.device)
+        way.follow(there)
+        with way.current():
+            return read_on_host(values, self.name)
 
     @property
     def memory(self) -> list[Tensor]:

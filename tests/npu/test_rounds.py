@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine.toys import engine_of
 from ranks import RankPools
-from zero.test_gathering import DROPS
+from zero.test_gathering import ALL, CUT, DROPS, blocks, inputs_of
 from zero.test_rounds import Micro, random_updates, train_as_plain_torch
 
 import npu
+from hadal import comm
 
 # The first rank is ahead of the others with its gradients, or behind them.
 AHEAD = [[[Micro((4, 0)), *[Micro((0, 1, 2, 3, 4))] * 2]]] * 3
@@ -25,8 +27,41 @@ def _late(*given: Any) -> list[bool]:
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_steady_rounds_may_be_left(seed: int, settings: dict[str, Any], npus: RankPools) -> None:
     world = 2 + seed % 2
-    for steady in npus(world).run(_late, random_updates(seed, world), 3, settings):
+    meets = bool(settings)
+    for steady in npus(world).run(_late, random_updates(seed, world), 3, settings, meets):
         assert any(steady)
+
+
+def _held_behind_a_plan() -> list[tuple[int, set[str]]]:
+    """Of each backward: full gradient buffers at a time, and where late gradients wait then."""
+    model = blocks()
+    engine = engine_of(3, model, zero_optimization={**CUT, **DROPS})
+    all_gradients = engine._parts.runtime.gradients
+    found: list[tuple[int, set[str]]] = []
+    held: list[int] = []
+
+    def count(_: Any) -> None:
+        held.append(sum(one.full is not None for one in all_gradients))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    with npu.asynchronous():
+        for step in range(6):
+            is_odd = step == 4 and comm.get_rank() == 1
+            held.clear()
+            path = (*ALL, 0) if is_odd else ALL
+            engine.backward(engine(inputs_of(step).to(engine.device), path).square().mean())
+            late = {late.device.type for one in all_gradients for late in one._late.values()}
+            found.append((max(held), late))
+            engine.step()
+    engine.destroy()
+    return found
+
+
+def test_late_gradients_wait_on_the_host(npus: RankPools) -> None:
+    for rank, found in enumerate(npus(2).run(_held_behind_a_plan)):
+        assert [most for most, _ in found] == [found[0][0]] * 6
+        assert [places for _, places in found] == [set()] * 4 + [{"cpu"} if rank else set(), set()]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.errors import MismatchError
-from hadal.zero import agreement
+from hadal.zero import agreement, asking
 from hadal.zero.bucket import Bucket, Weights
 from hadal.zero.gathering import Phase
 
@@ -556,12 +557,14 @@ def test_each_change_of_path_is_told_where_asked_for(ranks: RankPools) -> None:
 
 
 def words_along(rows: list[tuple[Sequence[int], ...]], settings: dict[str, Any]) -> list[int]:
+    """The words of each update. Ranks that all do the same may take their time."""
     engine = engine_of(3, blocks(), zero_optimization={**CUT, **settings})
     words = []
-    for step, row in enumerate(rows):
-        with watched(engine) as events:
-            one_step(engine, step, row[comm.get_rank()])
-        words.append(sum(name == "word" for name, _ in events))
+    with patch.object(asking, "PATIENCE_S", 60.0):
+        for step, row in enumerate(rows):
+            with watched(engine) as events:
+                one_step(engine, step, row[comm.get_rank()])
+            words.append(sum(name == "word" for name, _ in events))
     engine.destroy()
     return words
 
@@ -575,9 +578,13 @@ def test_paths_without_a_rule_are_announced_after_a_while(ranks: RankPools) -> N
     coins = [toss.choice((ALL, (0, 1))) for _ in range(60)]
     for words in ranks(2).run(words_along, [(path, path) for path in coins], DROPS):
         announced = [MEETINGS + len(path) for path in coins]
-        # Rounds that happened to be alike may have been steady, and were left.
-        exceptions = sum(w != a for w, a in zip(words[-12:], announced[-12:], strict=True))
-        assert exceptions <= 2, (words, announced)
+        found = {at: w for at, (w, a) in enumerate(zip(words, announced, strict=True)) if w != a}
+        last = {at: w for at, w in found.items() if at >= len(coins) - 12}
+        # Behind two short ones a third is still expected there, as a long line of them came before:
+        # the two gathers that its plan has need no word. All others are announced.
+        last = {at: w for at, w in found.items() if at >= len(coins) - 12}
+        assert last == dict.fromkeys((53, 57), MEETINGS + len(ALL) - 2)
+        assert all(coins[at - 2 : at] == [(0, 1)] * 2 for at in last)
 
 
 SHORT, ODD = (0, 1), (0, 2, 4)

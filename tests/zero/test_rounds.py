@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from ranks import RankPool, RankPools
 
 from hadal import comm
+from hadal.comm.bell import Bell
 from hadal.errors import LossError, MismatchError, UsageError
-from hadal.zero import GatheredParameters, agreement, rounds
+from hadal.zero import GatheredParameters, agreement, asking, rounds
 from hadal.zero.bucket import Weights
 from hadal.zero.gathering import Phase
 from hadal.zero.gradients import Arrival
@@ -95,7 +97,10 @@ def act(engine: Any, what: str) -> None:
         engine._parts.runtime.meet_at_checkpoint()
 
 
-def train(engine: Any, model: Any, updates: Sequence[Sequence[Sequence[Micro]]]) -> None:
+def train(
+    engine: Any, model: Any, updates: Sequence[Sequence[Sequence[Micro]]], *, meets: bool = False
+) -> None:
+    """`meets`: in collectives of the program's own, behind each forward and each backward."""
     rank, number = comm.get_rank(), 0
     for update in updates:
         for row in update:
@@ -110,7 +115,11 @@ def train(engine: Any, model: Any, updates: Sequence[Sequence[Sequence[Micro]]])
                 model.raises_before = None
             loss = engine(inputs, micro.path).square().mean()
             act(engine, micro.between)
+            if meets:
+                torch.distributed.all_reduce(loss.detach().clone())
             engine.backward(loss)
+            if meets:
+                torch.distributed.all_reduce(loss.detach().clone())
             engine.step()
             assert engine._parts.runtime.gathering.phase is Phase.IDLE
 
@@ -131,9 +140,24 @@ def plain_after(updates: Sequence[Sequence[Sequence[Micro]]]) -> dict[str, Any]:
 
 
 def train_as_plain_torch(
-    updates: Sequence[Sequence[Sequence[Micro]]], stage: int, settings: dict[str, Any]
+    updates: Sequence[Sequence[Sequence[Micro]]],
+    stage: int,
+    settings: dict[str, Any],
+    meets: bool = False,
+    asks: bool = True,
 ) -> list[bool]:
-    """Whether each round was steady when it began."""
+    """Whether each round was steady when it began.
+
+    Without `asks`, ranks cannot ask each other for weights beside their plans.
+    """
+    here = Bell.here if asks else lambda: None
+    with patch.object(Bell, "here", here), patch.object(asking, "PATIENCE_S", 0.05):
+        return _steady_of(updates, stage, settings, meets)
+
+
+def _steady_of(
+    updates: Sequence[Sequence[Sequence[Micro]]], stage: int, settings: dict[str, Any], meets: bool
+) -> list[bool]:
     model = blocks()
     changes = {"zero_optimization": {**CUT, **settings, "stage": stage}}
     accumulation = len(updates[0])
@@ -146,7 +170,7 @@ def train_as_plain_torch(
         steady.append(rounds_.is_steady)
 
     rounds_._begin_round = note
-    train(engine, model, updates)
+    train(engine, model, updates, meets=meets)
     assert not [
         bucket
         for bucket in engine._parts.runtime.gathering._buckets
@@ -204,8 +228,19 @@ def test_a_steady_round_may_be_left(odd: str, ranks: RankPools) -> None:
     for stage, accumulation, where in ((3, 1, 0), (3, 3, at % 3), (at % 3, 3, 2)):
         settings = DROPS if at % 2 else {}
         updates = with_one(ODD[odd], accumulation, where)
-        for steady in ranks(WORLD).run(train_as_plain_torch, updates, stage, settings):
-            assert any(steady)
+        for asks in (True, False)[: 2 if stage == 3 else 1]:
+            given = updates, stage, settings, False, asks
+            for steady in ranks(WORLD).run(train_as_plain_torch, *given):
+                assert any(steady)
+
+
+@pytest.mark.parametrize("settings", [{}, DROPS], ids=["default", "nothing kept"])
+@pytest.mark.parametrize("odd", ODD)
+def test_others_may_wait_in_a_collective_of_their_own(
+    odd: str, settings: dict[str, Any], ranks: RankPools
+) -> None:
+    for steady in ranks(WORLD).run(train_as_plain_torch, with_one(ODD[odd]), 3, settings, True):
+        assert any(steady)
 
 
 def random_updates(seed: int, world: int) -> Any:
@@ -238,7 +273,9 @@ def random_updates(seed: int, world: int) -> Any:
 def test_any_programs_train_as_plain_torch_does(seed: int, ranks: RankPools) -> None:
     world = 2 + seed % 2
     settings = [{}, DROPS, {"stage3_prefetch_bucket_size": 1}][seed % 3]
-    ranks(world).run(train_as_plain_torch, random_updates(seed, world), 3, settings)
+    updates = random_updates(seed, world)
+    ranks(world).run(train_as_plain_torch, updates, 3, settings, False, False)
+    ranks(world).run(train_as_plain_torch, updates, 3, settings, True)
 
 
 # ---- words --------------------------------------------------------------------------------------

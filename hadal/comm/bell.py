@@ -1,0 +1,183 @@
+"""A bell at every rank: another one asks for values while the program here does something else.
+
+A thread looks at the store that the ranks met in, a few times a second while somebody may ask, and
+more often while somebody does. What it answers travels in pairs on the host, so that it meets none
+of the program's collectives, whichever it is in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from hadal.comm.pairs import exchange
+from hadal.comm.pending import Pending
+from hadal.comm.ranks import Ranks
+from hadal.comm.transport import ANSWER
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two looks, and while somebody is asking; how long he is expected to ask again. The
+# store answers a thousand looks a second at the most, however many ranks there are.
+_PAUSE_S, _SHORT_PAUSE_S, _ASKING_S, _LOOKS_PER_S = 0.2, 0.002, 2.0, 1000
+_LAST_LOOK_S = 2.0
+
+
+class Desk(Protocol):
+    """Whoever answers."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody may ask now: nobody looks else."""
+
+    def answer(self, what: Sequence[int]) -> Tensor | None:
+        """In the bell's thread: what some numbers ask for, 1-D and on the host; None: not yet."""
+
+
+class Bell:
+    """This rank's bell, and the way to the others'."""
+
+    _present: ClassVar[tuple[weakref.ref[dist.ProcessGroup], Bell] | None] = None
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._pause = max(_PAUSE_S, size / _LOOKS_PER_S)
+        self._desks: dict[tuple[str, int], tuple[Ranks, weakref.ref[Desk]]] = {}
+        self._count: Counter[str] = Counter()
+        self._heard = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="hadal-bell", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    @classmethod
+    def here(cls) -> Bell | None:
+        """The one of the running world; None where its ranks have no store."""
+        world = dist.group.WORLD
+        if world is None or not hasattr(world, "get_group_store"):
+            return None
+        if cls._present is None or cls._present[0]() is not world:
+            # A store that is waited in lets nobody else in: the program may do so with the world's.
+            store: Any = PrefixStore("hadal/bell", world.get_group_store())
+            store = store.clone()
+            made = cls(store, dist.get_rank(), dist.get_world_size())
+            cls._present = weakref.ref(world), made
+        return cls._present[1]
+
+    def open(self, desk: Desk, ranks: Ranks) -> int:
+        """Let `ranks` ask a desk, as long as it lives.
+
+        Its number is the same on all of them, if they open theirs in one order.
+        """
+        group = _name_of(ranks)
+        self._count[group] += 1
+        number = self._count[group]
+        self._desks[group, number] = ranks, weakref.ref(desk)
+        return number
+
+    def ask(
+        self, desk: int, what: Sequence[int], full: Tensor, ranks: Ranks, label: str
+    ) -> Pending:
+        """Fill the other ranks' slices of 1-D `full` with what their desks of a number answer."""
+        rows = full.view(ranks.size, -1)
+        on_host = rows if full.device.type == "cpu" else torch.empty_like(rows, device="cpu")
+        coming = [(on_host[other], other) for other in ranks.others]
+        works = exchange("recv", on_host, [], coming, ranks, ANSWER, label)
+        for other in ranks.others:
+            number = ranks.numbers[other]
+            place = self._store.add(f"{number}", 1)
+            self._store.set(
+                f"{number}/{place}", json.dumps([_name_of(ranks), desk, ranks.rank, *what])
+            )
+
+        def bring() -> None:
+            for other in ranks.others:
+                rows[other].copy_(on_host[other])
+
+        return Pending(label, works, None if on_host is rows else bring)
+
+    def all_come(self, where: Sequence[int], ranks: Ranks, patience: float) -> bool:
+        """Whether all of `ranks` come to a place, each within so many seconds after any other.
+
+        All that come are told the same. No place may be come to twice.
+        """
+        place = f"{_name_of(ranks)}/{json.dumps(where)}"
+        first, verdict = f"{place}/first", f"{place}/verdict"
+        deadline = time.monotonic() + patience
+        decides = self._store.add(place, 1) == ranks.size
+        while not decides and not self._store.check([verdict]):
+            decides = time.monotonic() > deadline
+            time.sleep(_SHORT_PAUSE_S)
+        if decides and self._store.add(first, 1) == 1:
+            self._store.set(verdict, str(self._store.add(place, 0) == ranks.size))
+        return bool(self._store.get(verdict) == b"True")
+
+    # ---- what the thread does --------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        until, pause = 0.0, self._pause
+        while not self._is_over.wait(pause):
+            if not self._is_asked():
+                continue
+            try:
+                while self._hear():
+                    until = time.monotonic() + _ASKING_S
+            except (RuntimeError, ValueError):
+                return  # the store is gone with rank 0
+            pause = _SHORT_PAUSE_S if time.monotonic() < until else self._pause
+
+    def _is_asked(self) -> bool:
+        found = [desk for _, known in tuple(self._desks.values()) if (desk := known()) is not None]
+        return any(desk.is_asked for desk in found)
+
+    def _hear(self) -> bool:
+        """Answer whoever has rung first, if anybody has."""
+        key = f"{self._rank}/{self._heard + 1}"
+        if not self._store.check([key]):
+            return False
+        self._heard += 1
+        group, number, asker, *what = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        try:
+            self._answer((group, number), asker, what)
+        except Exception:
+            _log.exception("rank %d could not answer rank %d of %s", self._rank, asker, group)
+        return True
+
+    def _answer(self, place: tuple[str, int], asker: int, what: Sequence[int]) -> None:
+        while not self._is_over.is_set():
+            ranks, known = self._desks.get(place, (None, None))
+            if ranks is not None and known is not None:
+                desk = known()
+                if desk is None:
+                    return  # here it is gone
+                values = desk.answer(what)
+                if values is not None:
+                    label = f"the answer to rank {ranks.numbers[asker]}"
+                    works = exchange("send", values, [(values, asker)], [], ranks, ANSWER, label)
+                    Pending(label, works).wait()
+                    return
+                del desk
+            self._is_over.wait(_SHORT_PAUSE_S)
+
+    def stop(self) -> None:
+        """End the thread: one that asks a store while the interpreter ends would abort it."""
+        self._is_over.set()
+        self._thread.join(_LAST_LOOK_S)
+
+
+def _name_of(ranks: Ranks) -> str:
+    return str(ranks.host_group.group_name)

@@ -1,0 +1,96 @@
+"""Weights asked of the other ranks, whose programs do something else meanwhile.
+
+In a steady round ranks meet nowhere before its end. What a rank needs beside its plan it asks for:
+a thread of each other one answers with its shard, as it has been since the round began there. So
+nobody waits for anybody's program, which may wait for this rank in a collective of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hadal.comm import Ranks
+from hadal.comm.bell import Bell
+from hadal.device import Event
+from hadal.zero.bucket import Bucket
+from hadal.zero.rounds import Rounds
+
+# How long a rank that leaves its plan waits for the others to leave theirs at the same place.
+PATIENCE_S = 2.0
+
+
+class _Way(NamedTuple):
+    """How the ranks that cut one copy ask each other."""
+
+    bell: Bell
+    desk: int
+    ranks: Ranks
+
+
+class Asking:
+    """This rank's side of it, once rounds are steady."""
+
+    def __init__(self, rounds: Rounds, buckets: Callable[[], Sequence[Bucket]]) -> None:
+        self._rounds = rounds
+        self._buckets = buckets
+        self._way: _Way | None = None
+        self._begun = 0, Event()
+        """The last steady round that has begun here, and when its weights were there."""
+        self._alone_in = 0
+        """The last round in which this rank could not go on as expected, and others could."""
+
+    def begin(self) -> None:
+        """A stretch of a steady round begins: weights stay as they are until the round ends."""
+        number, buckets = self._rounds.number, self._buckets()
+        if self._begun[0] == number or not buckets:
+            return
+        if self._way is None:
+            bell, ranks = Bell.here(), buckets[0].sharing.shards
+            if bell is None:
+                return
+            self._way = _Way(bell, bell.open(self, ranks), ranks)
+        self._begun = number, Event.on(buckets[0].device)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a steady round has begun here, and not ended: others may ask."""
+        return self._rounds.is_steady and self._begun[0] == self._rounds.number
+
+    def all_leave(self) -> bool:
+        """Where this rank cannot go on as expected: whether no other can in this stretch, either.
+
+        Then all may meet. Once a rank has found itself alone it does not ask in this round again.
+        """
+        way, number = self._way, self._rounds.number
+        if way is None or not self.is_asked:
+            return True
+        if self._alone_in != number:
+            where = way.desk, number, self._rounds.place
+            are_here = way.bell.all_come(where, self._rounds.ranks, PATIENCE_S)
+            self._alone_in = 0 if are_here else number
+        return self._alone_in != number
+
+    def fetch(self, number: int) -> bool:
+        """Fill bucket number `number`, which is sharded, with what the other ranks answer.
+
+        False: it cannot be asked for.
+        """
+        bucket, way = self._buckets()[number], self._way
+        if way is None or not self.is_asked or not bucket.lends_shard:
+            return False
+        if bucket.sharing.shards != way.ranks:
+            return False
+        label = f"the other ranks' answers with {bucket.name}"
+        what = [self._rounds.number, number]
+        bucket.fetch(partial(way.bell.ask, way.desk, what, ranks=way.ranks, label=label))
+        return True
+
+    def answer(self, what: Sequence[int]) -> Tensor | None:
+        """In the bell's thread: a bucket's shard, on the host; None while it is not there yet."""
+        round_, number = what
+        begun, there = self._begun
+        return self._buckets()[number].shard_on_host(there) if begun == round_ else None
