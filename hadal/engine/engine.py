@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hadal.device import give_back_freed_memory
+from hadal.engine.backward import Backwards
 from hadal.engine.base import EngineBase
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
@@ -19,11 +20,10 @@ from hadal.engine.direct import DirectBackward
 from hadal.engine.giving import WeightsOut
 from hadal.engine.mistakes import missing_attribute, mixed_dtypes
 from hadal.engine.moving import Moving
-from hadal.engine.newcomers import Newcomers
 from hadal.engine.parts import Parts
 from hadal.engine.session import through
 from hadal.engine.update import Updates, measure
-from hadal.errors import HadalError, LossError, NotBuiltYetError, UsageError
+from hadal.errors import NotBuiltYetError, UsageError
 from hadal.listener import Forward, Listener
 from hadal.optim.schedules import needs_metric
 from hadal.zero import access, place
@@ -55,10 +55,10 @@ class Engine(EngineBase):
         self._checkpoints = Checkpoints(session)
         self._weights_out = WeightsOut(session)
         self._moving = Moving(session)
-        self._newcomers = Newcomers(parts.model, parts.runtime.bucket_of)
+        self._backwards = Backwards(session)
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._is_compiled = False
-        session.direct = DirectBackward(self._begun_direct, parts.runtime)
+        session.direct = DirectBackward(self._backwards.direct, parts.runtime)
         place.attend(parts.runtime, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -183,33 +183,8 @@ class Engine(EngineBase):
                 asks for gradients and is not trained.
         """
         self._session.expect_alive()
-        parts = self._parts
-        boundary = self._session.is_boundary and not self._session.cycle.unsynchronized
-        with self._session.listeners as listeners:
-            self._check_loss_everywhere(loss, boundary)
-            self._session.expect_training()
-            factor = self.loss_scale
-            self._count_factor(factor)
-            if scale_wrt_gas:
-                factor /= self.gradient_accumulation_steps()
-            exact = torch.promote_types(loss.dtype, torch.float32)
-            scaled = loss if factor == 1.0 else loss.to(exact) * factor
-            for listener in listeners:
-                listener.before_backward()
-            with parts.runtime.backward(boundary=boundary):
-                parts.hooks.backward(scaled, retain_graph)
-            self._end_backward(loss.detach())
+        self._backwards.run(loss, retain_graph, divides=scale_wrt_gas)
         return loss
-
-    def _end_backward(self, loss: Tensor | None) -> None:
-        """Count a backward whose gradients are collected; `loss`: its own, detached, if known."""
-        cycle = self._session.cycle
-        cycle.backwards += 1
-        cycle.collected += 1
-        if loss is not None:
-            cycle.losses.append(loss)
-        for listener in self._session.listeners:
-            listener.after_backward(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale (fp16), for a backward without the engine's.
@@ -219,98 +194,6 @@ class Engine(EngineBase):
         """
         self._session.cycle.scaled = loss.detach()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
-
-    @contextmanager
-    def _begun_direct(self) -> Iterator[None]:
-        parts, cycle = self._parts, self._session.cycle
-        where = f"rank {parts.ranks.rank}: loss.backward()"
-        boundary = self._session.is_boundary and not cycle.unsynchronized
-        scaled, cycle.scaled = cycle.scaled, None
-        fault: HadalError | None = None
-        try:
-            if not cycle.backwards:
-                self._newcomers.check(where)
-            if self.loss_scale != 1.0 and scaled is None:
-                raise UsageError(
-                    f"{where} leaves out the loss scale ({self.loss_scale}), without which fp16"
-                    " gradients vanish; call engine.scale(loss).backward(), or"
-                    " engine.backward(loss)"
-                )
-            # Nobody divides the loss by the micro-steps, as `backward` does: the update does.
-            self._count_factor(self.loss_scale * self.gradient_accumulation_steps())
-        except HadalError as error:
-            fault = error
-        if self._is_refused(fault, boundary):
-            raise fault or LossError(f"{where} was refused on another rank, which tells why")
-        self._session.expect_training()
-        with self._session.listeners as listeners:
-            for listener in listeners:
-                listener.before_backward()
-            with parts.runtime.backward(boundary=boundary):
-                yield
-            self._end_backward(scaled)
-
-    def _count_factor(self, factor: float) -> None:
-        """Say what this backward's gradients are multiplied with."""
-        known = self._session.cycle.factor
-        if known is not None and known != factor:
-            raise UsageError(
-                f"rank {self._parts.ranks.rank}: gradients of one update came from"
-                " engine.backward(loss), which divides by the micro-steps, and from"
-                " loss.backward(), which does not; take one of the two for all of its micro-steps"
-            )
-        self._session.cycle.factor = factor
-
-    def _check_loss_everywhere(self, loss: object, boundary: bool) -> None:
-        """Raise on every rank where the loss of one is at fault: none may wait for it."""
-        fault: HadalError | None = None
-        try:
-            self._check_loss(loss)
-        except HadalError as error:
-            fault = error
-        if self._is_refused(fault, boundary):
-            raise fault or LossError(
-                "engine.backward(loss) was refused, or left out, on another rank, which tells why;"
-                " no rank has computed gradients"
-            )
-
-    def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
-        """Whether any rank is known to be at fault where this one begins a backward."""
-        runtime, cycle = self._parts.runtime, self._session.cycle
-        cycle.counts_refused = False
-        is_refused = runtime.any_fault(fault is not None, boundary=boundary)
-        if is_refused and runtime.counts_refused:
-            # The other ranks have not waited, and are in this micro-step.
-            self._session.counters.micro_steps += self._session.batches.managed
-            cycle.counts_refused = True
-            if boundary:
-                cycle.begin_anew()
-        return is_refused
-
-    def _check_loss(self, loss: object) -> None:
-        where = f"rank {self._parts.ranks.rank}: engine.backward(loss)"
-        if not self._parts.runtime.gradients:
-            raise UsageError(
-                f"{where} has nothing to train: no parameter of the model that requires a gradient"
-                " is given to the optimizer"
-            )
-        if not self._session.cycle.backwards:
-            self._newcomers.check(where)
-        if not isinstance(loss, Tensor):
-            raise LossError(
-                f"{where} expects a tensor, got {type(loss).__name__}; give the loss itself, for"
-                " example outputs.loss or outputs[0]"
-            )
-        if loss.numel() != 1:
-            raise LossError(
-                f"{where} expects a scalar, got a tensor of shape {tuple(loss.shape)}; reduce it"
-                " first, for example loss.mean()"
-            )
-        if not loss.requires_grad:
-            raise LossError(
-                f"{where}: the loss does not depend on any trainable parameter; was it computed"
-                " under torch.no_grad(), or detached?"
-            )
 
     def train(self: _Engine, mode: bool = True) -> _Engine:
         """Set the module's mode, as torch does. All ranks must call it where `mode` is false.

@@ -1,0 +1,147 @@
+"""An engine's backwards: those that it runs, and those that the caller starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hadal.engine.newcomers import Newcomers
+from hadal.engine.session import Session
+from hadal.errors import HadalError, LossError, UsageError
+
+
+class Backwards:
+    """Checks a loss on all ranks, runs its backward, and tells listeners."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._newcomers = Newcomers(session.parts.model, session.parts.runtime.bucket_of)
+
+    def run(self, loss: Tensor, retain_graph: bool, *, divides: bool) -> None:
+        """Compute gradients of a loss; `divides`: by the micro-steps of an update."""
+        session, hooks = self._session, self._session.parts.hooks
+        with session.listeners:
+            boundary = self._expect(
+                lambda: self._check_loss(loss),
+                "engine.backward(loss) was refused, or left out, on another rank, which tells why;"
+                " no rank has computed gradients",
+            )
+            factor = session.scale.scale
+            self._count_factor(factor)
+            if divides:
+                factor /= session.batches.accumulation
+            exact = torch.promote_types(loss.dtype, torch.float32)
+            scaled = loss if factor == 1.0 else loss.to(exact) * factor
+            with self._around(boundary, loss.detach()):
+                hooks.backward(scaled, retain_graph)
+
+    @contextmanager
+    def direct(self) -> Iterator[None]:
+        """Around a backward that the caller has started on a tensor."""
+        session, cycle = self._session, self._session.cycle
+        where = f"rank {session.parts.ranks.rank}: loss.backward()"
+        scaled, cycle.scaled = cycle.scaled, None
+        scale = session.scale.scale
+
+        def check() -> None:
+            if not cycle.backwards:
+                self._newcomers.check(where)
+            if scale != 1.0 and scaled is None:
+                raise UsageError(
+                    f"{where} leaves out the loss scale ({scale}), without which fp16 gradients"
+                    " vanish; call engine.scale(loss).backward(), or engine.backward(loss)"
+                )
+            # Nobody divides the loss by the micro-steps, as `run` does: the update does.
+            self._count_factor(scale * session.batches.accumulation)
+
+        with session.listeners:
+            elsewhere = f"{where} was refused on another rank, which tells why"
+            with self._around(self._expect(check, elsewhere), scaled):
+                yield
+
+    @contextmanager
+    def _around(self, boundary: bool, loss: Tensor | None) -> Iterator[None]:
+        """Around a backward of `loss`, detached, if it is known; counts it at the end."""
+        session, cycle = self._session, self._session.cycle
+        session.expect_training()
+        for listener in session.listeners:
+            listener.before_backward()
+        with session.parts.runtime.backward(boundary=boundary):
+            yield
+        cycle.backwards += 1
+        cycle.collected += 1
+        if loss is not None:
+            cycle.losses.append(loss)
+        for listener in session.listeners:
+            listener.after_backward(loss)
+
+    def _expect(self, check: Callable[[], None], elsewhere: str) -> bool:
+        """Raise on every rank where `check` does on one: none may wait for it.
+
+        Returns whether the backward is the last of an update, as far as that is known.
+        """
+        cycle = self._session.cycle
+        boundary = self._session.is_boundary and not cycle.unsynchronized
+        fault: HadalError | None = None
+        try:
+            check()
+        except HadalError as error:
+            fault = error
+        if self._is_refused(fault, boundary):
+            raise fault or LossError(elsewhere)
+        return boundary
+
+    def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
+        """Whether any rank is known to be at fault where this one begins a backward."""
+        session, cycle = self._session, self._session.cycle
+        runtime = session.parts.runtime
+        cycle.counts_refused = False
+        is_refused = runtime.any_fault(fault is not None, boundary=boundary)
+        if is_refused and runtime.counts_refused:
+            # The other ranks have not waited, and are in this micro-step.
+            session.counters.micro_steps += session.batches.managed
+            cycle.counts_refused = True
+            if boundary:
+                cycle.begin_anew()
+        return is_refused
+
+    def _count_factor(self, factor: float) -> None:
+        """Say what this backward's gradients are multiplied with."""
+        session = self._session
+        known = session.cycle.factor
+        if known is not None and known != factor:
+            raise UsageError(
+                f"rank {session.parts.ranks.rank}: gradients of one update came from"
+                " engine.backward(loss), which divides by the micro-steps, and from"
+                " loss.backward(), which does not; take one of the two for all of its micro-steps"
+            )
+        session.cycle.factor = factor
+
+    def _check_loss(self, loss: object) -> None:
+        session = self._session
+        where = f"rank {session.parts.ranks.rank}: engine.backward(loss)"
+        if not session.parts.runtime.gradients:
+            raise UsageError(
+                f"{where} has nothing to train: no parameter of the model that requires a gradient"
+                " is given to the optimizer"
+            )
+        if not session.cycle.backwards:
+            self._newcomers.check(where)
+        if not isinstance(loss, Tensor):
+            raise LossError(
+                f"{where} expects a tensor, got {type(loss).__name__}; give the loss itself, for"
+                " example outputs.loss or outputs[0]"
+            )
+        if loss.numel() != 1:
+            raise LossError(
+                f"{where} expects a scalar, got a tensor of shape {tuple(loss.shape)}; reduce it"
+                " first, for example loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise LossError(
+                f"{where}: the loss does not depend on any trainable parameter; was it computed"
+                " under torch.no_grad(), or detached?"
+            )
