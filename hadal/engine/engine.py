@@ -325,6 +325,11 @@ class Engine(EngineBase):
 
     # ---- listeners -------------------------------------------------------------------------------
 
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """The configuration's listeners and those added, in the order in which they are called."""
+        return tuple(self._session.listeners)
+
     def add_listener(self, listener: Listener) -> None:
         """Call `listener` around every forward, backward and update from now on.
 

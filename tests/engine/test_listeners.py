@@ -259,6 +259,7 @@ def refuse() -> None:
         engine.add_listener(print)
     recorder = Recorder()
     engine.add_listener(recorder)
+    assert engine.listeners[-1] is recorder
     with pytest.raises(UsageError, match="a listener named 'Recorder'"):
         engine.add_listener(Recorder())
     with pytest.raises(UsageError, match="which has Recorder"):
