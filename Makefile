@@ -14,15 +14,18 @@ OTHER  := $(VENV)-torch-$(TORCH)
 
 # One process for each GPU, or two processes where there are none.
 NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)" 2>/dev/null || echo 2)
+# Workers that run tests side by side; each starts processes of its own, mostly two to four.
+WORKERS ?= 2
+PYTEST  := -m pytest --numprocesses $(WORKERS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-full test-torch test-processors lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
+.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## */\t/' | expand -t 18
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ---- installation -----------------------------------------------------------------------------
 
@@ -51,11 +54,17 @@ demo-clean:  ## forget the demo's checkpoint and picture
 
 # ---- checks -----------------------------------------------------------------------------------
 
-test: $(VENV)/.test  ## run the whole suite (the matrix of contracts by its pairwise cover)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+test: $(VENV)/.test  ## run the tests, but for the slow ones (8 minutes on two cores)
+	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-full: $(VENV)/.test  ## run the whole suite with every cell of the matrix, and the slow tests
-	$(BIN)/python -m pytest --full $(PYTEST_ARGS)
+test-quick: $(VENV)/.test  ## run arithmetic, configuration and one pass of the contracts (under 90 seconds)
+	$(BIN)/python $(PYTEST) --quick -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.test  ## run the slow tests: rare cells, every example, jobs on several hosts
+	$(BIN)/python $(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-full: $(VENV)/.test  ## run everything, with every cell of the matrix of contracts (an hour and more)
+	$(BIN)/python $(PYTEST) --full $(PYTEST_ARGS)
 
 $(OTHER)/.test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OTHER)
@@ -64,7 +73,7 @@ $(OTHER)/.test: pyproject.toml constraints.txt
 	@touch $@
 
 test-torch: $(OTHER)/.test  ## run the tests with another release of torch, on CPUs (TORCH=2.11.0; gigabytes)
-	CUDA_VISIBLE_DEVICES= $(OTHER)/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(OTHER)/bin/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # Vectors of other lengths, and the orders of summation that other processors have.
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2
@@ -72,7 +81,7 @@ PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMP
 test-processors: $(VENV)/.test  ## run the contracts and what compares bits as other processors round
 	for setting in $(PROCESSORS); do \
 		echo "== $$setting"; \
-		env $$setting $(BIN)/python -m pytest -m "not slow" tests/contracts tests/engine/test_wire.py \
+		env $$setting $(BIN)/python $(PYTEST) -m "not slow" tests/contracts tests/engine/test_wire.py \
 			tests/comm/test_rows.py tests/comm/test_factors.py tests/device/test_kernels.py \
 			$(PYTEST_ARGS) || exit 1; \
 	done
@@ -87,7 +96,7 @@ types: $(VENV)/.test  ## check the types
 contracts: $(VENV)/.test  ## check that imports go down only
 	$(BIN)/lint-imports --no-logo
 
-check: lint types contracts test  ## lint, types, import contracts and tests: what CI runs
+check: lint types contracts test  ## lint, types, import contracts and tests: what CI runs first
 
 format: $(VENV)/.test  ## lay the code out and mend what can be mended
 	$(BIN)/ruff check --fix .

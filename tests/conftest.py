@@ -1,10 +1,12 @@
-"""What every test may use: ranks, and the option that runs whole products of cases."""
+"""What every test may use: ranks; options that choose tests; what tests may take."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,15 @@ from hypothesis import settings
 # the ranks' processes, whatever import mode pytest runs in.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import costs
 from ranks import RankPool, RankPools
+
+# Tests start many processes that import the same modules: each is compiled once.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Several workers share the cores: a second thread would mostly spin, waiting for its turn.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A script's background job ignores interrupts, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -31,6 +41,69 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every cell of the equivalence matrix, not only its pairwise cover",
     )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run what needs no other processes, and the equivalence matrix on two ranks",
+    )
+
+
+# Folders where tests start programs, and those of the whole repository.
+_WITH_PROGRAMS = {"cli", "compat", "launcher", "npu", "tests"}
+_OF_RANKS = {"ranks", "fresh_ranks", "npus"}
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    if _OF_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
+        return item.path.parent.name not in _WITH_PROGRAMS
+    return item.path.name == "test_equivalence.py" and "-w2-" in item.name
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
+        items[:] = filter(_is_quick, items)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests live to the end: collections of garbage pass over them."""
+    gc.collect()
+    gc.freeze()
+
+
+_SPENT = "processor seconds"
+_BEFORE = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_BEFORE] = costs.seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that makes `make test` long for everybody."""
+    report = yield
+    if report.when == "call":
+        spent = costs.seconds() - item.stash[_BEFORE]
+        report.user_properties.append((_SPENT, spent))
+        if spent > costs.LIMIT_S and report.passed and not item.get_closest_marker("slow"):
+            report.outcome = "failed"
+            report.longrepr = costs.COMPLAINT.format(spent, costs.LIMIT_S)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    spent = {
+        report.nodeid: dict(report.user_properties).get(_SPENT, 0.0)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+    }
+    for line in costs.summary(spent):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

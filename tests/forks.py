@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,6 +93,10 @@ class ForkServer:
         )
         far.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(
         self,
         args: Sequence[str],
@@ -111,7 +116,9 @@ class ForkServer:
             passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             self._control.sendmsg([_LENGTH.pack(len(request), len(fds))], passed)
             self._control.sendall(request)
-        return Forked(args, status)
+        forked = Forked(args, status)
+        _forked.add(forked)
+        return forked
 
     def close(self) -> None:
         """End the server; what it has forked goes on."""
@@ -120,6 +127,7 @@ class ForkServer:
 
 
 _servers: dict[int, ForkServer] = {}
+_forked: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def server(rank: int = 0) -> ForkServer:
@@ -129,6 +137,12 @@ def server(rank: int = 0) -> ForkServer:
     if rank % SERVERS not in _servers:
         _servers[rank % SERVERS] = ForkServer()
     return _servers[rank % SERVERS]
+
+
+def processes() -> list[int]:
+    """The servers, and what they have forked that is not known to have ended."""
+    running = [each.pid for each in _forked if each.returncode is None]
+    return [each.pid for each in _servers.values()] + running
 
 
 def _close() -> None:
@@ -302,6 +316,11 @@ def _become(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    import gc
+
     import torch  # noqa: F401
 
+    # Collections in children pass over what is imported here, and so leave its pages shared.
+    gc.collect()
+    gc.freeze()
     _become(_serve(socket.socket(fileno=int(sys.argv[1]))))

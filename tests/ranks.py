@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import costs
 import forks
 
 DEFAULT_TIMEOUT = 180.0  # against hanging: a busy machine takes its time
@@ -156,7 +157,7 @@ class RankPool:
 
     def kill(self, rank: int) -> None:
         """Kill one rank as an operator would (SIGKILL)."""
-        self._start()
+        self.start()
         self._processes[rank].process.kill()
 
     def close(self) -> None:
@@ -168,7 +169,8 @@ class RankPool:
             self._folder.cleanup()
             self._folder = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes, where none run: a task would do it."""
         if self._processes:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="hadal_ranks_")
@@ -180,7 +182,7 @@ class RankPool:
         self._gather("start", START_TIMEOUT)
 
     def _ask(self, task: bytes, timeout: float) -> list[_Reply]:
-        self._start()
+        self.start()
         for process in self._processes:
             # A rank that has died is found by `_gather`, with what it wrote.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -247,6 +249,8 @@ class RankPools:
     def __call__(self, world_size: int) -> RankPool:
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size, self._device)
+            with costs.aside():
+                self._pools[world_size].start()
         return self._pools[world_size]
 
     def close(self) -> None:

@@ -70,6 +70,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "There is no GPU here, so there is nothing to measure" in measured("gpu.py")
 
 
+@pytest.mark.slow
 def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     """By hand and at stage 3 on two ranks: the same losses, and every figure there is on a CPU."""
     model = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "sequence": SEQUENCE}
@@ -100,6 +101,7 @@ def test_it_measures_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_offloading_is_measured_on_a_cpu_to_try_it_out(tmp_path: Path) -> None:
     """The rates, and one run: its share of the matrix rate is what its tokens come to."""
     assert "There is no GPU here, so there is nothing to measure" in measured("offload_gpu.py")

@@ -108,6 +108,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     return Searched(folder, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.claims(
     "autotuning.enabled",
     "autotuning.metric",
@@ -137,6 +138,7 @@ def test_an_experiment_is_the_command_and_measures_its_updates(searched: Searche
     assert f"{GOOD}: FLOPS_per_gpu {found['FLOPS_per_gpu']:.6g}" in searched.error
 
 
+@pytest.mark.slow
 def test_the_best_one_trains(searched: Searched) -> None:
     assert searched.out.splitlines()[-1] == "trained 2 2 5"
     best = loaded(searched.results / "ds_config_optimal.json")
@@ -144,6 +146,7 @@ def test_the_best_one_trains(searched: Searched) -> None:
     assert (searched.results / "cmd_optimal.txt").read_text().startswith("hadal run --num_acc")
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_with_the_ranks_message_and_log(searched: Searched) -> None:
     log = searched.results / BAD / "stderr.log"
     told = f"rank 0: ValueError: a batch of 8 is too much (see {log})"
@@ -152,6 +155,7 @@ def test_a_failure_is_reported_with_the_ranks_message_and_log(searched: Searched
     assert "Traceback" in log.read_text()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process_and_keeps_the_measurements(searched: Searched) -> None:
     configure(searched.folder, micro=[2, 4], **SECTION)
     (searched.folder / "for_ever").touch()

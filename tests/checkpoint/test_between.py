@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import often
 from engine.logs import logged
 from engine.parts import Part, engine_over, megatron
 from engine.toys import TINY, assert_close, assert_equal, engine_of, train
@@ -142,7 +143,7 @@ def go_on(folder: str, stage: int, settings: dict[str, Any], tag: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", often(OPTIMIZERS, "Muon", "sparse"))
 def test_state_loads_into_every_kind_of_stepper(
     name: str, ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -520,6 +521,7 @@ def load_without_parts(folder: str) -> None:
     engine_of(1, Part(0)).load_checkpoint(folder)
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_load_at_another_number_of_replicas(
     ranks: RankPools, tmp_path: Path
 ) -> None:

@@ -20,10 +20,12 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import pytest
 import torch
+from cases import often
 from engine.toys import engine_of, train
 
-KILLS = 20
+KILLS = {"a few": 6, "many": 20}
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
 
@@ -103,7 +105,7 @@ def one_life(folder: str, killer: int, fatal: int) -> list[tuple[str, int]]:
     return lines
 
 
-def many_lives(folder: str) -> list[str]:
+def many_lives(folder: str, kills: int) -> list[str]:
     """Kill and resume, with ranks forked from one process that has everything imported."""
     found = random.Random(7)
     lines = one_life(folder, 0, -1)
@@ -112,9 +114,9 @@ def many_lives(folder: str) -> list[str]:
     assert counts[0] > 2, lines
     done = max(step for kind, step in lines if kind == "S")
     states = []
-    moments = found.sample(range(1, counts[1] + 1), KILLS - 4)
+    moments = found.sample(range(1, counts[1] + 1), kills - kills // 5)
     moments = [(0, moment) for moment in moments]
-    moments += [(1, moment) for moment in found.sample(range(1, counts[0] + 1), 4)]
+    moments += [(1, moment) for moment in found.sample(range(1, counts[0] + 1), kills // 5)]
     for killer, moment in moments:
         lines = one_life(folder, killer, moment)
         loaded = [step for kind, step in lines if kind == "L"]
@@ -129,16 +131,16 @@ def many_lives(folder: str) -> list[str]:
     return states
 
 
-def test_a_kill_at_any_moment_leaves_the_newest_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=600
-    )
+@pytest.mark.parametrize("kills", often(KILLS, "a few"))
+def test_a_kill_at_any_moment_leaves_the_newest_checkpoint(kills: str, tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path), str(KILLS[kills])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-8000:]
     states = done.stdout.split("\n")[:-1]
     # The kills did fall into the middle of saves.
-    assert len(states) == KILLS
-    assert sum(".partial" in state for state in states) >= 3, states
+    assert len(states) == KILLS[kills]
+    assert sum(".partial" in state for state in states) >= KILLS[kills] // 6, states
 
 
 if __name__ == "__main__":
-    print("\n".join(many_lives(sys.argv[1])))
+    print("\n".join(many_lives(sys.argv[1], int(sys.argv[2]))))

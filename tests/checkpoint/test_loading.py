@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from engine.logs import logged
 from engine.toys import alone, assert_close, assert_equal, backward, engine_of, model_of, train
 from ranks import RankPools
@@ -101,8 +102,7 @@ def go_on(stage: int, name: str, folder: str) -> None:
     again.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", SETTINGS)
+@diagonal(name=list(SETTINGS), stage=[0, 1, 2, 3])
 def test_training_goes_on_bit_for_bit(
     name: str, stage: int, ranks: RankPools, tmp_path: Path
 ) -> None:

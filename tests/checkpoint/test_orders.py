@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal, often
 from engine.toys import TINY, Leaves, assert_equal, engine_of, given_gradients
 from ranks import RankPools
 from safetensors.torch import load_file
@@ -107,8 +108,7 @@ OPTIMIZERS: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@diagonal(name=list(OPTIMIZERS), stage=range(4))
 def test_updates_are_those_of_contiguous_parameters(
     name: str, stage: int, ranks: RankPools
 ) -> None:
@@ -173,7 +173,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", often(KEPT, "bf16", "muon"))
 def test_any_order_loads_into_any_other(name: str, tmp_path: Path, ranks: RankPools) -> None:
     optimizer, settings, stages, exact = KEPT[name]
     ranks(2).run(save, str(tmp_path), optimizer, settings, stages)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from engine.parts import PARTS, ROWS, WIDTH, Part, core, engine_over, megatron, sequences_of
 from engine.toys import assert_equal
 from ranks import RankPools
@@ -90,8 +91,7 @@ def load_with_fewer_replicas(folder: str, stage: int, dtype: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", list(KEYS))
+@diagonal(dtype=list(KEYS), stage=[0, 1, 2, 3])
 def test_parts_go_on_bit_for_bit_and_load_with_fewer_replicas(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:

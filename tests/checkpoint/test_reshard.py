@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import rarely
 from engine.toys import TINY, engine_of, loss_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from hadal.checkpoint.planning import cuts_of
 from hadal.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from hadal.zero.place import place_of
 
-STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
+Numbers = tuple[int, ...]
 KEYS = ("exp_avg", "exp_avg_sq")
 BF16 = {"bf16": {"enabled": True}}
 
@@ -107,8 +108,8 @@ def engine_at(stage: int, seed: int = 3, **changes: Any) -> Any:
     return engine_of(stage, Odd(seed), **{**BF16, **changes})
 
 
-def save_at_every_stage(folder: str) -> None:
-    for stage in STAGES:
+def save_at_every_stage(folder: str, stages: Numbers) -> None:
+    for stage in stages:
         name = f"s{stage}w{comm.get_world_size()}"
         engine = engine_at(stage)
         trained(engine, range(3))
@@ -121,15 +122,15 @@ def save_at_every_stage(folder: str) -> None:
         engine.destroy()
 
 
-def load_at_every_stage(folder: str, every: int) -> None:
+def load_at_every_stage(folder: str, stages: Numbers, worlds: Numbers, every: int) -> None:
     """Load every `every`-th pair; these include each pair of world sizes and of stages."""
     world = comm.get_world_size()
-    for stage in STAGES:
+    for stage in stages:
         # Small and large buckets by turns: they need not be those that were saved.
         zero = {"stage": stage, **TINY, "reduce_bucket_size": 60 if stage % 2 else 5000}
         engine = engine_at(stage, seed=5, zero_optimization=zero)
-        for saved_world in WORLDS:
-            for saved_stage in STAGES:
+        for saved_world in worlds:
+            for saved_stage in stages:
                 number = stage + saved_stage + world + saved_world
                 if number % every:
                     continue
@@ -143,14 +144,18 @@ def load_at_every_stage(folder: str, every: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("stages", "worlds", "every"),
+    [((0, 2, 3), (1, 2, 3), 4), rarely((0, 1, 2, 3), (1, 2, 3, 4), 1)],
+    ids=["some", "all"],
+)
 def test_every_stage_and_world_size_loads_at_every_other(
-    ranks: RankPools, tmp_path: Path, request: pytest.FixtureRequest
+    stages: Numbers, worlds: Numbers, every: int, ranks: RankPools, tmp_path: Path
 ) -> None:
-    every = 1 if request.config.getoption("--full") else 2
-    for world in WORLDS:
-        ranks(world).run(save_at_every_stage, str(tmp_path))
-    for world in WORLDS:
-        ranks(world).run(load_at_every_stage, str(tmp_path), every)
+    for world in worlds:
+        ranks(world).run(save_at_every_stage, str(tmp_path), stages)
+    for world in worlds:
+        ranks(world).run(load_at_every_stage, str(tmp_path), stages, worlds, every)
 
 
 # ---- memory --------------------------------------------------------------------------------------

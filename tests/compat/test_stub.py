@@ -142,6 +142,7 @@ def test_accelerate_launch_starts_a_program_that_knows_nothing(
         assert moved < last - 0.01
 
 
+@pytest.mark.slow
 def test_the_commands_of_deepspeed_come_with_it(site: Path, tmp_path: Path) -> None:
     """Each is called as pip's own script would call it."""
     (found,) = site.glob("*.dist-info/entry_points.txt")

@@ -32,6 +32,7 @@ import os
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools
 
 from . import cells, models
@@ -89,8 +90,7 @@ def test_every_stage_trains_as_one_process_does(cell: Cell, ranks: RankPools) ->
         assert not faults, f"rank {rank} of {id_of(cell)}:\n" + "\n".join(faults)
 
 
-@pytest.mark.parametrize("compilation", COMPILATIONS)
-@pytest.mark.parametrize("name", COMPILED)
+@diagonal(name=COMPILED, compilation=COMPILATIONS)
 def test_a_compiled_model_trains_as_one_process_does(
     name: str, compilation: str, ranks: RankPools
 ) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import pairs
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -205,10 +206,7 @@ def most(promised: float) -> float:
     return promised * (1 + PADDING) + SCALARS
 
 
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", range(4))
+@pairs(stage=range(4), world_size=[1, 2, 3], precision=["bf16", "fp32"], key=KEYS)
 def test_a_rank_holds_what_its_stage_promises(
     stage: int, world_size: int, precision: str, key: int, ranks: RankPools
 ) -> None:

@@ -73,6 +73,7 @@ print(memory_use(cpu).host - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_memory_freed_at_the_start_is_returned(tmp_path: Path) -> None:
     """A rank of two holds less than the model did: (2 + 4) / 2 bytes instead of 4."""

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import diagonal
 from comm.traffic import counted
 from ranks import RankPools
 from torch import Tensor, nn
@@ -720,8 +721,7 @@ def in_rows(stage: int) -> None:
 
 
 @pytest.mark.claims("sparse_gradients")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@diagonal(world=[2, 3, 1], stage=STAGES)
 def test_embeddings_travel_in_rows(world: int, stage: int, ranks: RankPools) -> None:
     """The same weights; fewer bytes, unless a head shares the embedding and fills every row."""
     ranks(world).run(in_rows, stage)

@@ -33,6 +33,7 @@ def test_every_file_is_linked() -> None:
             assert f"](../{path.relative_to(ROOT)})" in page
 
 
+@pytest.mark.slow
 def test_the_file_for_slurm(tmp_path: Path) -> None:
     program(tmp_path / "bin" / "srun", f"#!{sys.executable}\n{Path(fakes.__file__).read_text()}")
     program(tmp_path / "bin" / "hadal", f'#!/bin/sh\nexec {sys.executable} -m hadal.cli "$@"\n')
@@ -64,6 +65,7 @@ def test_the_file_for_slurm(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_file_for_kubernetes(tmp_path: Path) -> None:
     """Each pod's command starts with the variables that the operator sets."""
     yaml = pytest.importorskip("yaml")

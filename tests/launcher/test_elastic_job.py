@@ -139,6 +139,7 @@ def uninterrupted(steps: int) -> list[float]:
     return told
 
 
+@pytest.mark.slow
 def test_half_of_the_ranks_are_lost_and_come_back(folder: Path) -> None:
     job = start(*FLAGS, "train.py", folder=folder, **surroundings(folder))
     until(job, lambda: len(losses(folder)) >= 7)

@@ -64,6 +64,7 @@ torch.distributed.barrier()
 """
 
 
+@pytest.mark.slow
 def test_training_across_hosts_and_a_failure_on_one(hosts: Hosts, folder: Path) -> None:
     (folder / "train.py").write_text(TRAIN)
     (folder / ".hadal_env").write_text("GLOO_SOCKET_IFNAME=eth0\n")

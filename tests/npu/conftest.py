@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import costs
 import pytest
 import torch
 from ranks import RankPools
@@ -17,7 +18,8 @@ def npus() -> Iterator[RankPools]:
     if build.lacking():
         pytest.skip(build.lacking())
     try:
-        build.built()
+        with costs.aside():  # once on a machine
+            build.built()
     except RuntimeError as error:
         if torch.__version__.startswith(build.WRITTEN_FOR):
             raise

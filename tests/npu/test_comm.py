@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -257,8 +258,7 @@ def _order_of_collectives(path: str, stage: int) -> dict[str, list[str]]:
     return {str(number): one for number, one in enumerate(given.values())}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("path", PATHS)
+@diagonal(path=list(PATHS), stage=[2, 3])
 def test_ranks_that_lack_gradients_send_in_one_order(
     path: str, stage: int, npus: RankPools
 ) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import diagonal, often
 from ranks import RankPools
 from torch import Tensor
 from torch.nn import functional as F
@@ -95,11 +96,11 @@ def _allocated() -> int:
     return int(torch.accelerator.memory_allocated())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(("pinned", "waits"), [(True, True), (True, False), (False, True)])
+@diagonal(stage=[1, 3], how=[(True, True), (True, False), (False, True)])
 def test_states_move_out_and_in(
-    stage: int, pinned: bool, waits: bool, npus: RankPools, ranks: RankPools
+    stage: int, how: tuple[bool, bool], npus: RankPools, ranks: RankPools
 ) -> None:
+    pinned, waits = how
     config = runs.config(stage, "bf16")
     wanted = ranks(2).run(_moved, config, pinned, waits)
     same(npus(2).run(_moved, config, pinned, waits), wanted)
@@ -165,24 +166,23 @@ def _loaded(config: dict[str, Any], folder: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        runs.config(0),
-        runs.config(1, "bf16"),
-        runs.config(2, "fp16", checkpoint={"async_save": True}),
-        runs.config(3, "bf16", checkpoint={"async_save": True}),
-        runs.config(3, "bf16", {"offload_optimizer": {"device": "cpu"}}),
-        runs.config(
-            3, "bf16", {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
-        ),
-    ],
-    ids=["stage 0", "stage 1", "stage 2 async", "stage 3 async", "on the host", "on the disk"],
-)
+SAVED = {
+    "stage 0": runs.config(0),
+    "stage 1": runs.config(1, "bf16"),
+    "stage 2 async": runs.config(2, "fp16", checkpoint={"async_save": True}),
+    "stage 3 async": runs.config(3, "bf16", checkpoint={"async_save": True}),
+    "on the host": runs.config(3, "bf16", {"offload_optimizer": {"device": "cpu"}}),
+    "on the disk": runs.config(
+        3, "bf16", {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", often(SAVED, "stage 2 async", "on the disk"))
 def test_checkpoints_pass_between_devices(
-    config: dict[str, Any], npus: RankPools, ranks: RankPools, tmp_path: Path
+    name: str, npus: RankPools, ranks: RankPools, tmp_path: Path
 ) -> None:
-    config = on_disk(config, tmp_path)
+    config = on_disk(SAVED[name], tmp_path)
     here, there = str(tmp_path / "npu"), str(tmp_path / "cpu")
     drawn = npus(2).run(_saved, config, here)
     ranks(2).run(_saved, config, there)
@@ -304,7 +304,7 @@ def _crossed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.claims("zero_optimization.offload_optimizer.accumulate_on")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", often([2, 3], 2))
 def test_sums_of_gradients_stay_on_the_device_while_they_fit(
     stage: int, npus: RankPools, ranks: RankPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:

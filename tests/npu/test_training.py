@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import often
 from ranks import RankPools
 from torch import Tensor, nn
 
@@ -158,7 +159,13 @@ def on_disk(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**config, "zero_optimization": zero}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+USUAL = ("fp32 at stage 0", "fp16 at stage 1", "bf16 at stage 2", "bf16 at stage 3")
+USUAL += ("optimizer on the host, stage 3", "optimizer on the disk", "all on the disk")
+USUAL += ("all on the host", "coded weights and gradients", "overlapped", "OneBitAdam", "Lamb")
+USUAL += ("Muon", "rows of embeddings", "16 bits on the wire")
+
+
+@pytest.mark.parametrize("name", often(CONFIGS, *USUAL))
 def test_as_on_cpus(name: str, npus: RankPools, ranks: RankPools, tmp_path: Path) -> None:
     config = on_disk(CONFIGS[name], tmp_path)
     wanted = ranks(2).run(runs.trained, config)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal, often, rarely
 from ranks import RankPools
 
 import npu
@@ -17,8 +18,7 @@ def told(found: dict[str, list[str]]) -> str:
     return "\n".join(f"{phase}: {one}" for phase, waits in found.items() for one in waits)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", range(4))
+@diagonal(stage=range(4), precision=["bf16", "fp16"])
 def test_an_update(stage: int, precision: str, npus: RankPools) -> None:
     """Nothing is read back, but that fp16 must decide about the loss scale before it goes on."""
     # Clocks read events: they wait for nothing.
@@ -46,19 +46,19 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1
     [
         (UNCHECKED, False, 0),
         (UNCHECKED, True, 1),
-        ({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
+        rarely({**UNCHECKED, "gradient_clipping": 0.0}, False, 0),
         ({}, False, 0),
-        ({}, True, 1),
-        ({"gradient_clipping": 0.0}, False, 0),
+        rarely({}, True, 1),
+        rarely({"gradient_clipping": 0.0}, False, 0),
         (NO_NORM, False, 0),
-        (SGD, False, 0),
+        rarely(SGD, False, 0),
         (LION, False, 0),
         # It reads no flag, or the next loss needs the scale: the host must decide.
         ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 1),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, False, 1),
-        ({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
+        rarely({**UNCHECKED, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, False, 0),
         ({**UNCHECKED, "optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, False, 0),
-        ({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),
+        rarely({**UNCHECKED, "optimizer": {"type": "Lion", "params": {"lr": 0.01}}}, False, 0),
     ],
 )
 def test_the_step_of_the_optimizer(
@@ -70,7 +70,9 @@ def test_the_step_of_the_optimizer(
         assert len(mine) in ({0, 1} if asks else {waits}), told(found)  # it may be there already
 
 
-@pytest.mark.parametrize(("stage", "changed"), [(0, {}), (1, LION), (2, SGD), (3, {})])
+@pytest.mark.parametrize(
+    ("stage", "changed"), often([(0, {}), (1, LION), (2, SGD), (3, {})], (1, LION), (3, {}))
+)
 def test_an_update_that_the_device_skips(
     stage: int, changed: dict[str, Any], npus: RankPools, ranks: RankPools
 ) -> None:

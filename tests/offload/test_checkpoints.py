@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import rarely
 from ranks import RankPools
 from torch import Tensor
 
@@ -49,12 +50,12 @@ def break_off(stage: int, dtype: str, before: Any, after: Any, path: str) -> Non
 @pytest.mark.parametrize(
     ("stage", "dtype", "before", "after"),
     [
-        (3, "bf16", DISK, DISK),
+        rarely(3, "bf16", DISK, DISK),
         (3, "bf16", DISK, DEVICE),
-        (3, "bf16", DEVICE, DISK),
-        (3, "fp32", DISK, ("cpu", "nvme")),
+        rarely(3, "bf16", DEVICE, DISK),
+        rarely(3, "fp32", DISK, ("cpu", "nvme")),
         (2, "fp16", ("nvme", None), ("nvme", None)),
-        (2, "fp32", DEVICE, ("nvme", None)),
+        rarely(2, "fp32", DEVICE, ("nvme", None)),
         (1, "bf16", ("nvme", None), ("cpu", None)),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools, RanksFailed
 from torch import Tensor, nn
 
@@ -155,8 +156,7 @@ def compare_places(stage: int, dtype: str, path: str, updates: int) -> None:
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.nvme_path",
 )
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@diagonal(stage=[0, 1, 2, 3], dtype=["bf16", "fp16", "fp32"])
 def test_device_host_and_disk_give_the_same_bits(
     stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -194,12 +194,11 @@ def compare_apart(stage: int, dtype: str, path: str) -> None:
                 assert torch.equal(mine, theirs), (optimizer, weights, place)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@diagonal(stage=[0, 1, 2, 3], dtype=["fp32", "bf16"])
 def test_host_and_disk_are_equal_where_the_device_has_its_own_memory(
-    stage: int, ranks: RankPools, tmp_path: Path
+    stage: int, dtype: str, ranks: RankPools, tmp_path: Path
 ) -> None:
-    for dtype in ("bf16", "fp32"):
-        ranks(2).run(compare_apart, stage, dtype, str(tmp_path))
+    ranks(2).run(compare_apart, stage, dtype, str(tmp_path))
 
 
 def host_bytes(path: str, ratio: float) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal, often
 from engine import toys
 from engine.test_topology import cut_sequences
 from engine.toys import engine_of
@@ -51,13 +52,13 @@ def test_any_paths_train_as_plain_torch_does(seed: int, ranks: RankPools) -> Non
     ranks(4).run(on_nodes, train_along, random_rows(seed, 4, 4), settings)
 
 
-@pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_gradients_that_come_late_or_not_at_all(
-    plan: list[tuple[int, int]], settings: dict[str, Any], ranks: RankPools
-) -> None:
-    rows = [(*row, *row[::-1]) for row in plan]
-    ranks(4).run(under, settings, train_branches, rows, 3)
+ROUTES = {"hpz": HPZ, "mics": MICS}
+
+
+@diagonal(plan=list(PLANS), route=list(ROUTES))
+def test_gradients_that_come_late_or_not_at_all(plan: str, route: str, ranks: RankPools) -> None:
+    rows = [(*row, *row[::-1]) for row in PLANS[plan]]
+    ranks(4).run(under, ROUTES[route], train_branches, rows, 3)
 
 
 @pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
@@ -108,8 +109,8 @@ def under(settings: dict[str, Any], check: Callable[..., None], *args: Any) -> N
         toys.TINY.update(before)
 
 
-@pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
-def test_what_stands_behind_a_parameter(settings: dict[str, Any], ranks: RankPools) -> None:
+@pytest.mark.parametrize("route", often(ROUTES, "hpz"))
+def test_what_stands_behind_a_parameter(route: str, ranks: RankPools) -> None:
     for check, *args in (
         (read_values, 3, {}, True),
         (read_gradients, 3, {}, 3),
@@ -119,7 +120,7 @@ def test_what_stands_behind_a_parameter(settings: dict[str, Any], ranks: RankPoo
         (write_gradients, 3, {}, 2),
         (write_moments, 3, False),
     ):
-        ranks(4).run(under, settings, check, *args)
+        ranks(4).run(under, ROUTES[route], check, *args)
 
 
 @pytest.mark.parametrize("settings", [HPZ, MICS], ids=["hpz", "mics"])
@@ -243,10 +244,10 @@ def load_elsewhere(zero: dict[str, Any], folder: str) -> int:
     return nbytes
 
 
-@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpz", "mics"])
-def test_training_goes_on_from_a_checkpoint(zero: Any, ranks: RankPools, tmp_path: Any) -> None:
-    ranks(4).run(go_on, zero, str(tmp_path / "these"))
-    nbytes = ranks(4).run(load_elsewhere, zero, str(tmp_path / "these"))[0]
+@pytest.mark.parametrize("route", often(ROUTES, "mics"))
+def test_training_goes_on_from_a_checkpoint(route: str, ranks: RankPools, tmp_path: Any) -> None:
+    ranks(4).run(go_on, ROUTES[route], str(tmp_path / "these"))
+    nbytes = ranks(4).run(load_elsewhere, ROUTES[route], str(tmp_path / "these"))[0]
     # Several copies are written once.
     ranks(4).run(go_on, {}, str(tmp_path / "plain"))
     plain = sum(path.stat().st_size for path in (tmp_path / "plain").rglob("*.safetensors"))

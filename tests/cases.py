@@ -1,0 +1,52 @@
+"""Cases of a test: which run always, and which only where slow tests do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+from contracts.cover import pairwise_cover
+
+
+def rarely(*values: Any, **more: Any) -> Any:
+    """A case that is slow, of one value or, for several names, of as many."""
+    return pytest.param(*values, marks=pytest.mark.slow, **more)
+
+
+def often(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All cases; those that are not chosen are slow. Tuples are for several names."""
+    cases = list(cases)
+    assert all(one in cases for one in chosen), [one for one in chosen if one not in cases]
+    return [
+        case if case in chosen else rarely(*(case if isinstance(case, tuple) else [case]))
+        for case in cases
+    ]
+
+
+def diagonal(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every combination of levels; slow but for a few, which have each level once at least."""
+    longest = max(map(len, factors.values()))
+    chosen = {tuple(n % len(levels) for levels in factors.values()) for n in range(longest)}
+    return _combinations(factors, chosen)
+
+
+def pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every combination of levels; slow but for a few, in which each two levels meet."""
+    numbers = {name: [str(n) for n in range(len(levels))] for name, levels in factors.items()}
+    chosen = {tuple(map(int, cell.values())) for cell in pairwise_cover(numbers)}
+    return _combinations(factors, chosen)
+
+
+def _combinations(
+    factors: dict[str, Sequence[Any]], chosen: set[tuple[int, ...]]
+) -> pytest.MarkDecorator:
+    cases = [
+        pytest.param(
+            *(levels[n] for levels, n in zip(factors.values(), numbers, strict=True)),
+            marks=() if numbers in chosen else pytest.mark.slow,
+        )
+        for numbers in product(*(range(len(levels)) for levels in factors.values()))
+    ]
+    return pytest.mark.parametrize(tuple(factors), cases)

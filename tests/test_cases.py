@@ -1,0 +1,45 @@
+"""Few cases run always, and they meet each level; all of them run where slow tests do."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from cases import diagonal, often, pairs, rarely
+
+FACTORS = {"stage": range(4), "precision": ["fp32", "bf16", "fp16"], "model": ["tied", "frozen"]}
+
+
+def both(mark: pytest.MarkDecorator) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
+    """All combinations, and those that are not slow."""
+    names, cases = mark.args
+    assert names == tuple(FACTORS)
+    usual = {case.values for case in cases if not case.marks}
+    assert all(case.marks == (pytest.mark.slow,) for case in cases if case.marks)
+    return {case.values for case in cases}, usual
+
+
+def test_a_diagonal_has_each_level() -> None:
+    every, usual = both(diagonal(**FACTORS))
+    assert every == set(product(*FACTORS.values()))
+    assert len(usual) == 4
+    for at, levels in enumerate(FACTORS.values()):
+        assert {case[at] for case in usual} == set(levels)
+
+
+def test_pairs_have_each_two_levels() -> None:
+    every, usual = both(pairs(**FACTORS))
+    assert every == set(product(*FACTORS.values()))
+    assert 12 <= len(usual) < 24
+    for one, other in combinations(range(3), 2):
+        levels = list(FACTORS.values())
+        assert {(case[one], case[other]) for case in usual} == set(
+            product(levels[one], levels[other])
+        )
+
+
+def test_what_is_chosen_runs_often() -> None:
+    assert often(["a", "b"], "b") == [rarely("a"), "b"]
+    assert often([(1, "a"), (2, "b")], (2, "b")) == [rarely(1, "a"), (2, "b")]
+    with pytest.raises(AssertionError, match="c"):
+        often(["a", "b"], "c")
