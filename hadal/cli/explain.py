@@ -3,25 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hadal.cli.arguments import add_config
+from hadal.cli.arguments import add_config, add_json
 from hadal.cli.parser import add_command
+from hadal.cli.terminal import FAILED, fail, show, show_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from hadal.config import Config
+    from hadal.config.load import Examined
+    from hadal.config.section import Section
+    from hadal.errors import Fault
 
 _LEFT_OPEN = "(default of the type)"
+_USUAL_WIDTH = 40
+_STYLES = {
+    "": "heading",
+    "you": "good",
+    "auto": "warning",
+    "inferred": "hint",
+    "default": "faint",
+    "refused": "error",
+}
+REFUSED = "refused"
 
 
 class Row(NamedTuple):
     """One value of the effective configuration."""
 
     path: str
+    value: Any
+    origin: str
+
+
+class Line(NamedTuple):
+    """One printed line; a section's name has neither value nor origin."""
+
+    name: str
     value: str
     origin: str
+
+
+@dataclass(slots=True)
+class Node:
+    """A section as it is printed: its values, then the sections below it."""
+
+    values: dict[str, Row] = field(default_factory=dict)
+    below: dict[str, Node] = field(default_factory=dict)
 
 
 def add_to(group: Any) -> None:
@@ -30,60 +67,250 @@ def add_to(group: Any) -> None:
         group,
         "explain",
         help="Show the effective configuration and the origin of every value",
-        description="Show what a configuration comes to, and where each value comes from.",
-        examples=("hadal explain ds_config.json --world-size 8",),
+        description="Show what a configuration comes to, section by section: each value that is not"
+        " a default, and whether you gave it, `auto` stands for it or other keys imply it. The exit"
+        " code is 1 if `hadal.initialize` would refuse the configuration; every fault is listed.",
+        examples=(
+            "hadal explain ds_config.json --world-size 8",
+            "hadal explain ds_config.json --defaults",
+        ),
     )
     add_config(parser)
-    parser.add_argument("--all", action="store_true", help="Show defaults too")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--defaults", action="store_true", help="Show the defaults of the sections in use, too"
+    )
+    shown.add_argument(
+        "--all", action="store_true", help="Show every key, of sections that are off, too"
+    )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Show the configuration.
+    """Show the configuration; return 1 where `initialize` would refuse it.
 
     Raises:
-        ConfigError: it has faults.
+        ConfigError: there is no configuration to show.
     """
-    from hadal.config import load_config
+    from hadal.config.load import Circumstances, examine
+    from hadal.config.reading import read
+    from hadal.config.report import written
+    from hadal.errors import ConfigError
 
-    config = load_config(parsed.config, world_size=parsed.world_size, allow_unbuilt=True)
-    show(rows(config, with_defaults=parsed.all), config.notes)
+    _, raw = read(parsed.config)
+    _know_types(raw)
+    found = examine(parsed.config, Circumstances(parsed.world_size))
+    faults = faults_of(found)
+    hidden = () if parsed.all else unused(found.config)
+    table = [
+        row
+        for row in rows(found.config, raw, faults)
+        if row.origin != "default"
+        or parsed.all
+        or (parsed.defaults and not _is_below(row.path, hidden))
+    ]
+    if parsed.json:
+        show_json(_told(found, parsed.world_size, table, faults))
+    else:
+        _show(found, parsed.world_size, table)
+    if faults:
+        if not parsed.json:
+            fail(ConfigError(written(found.name, faults), faults))
+        return FAILED
     return 0
 
 
-def rows(config: Config, *, with_defaults: bool) -> list[Row]:
-    """List the values, in the order of their declaration."""
-    from hadal.config.plain import leaves, shown
+# ---- faults --------------------------------------------------------------------------------------
 
+
+def faults_of(found: Examined) -> tuple[Fault, ...]:
+    """Everything for which `initialize` would refuse the configuration, as far as no model says."""
+    report = found.report
+    known = {**report.faults, **report.unbuilt}
+    if not report.is_faulty(("optimizer", "scheduler")):
+        known |= {fault.path: fault for fault in _types_faults(found.config)}
+    return tuple(known.values())
+
+
+def _know_types(raw: Mapping[str, Any]) -> None:
+    """Import torch if the optimizer or the schedule may be a class that only a newer one has."""
+    from hadal.config import torch_names
+    from hadal.config.optimizer import canonical_type
+    from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+    from hadal.config.scheduler import PARAMS as SCHEDULES
+
+    known = {*OPTIMIZERS, *SCHEDULES, *torch_names.OPTIMIZERS, *torch_names.SCHEDULES, "auto"}
+    for name in ("optimizer", "scheduler"):
+        section = raw.get(name)
+        kind = canonical_type(section.get("type")) if isinstance(section, Mapping) else None
+        if isinstance(kind, str) and kind not in known:
+            importlib.import_module("torch.optim.lr_scheduler")
+
+
+def _types_faults(config: Config) -> Iterator[Fault]:
+    """Try classes of torch out; built-in types are known without torch, which takes seconds."""
+    from hadal.config.optimizer_params import PARAMS as OPTIMIZERS
+    from hadal.config.scheduler import PARAMS as SCHEDULES
+
+    optimizer, schedule = config.optimizer, config.scheduler
+    is_torchs = optimizer is not None and optimizer.type not in OPTIMIZERS
+    if is_torchs or (schedule is not None and schedule.type not in SCHEDULES):
+        from hadal.optim import preview
+
+        yield from preview.faults_of(
+            None if schedule is None else (schedule.type, schedule.params),
+            (optimizer.type, optimizer.params) if optimizer is not None and is_torchs else None,
+        )
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> list[Row]:
+    """List all values in the order of their declaration; what is refused, as it was given."""
+    from hadal.config.plain import leaves
+
+    refused = {_key_of(fault.path) for fault in faults}
     values = dict(leaves(config.as_dict()))
-    return [
-        Row(path, shown(values[path]) if path in values else _LEFT_OPEN, origin)
+    found = {
+        path: Row(path, values.get(path, _LEFT_OPEN), origin)
         for path, origin in config.origins.items()
-        if with_defaults or origin != "default"
-    ]
+    }
+    for path in refused:
+        default = found[path].value if path in found else None
+        found[path] = Row(path, _given(raw, path, default), REFUSED)
+    return list(found.values())
 
 
-def show(table: list[Row], notes: Iterable[str]) -> None:
-    """Print a table for people, or plain columns for programs."""
-    if sys.stdout.isatty():
-        _show_rich(table)
-    else:
-        width = max((len(row.path) for row in table), default=0)
-        room = max((len(row.value) for row in table), default=0)
-        for row in table:
-            print(f"{row.path:<{width}}  {row.value:<{room}}  {row.origin}")
-    for note in notes:
-        print(f"note: {note}")
+def _key_of(path: str) -> str:
+    """The key that a fault is about: one of an item of a list is about the list."""
+    return re.sub(r"\[.*", "", path)
 
 
-def _show_rich(table: list[Row]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _given(raw: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value that the source has at a path."""
+    value: Any = raw
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
 
-    colours = {"you": "green", "auto": "yellow", "inferred": "cyan", "default": "dim"}
-    drawn = Table("key", "value", "origin")
+
+def unused(config: Config) -> tuple[str, ...]:
+    """The paths of the sections that do nothing: they are off, or not built yet."""
+    return tuple(_unused(config, ""))
+
+
+def _unused(section: Section, path: str) -> Iterator[str]:
+    from hadal.config.section import Section, mark_of
+
+    for name, declared in type(section).model_fields.items():
+        value, here = getattr(section, name), f"{path}.{name}" if path else name
+        if isinstance(value, Section):
+            if mark_of(declared).status == "acts" and value.is_on:
+                yield from _unused(value, here)
+            else:
+                yield here
+        elif value is None and type(section).child(name, {}) is not None:
+            yield here
+
+
+def _is_below(path: str, sections: Iterable[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}.") for each in sections)
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def _told(
+    found: Examined, world_size: int, table: Iterable[Row], faults: Iterable[Fault]
+) -> dict[str, Any]:
+    return {
+        "config": found.name,
+        "world_size": world_size,
+        "values": {row.path: {"value": row.value, "origin": row.origin} for row in table},
+        "notes": list(found.config.notes),
+        "faults": [{"path": fault.path, "message": fault.message} for fault in faults],
+    }
+
+
+def _show(found: Examined, world_size: int, table: Iterable[Row]) -> None:
+    from rich.text import Text
+
+    show(Text(f"{found.name} on {world_size} rank{'s' * (world_size > 1)}", "heading"), "")
+    lines = list(lines_of(tree_of(table)))
+    show(_drawn(lines) if sys.stdout.isatty() else _listed(lines))
+    show("")
+    for text in found.config.notes:
+        show(Text.assemble(("note: ", "warning"), text))
+
+
+def tree_of(table: Iterable[Row]) -> Node:
+    """Sort rows into the sections in which they stand."""
+    root = Node()
     for row in table:
-        colour = colours[row.origin]
-        drawn.add_row(row.path, escape(row.value), f"[{colour}]{row.origin}[/{colour}]")
-    Console().print(drawn)
+        *sections, name = row.path.split(".")
+        node = root
+        for section in sections:
+            node = node.below.setdefault(section, Node())
+        node.values[name] = row
+    return root
+
+
+def _listed(lines: list[Line]) -> Text:
+    """Lines as long as they are; a long value moves its own origin only."""
+    from rich.text import Text
+
+    names = max((len(line.name) for line in lines), default=0)
+    values = [len(line.value) for line in lines if len(line.value) <= _USUAL_WIDTH]
+    room = max(values, default=0)
+    made = Text()
+    for line in lines:
+        made.append(f"{line.name:<{names}}", _style_of_name(line))
+        made.append(f"  {line.value:<{room}}  ").append(line.origin, _STYLES[line.origin])
+        made.append("\n")
+    made.rstrip()
+    return made
+
+
+def _drawn(lines: list[Line]) -> Table:
+    """A table as wide as the terminal, in which values are folded."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    made.add_column(no_wrap=True)
+    for line in lines:
+        origin = Text(line.origin, _STYLES[line.origin])
+        made.add_row(Text(line.name, _style_of_name(line)), Text(line.value), origin)
+    return made
+
+
+def _style_of_name(line: Line) -> str:
+    return _STYLES[line.origin] if line.origin in ("", "default", REFUSED) else ""
+
+
+def lines_of(node: Node, depth: int = 0) -> Iterator[Line]:
+    """Yield a tree's lines: keys are indented below the name of their section."""
+    indent = "  " * depth
+    for name, row in node.values.items():
+        yield Line(indent + name, _text_of(row.value), row.origin)
+    for name, below in node.below.items():
+        # A section with one value takes one line.
+        while not below.values and len(below.below) == 1:
+            ((inner, below),) = below.below.items()
+            name = f"{name}.{inner}"
+        if len(below.values) == 1 and not below.below:
+            ((key, row),) = below.values.items()
+            yield Line(f"{indent}{name}.{key}", _text_of(row.value), row.origin)
+        else:
+            yield Line(indent + name, "", "")
+            yield from lines_of(below, depth + 1)
+
+
+def _text_of(value: Any) -> str:
+    return _LEFT_OPEN if value is _LEFT_OPEN else json.dumps(value, ensure_ascii=False)

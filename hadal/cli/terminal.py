@@ -123,6 +123,7 @@ def aligned(rows: Sequence[tuple[RenderableType, ...]], indent: int = 0) -> Tabl
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2))
+    made.add_column(no_wrap=True)
     for row in rows:
         first, *rest = row
         made.add_row(Padding(first, (0, 0, 0, indent)), *rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadal.config.advice import tell_advice
 from hadal.config.batch import BATCH_KEYS
@@ -66,12 +66,34 @@ def load_config(
         client_scheduler,
         rounds_early,
     )
+    found = examine(source, brought)
+    found.report.settle(found.name, allow_unbuilt=allow_unbuilt)
+    # Where it is allowed, what is not built has become a note.
+    found.config._notes, found.config._lines = found.report.notes, found.report.lines
+    return found.config
+
+
+class Examined(NamedTuple):
+    """A configuration that may have faults."""
+
+    name: str
+    """Its name in messages."""
+    config: Config
+    """What it comes to; a key with a fault has its default."""
+    report: Report
+
+
+def examine(source: Source, brought: Circumstances | None = None) -> Examined:
+    """Read a configuration and collect its faults, without raising them.
+
+    Raises:
+        ConfigError: the source is not a JSON object.
+    """
     name, raw = read(source)
     report = Report()
-    config, origins = _checked(raw, brought, report)
-    report.settle(name, allow_unbuilt=allow_unbuilt)
+    config, origins = _checked(raw, brought or Circumstances(), report)
     config._origins, config._notes, config._lines = origins, report.notes, report.lines
-    return config
+    return Examined(name, config, report)
 
 
 def log_notes(config: Config) -> None:

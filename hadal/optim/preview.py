@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hadal.errors import OptimizerError
+from hadal.errors import Fault, OptimizerError
 from hadal.optim.build import build_optimizer
 from hadal.optim.schedules import build_schedule, needs_metric
 
@@ -70,6 +70,32 @@ def preview(
                 if momentum is not None:
                     course.momenta.append(float(momentum))
     return courses
+
+
+def faults_of(
+    schedule: tuple[str, Mapping[str, Any]] | None, optimizer: tuple[str, Mapping[str, Any]] | None
+) -> Iterator[Fault]:
+    """Yield why the sections' optimizer or schedule cannot be made, as far as no model is needed.
+
+    Args:
+        schedule: type and params of the `scheduler` section; None: there is none.
+        optimizer: type and params of the `optimizer` section; None: there is none.
+    """
+    kind, params = schedule or ("", {})
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(1))]} for _ in range(_count_groups(kind, params))
+    ]
+    made: Optimizer = torch.optim.SGD(groups, lr=_DEFAULT_RATE, momentum=0.9)
+    if optimizer is not None:
+        try:
+            made = build_optimizer(*optimizer, groups)
+        except OptimizerError as error:
+            yield Fault("optimizer.params", str(error).removeprefix("optimizer.params "))
+    if schedule is not None:
+        try:
+            build_schedule(kind, params, made)
+        except OptimizerError as error:
+            yield Fault("scheduler.params", str(error).removeprefix("scheduler.params "))
 
 
 def _count_groups(kind: str, params: Mapping[str, Any]) -> int:

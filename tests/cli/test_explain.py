@@ -1,0 +1,189 @@
+"""`hadal explain`: the values and their origins, and what `initialize` would refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import hadal
+from hadal.cli.main import main
+from hadal.errors import HadalError
+
+USUAL = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    "my_key": 1,
+}
+
+
+def explained(
+    capsys: pytest.CaptureFixture[str], folder: Path, config: dict[str, Any], *words: str
+) -> tuple[int, list[str], str]:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    code = main(["explain", str(path), *words])
+    shown = capsys.readouterr()
+    return code, shown.out.splitlines(), shown.err
+
+
+def test_values_stand_in_their_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines, error = explained(capsys, tmp_path, USUAL, "--world-size", "4")
+    assert (code, error) == (0, "")
+    assert lines == [
+        "ds_config.json on 4 ranks",
+        "",
+        "train_batch_size                16           you",
+        "train_micro_batch_size_per_gpu  4            inferred",
+        "gradient_accumulation_steps     1            inferred",
+        "optimizer",
+        '  type                          "AdamW"      you',
+        "  params",
+        "    lr                          0.001        you",
+        "    betas                       [0.9, 0.95]  you",
+        "fp16.enabled                    false        auto",
+        "data_types.early_rounding       false        inferred",
+        "zero_optimization",
+        "  stage                         3            you",
+        "  overlap_comm                  true         inferred",
+        '  offload_param.device          "cpu"        you',
+        "",
+        "note: my_key: unknown key at the top level, ignored",
+        'note: fp16.enabled: "auto" was filled in by nobody, so the default holds',
+    ]
+
+
+def test_defaults_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> dict[str, dict[str, Any]]:
+        code, lines, _ = explained(capsys, tmp_path, USUAL, "--json", *words)
+        assert code == 0
+        told: dict[str, dict[str, Any]] = json.loads("\n".join(lines))["values"]
+        return told
+
+    usual, defaults, everything = shown(), shown("--defaults"), shown("--all")
+    assert {value["origin"] for value in usual.values()} == {"you", "auto", "inferred"}
+    assert usual.keys() < defaults.keys() < everything.keys()
+    assert defaults["gradient_clipping"] == {"value": 1.0, "origin": "default"}
+    assert defaults["zero_optimization.offload_param.buffer_count"]["origin"] == "default"
+    for path in ("csv_monitor.job_name", "tensor_parallel.autotp_size", "fp16.loss_scale"):
+        assert path in everything and path not in defaults
+    _, lines, _ = explained(capsys, tmp_path, USUAL, "--all")
+    assert max(map(len, lines)) > 100  # a long list, which is not cut
+    assert max(len(line) for line in lines if len(line.split()) == 3) < 120
+
+
+def test_values_are_folded_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(USUAL))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["explain", str(path), "--defaults"]) == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("    classes"))
+    assert lines[at].endswith("default") and lines[at + 1].startswith(" " * 20)
+
+
+def test_whatever_is_refused_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "train_batch_size": 3,
+        "optimizer": {"type": "AdmaW", "params": {"learning_rate": 1e-3}},
+        "scheduler": {"type": "WarmupLr", "params": {}},
+        "zero_optimization": {"stage": 7, "offload_parm": {}},
+        "csv_monitor": {"enabled": True},
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": [3]},
+    }
+    code, lines, error = explained(capsys, tmp_path, config, "--world-size", "2")
+    assert code == 1
+    refused = [line.split() for line in lines if line.endswith("refused")]
+    assert sorted((name, value) for name, *value, _ in refused) == [
+        ("csv_monitor.enabled", ["true"]),
+        ("lower_precision_safe_modules", ["[3]"]),
+        ("offload_parm", ["{}"]),
+        ("params.learning_rate", ["0.001"]),
+        ("stage", ["7"]),
+        ("train_batch_size", ["3"]),
+        ("type", ['"AdmaW"']),
+        ("type", ['"WarmupLr"']),
+    ]
+    head, *faults = error.splitlines()
+    assert head == "error: 8 faults in ds_config.json"
+    assert len(faults) == 8
+    code, lines, error = explained(capsys, tmp_path, config, "--world-size", "2", "--json")
+    told = json.loads("\n".join(lines))
+    assert (code, error, len(told["faults"])) == (1, "", 8)
+    assert told["values"]["optimizer.type"] == {"value": "AdmaW", "origin": "refused"}
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, lines, _ = explained(capsys, tmp_path, config)
+    assert any("\x1b[1;31mrefused" in line for line in lines)
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+# With the exit code, for one rank.
+JUDGED: list[tuple[dict[str, Any], int]] = [
+    ({"optimizer": ADAM}, 0),
+    ({"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}, 0),
+    ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, 1),
+    ({"optimizer": {"type": "SGD", "params": {"lrr": 1}}}, 1),
+    ({"optimizer": {"type": "LBFGS", "params": {}}}, 1),
+    ({"optimizer": {"type": "Nope", "params": {}}}, 1),
+    ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, 0),
+    ({"optimizer": ADAM, "scheduler": {"type": "StepLR", "params": {}}}, 1),
+    ({"scheduler": {"type": "Nope", "params": {}}}, 1),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 1),
+    ({"wandb": {"enabled": True}}, 1),
+    ({"steps_per_print": "many"}, 1),
+]
+
+
+@pytest.mark.parametrize(("config", "code"), JUDGED)
+def test_it_refuses_what_initialize_refuses(
+    config: dict[str, Any], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_batch_size": 1, **config}
+    found, lines, error = explained(capsys, tmp_path, config)
+    assert found == code, error
+    assert any(line.endswith("refused") for line in lines) == (code == 1)
+    try:
+        engine, *_ = hadal.initialize(model=nn.Linear(2, 2), config=config)
+    except HadalError:
+        assert code == 1
+    else:
+        engine.destroy()
+        assert code == 0
+
+
+def test_what_is_no_configuration_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    for text, told in (("", "is empty"), ("[]", "holds"), ('{"a": 1, "a": 2}', "a  given twice")):
+        path.write_text(text)
+        assert main(["explain", str(path)]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: ") and told in shown.err
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "many"])
+def test_it_wants_ranks(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        explained(capsys, tmp_path, USUAL, "--world-size", size)
+    assert caught.value.code == 2
+    assert f'--world-size: expected an integer >= 1, got "{size}"' in capsys.readouterr().err
