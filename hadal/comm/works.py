@@ -36,8 +36,8 @@ def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
     """What to raise where the backend reports `error` in the collective `label`."""
     told = f" ({what})" if what else ""
     return CommunicationError(
-        f"{label} failed{told}: {error}. Another rank died or waits elsewhere; its own message"
-        " tells more."
+        f"{label} failed{told}: {error}. Another rank died (its own message tells more), ended"
+        " after fewer steps (uneven data?), or waits elsewhere."
     )
 
 

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal import __version__
+from hadal.checkpoint.script import place_scripts
 from hadal.comm import get_local_rank, get_rank, get_world_size
+from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors
 from hadal.compat.configuration import DeepSpeedConfig
+from hadal.compat.debug import debug_extract_module_and_param_names
 from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
 from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOptimizer
@@ -32,6 +35,7 @@ from hadal.config.reading import read
 from hadal.engine.arguments import choose_config
 from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.parts import Parts
+from hadal.zero import GatheredParameters
 
 _PREFIX = "module."  # before the names of an engine's state, as before those of its parameters
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
@@ -72,6 +76,7 @@ class DeepSpeedEngine(Accessors):
         self.collate_fn: Any = None
         _engines.add(self)
         remember_groups(parts.topology)
+        debug_extract_module_and_param_names(parts.model)
         parts.runtime.leaves_others_gradients = True
         # Programs ask modules for names in their state, on one rank alone (peft, when it saves).
         parts.runtime.gathering.gives_empty_state = True
@@ -220,6 +225,20 @@ class DeepSpeedEngine(Accessors):
         return super().save_16bit_model(
             save_dir, save_filename, exclude_frozen_parameters, max_shard_size
         )
+
+    def _copy_recovery_script(self, save_path: str | Path) -> None:
+        """Put `zero_to_fp32.py` into a directory of checkpoints, as each save does."""
+        place_scripts(Path(save_path))
+
+    def _broadcast_model(self) -> None:
+        """Give all ranks rank 0's weights and buffers, as `initialize` did. All ranks must call it.
+
+        Programs call it again after they have loaded weights on rank 0.
+        """
+        with GatheredParameters(self.module.parameters(), modifier_rank=0):
+            pass
+        for name, buffer in self.module.named_buffers():
+            broadcast_(buffer.data, 0, self._parts.ranks, f"the broadcast of buffer {name}")
 
     def save_fp16_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin"

@@ -39,6 +39,19 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     return str(_files(checkpoint_dir).model[0])
 
 
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """Return the files of all ranks' model states: one for each part of the model.
+
+    A checkpoint of Hadal's has one, as `get_model_state_file` returns it.
+
+    Raises:
+        CheckpointError: this is not the directory of a checkpoint.
+    """
+    if _is_own(checkpoint_dir):
+        return [get_model_state_file(checkpoint_dir, 0)]
+    return [str(path) for path in _files(checkpoint_dir).model]
+
+
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     """The files of the optimizer's states, in the order of the ranks.
 

@@ -107,10 +107,12 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.loss_scaler": {
         "hadal.compat.loss_scaler": "DynamicLossScaler LossScaler"
     },
+    "deepspeed.runtime.fp16.onebit": {_OPTIMIZERS: "OnebitAdam OnebitLamb ZeroOneAdam"},
     "deepspeed.runtime.fp16.onebit.adam": {_OPTIMIZERS: "OnebitAdam"},
     "deepspeed.runtime.fp16.onebit.lamb": {_OPTIMIZERS: "OnebitLamb"},
     "deepspeed.runtime.fp16.onebit.zoadam": {_OPTIMIZERS: "ZeroOneAdam"},
     "deepspeed.runtime.fp16.unfused_optimizer": {_KINDS: "FP16_UnfusedOptimizer"},
+    "deepspeed.runtime.pipe.engine": {_ENGINE: "DeepSpeedEngine"},
     "deepspeed.runtime.lr_schedules": {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "hadal": "add_tuning_arguments",
@@ -154,6 +156,11 @@ _ALIKE: dict[str, dict[str, str]] = {
         " z3_leaf_module z3_leaf_parameter",
         _LOG: "log_dist logger set_log_level_from_string",
     },
+    "deepspeed.utils.debug": {
+        "hadal.compat.debug": "debug_clear_module_and_param_names"
+        " debug_extract_module_and_param_names debug_module2name debug_module2name_class"
+        " debug_param2name module_names param_names"
+    },
     "deepspeed.utils.comms_logging": {_COMM: "CommsLogger"},
     "deepspeed.utils.groups": {
         _GROUPS: "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size"
@@ -171,7 +178,7 @@ _ALIKE: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils.torch": {_TOOLS: "required_torch_version"},
     "deepspeed.utils.zero_to_fp32": {
-        _FILES: "get_model_state_file get_optim_files",
+        _FILES: "get_model_state_file get_model_state_files get_optim_files",
         "hadal.utils": "convert_zero_checkpoint_to_fp32_state_dict"
         " convert_zero_checkpoint_to_state_dict"
         " get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
@@ -186,6 +193,10 @@ _ALIKE: dict[str, dict[str, str]] = {
 }
 # What has another name here.
 _OTHERS: dict[str, str] = {
+    **{
+        f"deepspeed.{module}._CUDA_RNG_STATE_TRACKER": "hadal.compat.random_states:TRACKER"
+        for module in ("checkpointing", "runtime.activation_checkpointing.checkpointing")
+    },
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
     "deepspeed.DeepSpeedConfigError": "hadal.errors:ConfigError",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.optim import Optimizer
 
 from hadal.compat.optimizer import DeepSpeedOptimizer
+from hadal.compat.placeholders import placeholder, unbuilt
+from hadal.compat.surface import Kind
 from hadal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,12 +23,21 @@ SchedulerCallable = Callable[[Optimizer], Any]
 _BY_PARAMETER = ("lamb", "onebitlamb")
 
 
+def unbuilt_method(name: str) -> Any:
+    """Return a method that exists, so that programs find it, and raises NotBuiltYetError."""
+    return staticmethod(placeholder(f"deepspeed's {name}", Kind.FUNCTION))
+
+
 class _Kind(type):
     """A class that has no objects of its own: those of an engine are told by what it trains."""
 
     def __instancecheck__(cls, thing: Any) -> bool:
         """Whether an engine's optimizer is of this kind."""
         return isinstance(thing, DeepSpeedOptimizer) and cls.fits(thing._engine)  # type: ignore[attr-defined]
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Refuse a program's own method: nothing here would call it."""
+        raise unbuilt(f"replacing {cls.__name__}.{name}")
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """There is nothing to make."""
@@ -39,6 +50,10 @@ class _Kind(type):
 class DeepSpeedZeroOptimizer(metaclass=_Kind):
     """Of stage 1 or 2."""
 
+    copy_grads_in_partition = unbuilt_method("DeepSpeedZeroOptimizer.copy_grads_in_partition")
+    get_all_grad_tensors = unbuilt_method("DeepSpeedZeroOptimizer.get_all_grad_tensors")
+    setup_buckets = unbuilt_method("DeepSpeedZeroOptimizer.setup_buckets")
+
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
         """Whether optimizer states are cut and weights are not."""
@@ -47,6 +62,8 @@ class DeepSpeedZeroOptimizer(metaclass=_Kind):
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
     """Of stage 3."""
+
+    __avg_scatter_grads = unbuilt_method("DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads")
 
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:

@@ -42,6 +42,9 @@ class ParameterOffload:
         """The same object, asked for in another way."""
         return self.param_coordinator
 
+    def setup_zero_stage3_hooks(self) -> None:
+        """Hang all hooks on the model again; none were taken off."""
+
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Hang hooks on a module again; none were taken off."""
 

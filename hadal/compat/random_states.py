@@ -75,27 +75,28 @@ class CudaRNGStatesTracker:
             device.set_rng_state(before)
 
 
-_tracker = CudaRNGStatesTracker()
+TRACKER = CudaRNGStatesTracker()
+"""The one table of this process."""
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """The one table of this process."""
-    return _tracker
+    return TRACKER
 
 
 def seed_parts(seed: int, part: int) -> None:
     """Seed the generator alike on all parts of the model, and a named state for each part."""
-    _tracker.reset()
+    TRACKER.reset()
     torch.manual_seed(seed)
-    _tracker.add(_MODEL_PARALLEL, seed + _OFFSET + part)
+    TRACKER.add(_MODEL_PARALLEL, seed + _OFFSET + part)
 
 
 @contextmanager
 def recomputing_from(states: dict[str, Tensor]) -> Iterator[None]:
     """Draw inside what was drawn from these states on; afterwards they are where they were."""
-    before = _tracker.get_states()
-    _tracker.set_states(states)
+    before = TRACKER.get_states()
+    TRACKER.set_states(states)
     try:
         yield
     finally:
-        _tracker.set_states(before)
+        TRACKER.set_states(before)

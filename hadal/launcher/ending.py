@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hadal.launcher.processes import exit_code
@@ -12,6 +12,8 @@ from hadal.launcher.processes import exit_code
 TRACEBACK = b"Traceback (most recent call last):"
 BY_TORCH = re.compile(rb"(?m)^\[rank\d+\]: ?")
 """torch's prefix on each line of a traceback, once ranks have joined a process group."""
+WAITED_IN_VAIN = "hadal.errors.CommunicationError"
+"""The name, in a traceback's last line, of what a rank raises if another process has ended."""
 _LAST_LINES = 20
 _WORDLESS_S = 0.5
 
@@ -65,10 +67,31 @@ def worst(failures: Iterable[Failure]) -> int:
     return max((exit_code(failure.code) for failure in failures), default=0)
 
 
-def report(failures: Sequence[Failure], *, names_hosts: bool, logs: str = "") -> list[str]:
-    """Return the lines to show: the first failure in full, the others folded."""
+def report(
+    failures: Sequence[Failure],
+    *,
+    names_hosts: bool,
+    logs: str = "",
+    succeeded: Collection[int] = (),
+) -> list[str]:
+    """Return the lines to show: the first failure in full, the others folded.
+
+    Args:
+        failures: at least one.
+        names_hosts: whether there is more than one host.
+        logs: the directory of the ranks' logs, if they are kept.
+        succeeded: the ranks whose program ended without a failure.
+    """
     first, *others = sorted(failures, key=lambda failure: failure.order)
     lines = [f"{_who([first], names_hosts)} failed first: {first.how}"]
+    if succeeded and WAITED_IN_VAIN in first.reason:
+        noun = "rank" if len(succeeded) == 1 else "ranks"
+        lines.insert(
+            0,
+            f"{noun} {runs(succeeded)} finished while {_who(failures, names_hosts)} still trained:"
+            " the ranks ran different numbers of steps (uneven data?). Give every rank as many"
+            " batches, for example by hadal.initialize(training_data=...)",
+        )
     lines += [f"  {line}" for line in first.text.splitlines()]
     if not first.text:
         lines.append("  it has written nothing to its standard error")

@@ -102,6 +102,8 @@ class Front:
         self._address = address
         self._waits_for_all = waits_for_all
         self._failures: list[Failure] = []
+        self._succeeded: set[int] = set()
+        """Ranks whose program ended by itself, without a failure."""
         self._lost: list[str] = []
         self._hosts: dict[int, str] = {}
         self._stopped_at: float | None = None
@@ -204,6 +206,8 @@ class Front:
     def _rank_ended(self, channel: Channel, frame: Ended) -> None:
         began_at, text = self._printer.ended(channel.host, frame.rank, shows=frame.code == 0)
         if frame.code == 0:
+            if not frame.was_stopped:
+                self._succeeded.add(frame.rank)
             return
         stopped_at = self._ranks_stopped_at()
         before_stop = stopped_at is None or (began_at or 0) < stopped_at
@@ -362,7 +366,9 @@ class Front:
         if self._failures:
             names_hosts = len(self._job.pool) > 1
             logs = self._job.program.logs
-            for line in report(self._failures, names_hosts=names_hosts, logs=logs):
+            for line in report(
+                self._failures, names_hosts=names_hosts, logs=logs, succeeded=self._succeeded
+            ):
                 self._say(line)
         if self._interrupted_by is not None:
             return exit_code(-self._interrupted_by)

@@ -191,6 +191,7 @@ class Rounds(Front):
         self._began_round_at = time.monotonic()
         self._failures.clear()
         self._finished.clear()
+        self._succeeded.clear()
         world_size = self._size_of(members)
         self._say(f"round {self._number}: {world_size} ranks on {', '.join(members)}")
         first = self._channels[members[0]]
@@ -255,7 +256,10 @@ class Rounds(Front):
         if not self._failures:
             return True
         names_hosts = len(self._job.pool) > 1
-        lines = report(self._failures, names_hosts=names_hosts, logs=self._job.program.logs)
+        logs = self._job.program.logs
+        lines = report(
+            self._failures, names_hosts=names_hosts, logs=logs, succeeded=self._succeeded
+        )
         if self._has_lost:
             self._say(lines[0])
             return True

@@ -25,7 +25,7 @@ from hadal.zero.attached import Attached, is_attached
 from hadal.zero.bucket import Bucket
 from hadal.zero.external import register_external_parameter
 from hadal.zero.gathering import Phase
-from hadal.zero.hooks import ReadWatcher, saving
+from hadal.zero.hooks import ReadWatcher, saving, watch_wrappers
 from hadal.zero.kinds import alone
 from hadal.zero.runtime import ZeroRuntime
 
@@ -178,6 +178,11 @@ def _can_go_on(error: BaseException | None) -> bool:
 def watch_apply() -> None:
     """Take the place of `nn.Module.apply`; on modules without freed weights nothing changes."""
     nn.Module.apply = _gathering_apply  # type: ignore[method-assign]
+    watch_wrappers(_is_kept)
+
+
+def _is_kept(parameter: nn.Parameter) -> bool:
+    return parameter in _keepers
 
 
 def leave_alone(parameters: Iterable[nn.Parameter]) -> None:

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hadal.device import backward_watched, unwatched
+from hadal.errors import UsageError
 from hadal.zero.bucket import Bucket
 from hadal.zero.gathering import Gathering
 from hadal.zero.gradients import Gradients
@@ -426,3 +428,27 @@ def _on_gradient_of(value: Any, act: Callable[[], None]) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _on_gradient_of(item, act)
+
+
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.")
+
+
+@functools.cache
+def watch_wrappers(is_kept: Callable[[nn.Parameter], bool]) -> None:
+    """Refuse from now on that torch's own data parallelism wraps parameters that Hadal holds."""
+
+    def refuse(parent: nn.Module, _name: str, module: nn.Module | None) -> None:
+        if module is None or not type(parent).__module__.startswith(_WRAPPERS):
+            return
+        named = module.named_parameters()
+        held = next((name for name, parameter in named if is_kept(parameter)), None)
+        if held is not None:
+            raise UsageError(
+                f"{type(parent).__name__} was given a model whose parameters (such as {held})"
+                " are sharded by hadal.zero.Init, or held by an engine: it cannot reduce their"
+                " gradients. Give the model to initialize instead. Accelerate chooses"
+                " DistributedDataParallel if its configuration has `use_cpu: true`; remove it to"
+                " train with the DeepSpeed plugin"
+            )
+
+    register_module_module_registration_hook(refuse)

@@ -16,9 +16,11 @@ from engine.toys import engine_of as engine_of_hadal
 from ranks import RankPools
 from torch import Tensor, nn
 
+from hadal.comm import get_rank
 from hadal.compat import accessors
 from hadal.compat.checkpointing import checkpoint, configure, is_configured
 from hadal.compat.engine import DeepSpeedEngine, initialize
+from hadal.compat.kinds import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
 from hadal.compat.optimizer import DeepSpeedOptimizer
 from hadal.compat.optimizers import (
     DeepSpeedCPUAdagrad,
@@ -533,6 +535,7 @@ def _generate_as_trl() -> tuple[bool, list[Any]]:
         with torch.no_grad():
             found = [engine.module(inputs) for _ in range(3)]
         offload._register_deepspeed_module(model)
+        offload.setup_zero_stage3_hooks()
     return all(torch.equal(one, expected) for one in found), train(engine, range(2, 4))
 
 
@@ -555,6 +558,36 @@ def test_other_parameters_have_no_such_attributes(stage: int) -> None:
     engine = engine_of(stage)
     assert not any(hasattr(p, "ds_id") for p in engine.module.parameters())
     assert not hasattr(nn.Parameter(torch.ones(2)), "ds_numel")
+
+
+def share_rank_0s_values(stage: int) -> None:
+    engine = engine_of(stage)
+    for parameter in engine.module.parameters():
+        parameter.data.fill_(1.0 + get_rank())
+    engine._broadcast_model()
+    assert all(bool((value == 1.0).all()) for value in engine.state_dict().values())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_program_may_give_rank_0s_weights_to_all(stage: int, ranks: RankPools) -> None:
+    ranks(2).run(share_rank_0s_values, stage)
+
+
+def test_the_recovery_script_is_placed_on_request(tmp_path: Path) -> None:
+    engine_of(1)._copy_recovery_script(tmp_path)
+    assert (tmp_path / "zero_to_fp32.py").is_file()
+
+
+def test_methods_of_zero_s_optimizers_are_found_and_not_replaced() -> None:
+    for name in ("copy_grads_in_partition", "get_all_grad_tensors", "setup_buckets"):
+        with pytest.raises(NotBuiltYetError, match=rf"{name} is not built yet"):
+            getattr(DeepSpeedZeroOptimizer, name)([])
+        with pytest.raises(NotBuiltYetError, match=rf"replacing DeepSpeedZeroOptimizer\.{name}"):
+            setattr(DeepSpeedZeroOptimizer, name, print)
+    hidden = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+    with pytest.raises(NotBuiltYetError, match="__avg_scatter_grads is not built yet"):
+        getattr(DeepSpeedZeroOptimizer_Stage3, hidden)()
 
 
 def test_parameters_of_stages_1_and_2_have_a_place_in_their_group() -> None:

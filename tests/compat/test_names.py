@@ -26,7 +26,7 @@ from hadal.compat.builders import COMPATIBLE_OPS
 from hadal.compat.comm import TorchBackend
 from hadal.compat.configuration import DeepSpeedConfig, get_gradient_clipping, get_log_level
 from hadal.compat.engine import initialize
-from hadal.compat.files import get_model_state_file, get_optim_files
+from hadal.compat.files import get_model_state_file, get_model_state_files, get_optim_files
 from hadal.compat.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -459,6 +459,7 @@ def test_files_of_deepspeed_are_found(tmp_path: Path) -> None:
         "bf16_zero_pp_rank_1",
     ]
     assert get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
+    assert get_model_state_files(tmp_path) == [str(tmp_path / "mp_rank_00_model_states.pt")]
     with pytest.raises(CheckpointError, match="is no folder"):
         get_optim_files(tmp_path / "nowhere")
     for found in tmp_path.glob("*optim*"):
@@ -477,6 +478,8 @@ def test_of_a_checkpoint_of_hadal_files_are_made_that_tell_what_is_read_from_the
     assert optimizer == {"optimizer_state_dict": {"zero_stage": 2}}
     model = torch.load(get_model_state_file(tmp_path / "one", 2), weights_only=False)
     assert (model["epoch"], model["global_steps"], model["dp_world_size"]) == (4, 0, 1)
+    (alone,) = get_model_state_files(tmp_path / "one")
+    assert torch.load(alone, weights_only=False)["epoch"] == 4
 
 
 # ---- tools ---------------------------------------------------------------------------------------

@@ -47,6 +47,21 @@ def test_a_hint_is_given() -> None:
     assert "memory" in report([Failure(0, "a", -9, 0, "")], names_hosts=False)[-1]
 
 
+def test_ranks_that_ran_fewer_steps_are_named_first() -> None:
+    waited = f"{TRACE}\nhadal.errors.CommunicationError: all ranks to come failed (with rank 0)"
+    failures = [Failure(1, "a", 1, 0, waited), Failure(3, "a", 1, 1, waited)]
+    line, following, *_ = report(failures, names_hosts=False, succeeded={0, 2})
+    assert line.startswith("ranks 0, 2 finished while ranks 1, 3 still trained: the ranks ran diff")
+    assert following.startswith("rank 1 failed first")
+    (line, *_) = report(failures[:1], names_hosts=False, succeeded={0})
+    assert line.startswith("rank 0 finished while rank 1 still trained")
+    for told in (
+        report([Failure(1, "a", 1, 0, TRACE)], names_hosts=False, succeeded={0}),
+        report(failures, names_hosts=False),
+    ):
+        assert told[0].startswith("rank 1 failed first")
+
+
 def test_the_exit_code_is_the_worst() -> None:
     assert worst([]) == 0
     assert worst([Failure(0, "a", 1, 0, ""), Failure(1, "a", 3, 0, "")]) == 3

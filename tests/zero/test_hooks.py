@@ -14,6 +14,8 @@ from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hadal
+from hadal.errors import UsageError
 from hadal.zero.grouping import LeafModules, find_units
 from hadal.zero.hooks import Hooks, ReadWatcher
 
@@ -227,3 +229,22 @@ def train_a_mixer() -> None:
 
 def test_tensors_without_memory_of_their_own_may_be_read(ranks: RankPools) -> None:
     ranks(2).run(train_a_mixer)
+
+
+def wrap(stage: int, is_born: bool) -> None:
+    if is_born:
+        with hadal.zero.Init():
+            model: nn.Module = nn.Linear(6, 4)
+    else:
+        model = engine_of(stage).module
+    with pytest.raises(UsageError, match=r"such as (0\.)?weight\) .* `use_cpu: true`"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(UsageError, match="Give the model to initialize instead"):
+        nn.parallel.DataParallel(model)
+    free = nn.Linear(6, 4)
+    assert nn.parallel.DistributedDataParallel(free).module is free
+
+
+@pytest.mark.parametrize(("stage", "is_born"), [(3, True), (0, False), (3, False)])
+def test_a_wrapper_of_torchs_is_refused(stage: int, is_born: bool, ranks: RankPools) -> None:
+    ranks(2).run(wrap, stage, is_born)

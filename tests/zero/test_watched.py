@@ -13,6 +13,7 @@ from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import hadal
 from hadal.errors import ShardedAccessError
 from hadal.zero.bucket import Weights
 from hadal.zero.watched import Listener, kind_of, watched_kind_of
@@ -179,3 +180,22 @@ def write_past_torch(keeps: bool) -> str:
 def test_a_write_to_a_freed_parameter_is_told(keeps: bool, ranks: RankPools) -> None:
     for rank, told in enumerate(ranks(2).run(write_past_torch, keeps)):
         assert f"rank {rank}: parameter 3.weight was written to while its values were" in told
+
+
+def print_freed_weights() -> tuple[str, str]:
+    engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
+    weight = engine.module[3].weight
+    with hadal.zero.GatheredParameters([weight]):
+        whole = repr(weight)
+    freed = repr(weight)
+    engine.destroy()
+    return whole, freed
+
+
+def test_a_freed_weight_is_printed_without_values(ranks: RankPools) -> None:
+    for whole, freed in ranks(2).run(print_freed_weights):
+        assert whole.startswith("Parameter containing:\ntensor([[")
+        assert freed.startswith("Parameter(shape=(")
+        assert "sharded over the ranks" in freed
+        assert "hadal.zero.GatheredParameters([parameter])" in freed
+        assert "nan" not in freed
