@@ -174,7 +174,7 @@ def measure(name: str, workload: Workload) -> Finding:
     overlap = _profiled(step, device)
     with torch.device("meta"):
         counted = estimate.counted(Gpt(workload))
-    states = estimate.device_nbytes(stage, counted, estimate.Job(workload.world_size))
+    states = estimate.device_nbytes(stage, counted, estimate.JobSize(workload.world_size))
     return Finding(
         "by hand" if name == _LOOP else f"hadal, stage {stage}",
         counted.numel,

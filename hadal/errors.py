@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# How alike two words must be for one to be a suggestion for the other.
+# The similarity required to suggest one word for another.
 _ALIKE, _ALIKE_SHORT, _SHORT = 0.75, 0.6, 5
-# Other libraries' names of the same thing, which are not spelled alike.
+# Other libraries' names of the same thing, which are spelled differently.
 _ELSEWHERE = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay"}
 
 
@@ -72,7 +72,7 @@ class LossScaleError(HadalError, ArithmeticError):
 
 
 class NonFiniteError(HadalError, ArithmeticError):
-    """Gradients were not finite in too many updates in a row."""
+    """Too many consecutive updates had non-finite gradients."""
 
 
 class ShardedAccessError(HadalError, RuntimeError):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hadal.device import Reading
+from hadal.device import HostCopy
 
 
 class Forward(NamedTuple):
@@ -72,9 +72,9 @@ class Update:
     """
     scale: float
     """The loss scale from now on; 1.0 without fp16."""
-    measured: float | Reading | None
+    measured: float | HostCopy | None
     """The gradients' norm on the host, or on its way there; None if it is not computed."""
-    overflowed: bool | Reading
+    overflowed: bool | HostCopy
     """Whether the update was skipped, if the host decided that; else the device's flag."""
     options: Options
     """The param groups' options after the schedule's step."""
@@ -97,14 +97,14 @@ class Update:
     def norm(self) -> float | None:
         """The L2 norm of the mean gradients before clipping; infinite if they overflowed."""
         value = self.measured
-        if isinstance(value, Reading):
+        if isinstance(value, HostCopy):
             value = float(value.values())
         return math.inf if value is not None and math.isnan(value) else value
 
     @property
     def skipped(self) -> bool:
         """Whether the weights were left as they were, because gradients were not finite."""
-        if isinstance(self.overflowed, Reading):
+        if isinstance(self.overflowed, HostCopy):
             return bool(self.overflowed.values() > 0)
         return self.overflowed
 
@@ -136,7 +136,7 @@ class Update:
     @property
     def is_known(self) -> bool:
         """Whether `norm`, `skipped`, `rates` and `times` can be read without waiting."""
-        readings = [one for one in (self.measured, self.overflowed) if isinstance(one, Reading)]
+        readings = [one for one in (self.measured, self.overflowed) if isinstance(one, HostCopy)]
         is_timed = self.clocked is None or self.clocked.is_reached
         return is_timed and all(reading.is_over for reading in readings)
 

@@ -88,7 +88,7 @@ class SpeedTest:
         return Speed(nbytes, time.perf_counter() - begun)
 
 
-class Measured(NamedTuple):
+class MeasuredSettings(NamedTuple):
     """A disk's speed with given settings."""
 
     settings: IoSettings
@@ -114,13 +114,13 @@ class Search:
     turns = count + 2
     """The number of measurements."""
 
-    def __init__(self, measure: Callable[[IoSettings], Measured]) -> None:
+    def __init__(self, measure: Callable[[IoSettings], MeasuredSettings]) -> None:
         self._measure = measure
-        self.best: Measured | None = None
+        self.best: MeasuredSettings | None = None
         self.noise = _MARGIN - 1
-        """The share by which two measurements of the same setting may differ."""
+        """The relative difference between two measurements of a setting that counts as noise."""
 
-    def run(self) -> Iterator[Measured]:
+    def run(self) -> Iterator[MeasuredSettings]:
         """Yield each setting as it is measured."""
         default = IoSettings()
         first = self._next(default)
@@ -138,7 +138,7 @@ class Search:
             times = (found.seconds_per_gb, self._measure(found.settings).seconds_per_gb)
             self.noise = max(self.noise, max(times) / min(times) - 1)
 
-    def is_as_good(self, found: Measured) -> bool:
+    def is_as_good(self, found: MeasuredSettings) -> bool:
         """Return whether a setting is as fast as the best one within the noise."""
         assert self.best is not None
         return found.seconds_per_gb <= self.best.seconds_per_gb * (1 + self.noise)
@@ -147,7 +147,7 @@ class Search:
     def _base(self) -> IoSettings:
         return IoSettings() if self.best is None else self.best.settings
 
-    def _next(self, settings: IoSettings) -> Measured:
+    def _next(self, settings: IoSettings) -> MeasuredSettings:
         found = self._measure(settings)
         if self.best is None or self.best.seconds_per_gb > found.seconds_per_gb * _MARGIN:
             self.best = found
@@ -170,7 +170,7 @@ class TimeBudget:
 
 def measurer(
     folder: Path, nbytes: int, seconds: float, turns: int
-) -> Callable[[IoSettings], Measured]:
+) -> Callable[[IoSettings], MeasuredSettings]:
     """Return a function that measures a setting on a file in `folder` within its part of the time.
 
     Raises:
@@ -178,12 +178,12 @@ def measurer(
     """
     clock = TimeBudget(seconds, turns)
 
-    def measure(settings: IoSettings) -> Measured:
+    def measure(settings: IoSettings) -> MeasuredSettings:
         own = TimeBudget(clock.turn(), 2)
         store = DiskStore(folder, settings)
         try:
             track = SpeedTest(store, nbytes)
-            return Measured(settings, track.written(own.turn()), track.read(own.turn()))
+            return MeasuredSettings(settings, track.written(own.turn()), track.read(own.turn()))
         finally:
             store.close()
 

@@ -82,7 +82,7 @@ DEFAULT_BUFFERS = Buffers(9, 14 << 19, 5 * 100_000_000 * _FP32_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Placement:
     """The tiers in which a rank's shards are stored between uses."""
 
     weights: Tier = Tier.DEVICE
@@ -97,7 +97,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSize:
     """The devices that share the model states."""
 
     devices_per_node: int = 1
@@ -135,7 +135,7 @@ class Model:
         return self.trained + self.frozen
 
 
-class Held(NamedTuple):
+class TierBytes(NamedTuple):
     """The bytes that one rank holds in each tier."""
 
     device: int = 0
@@ -143,28 +143,28 @@ class Held(NamedTuple):
     disk: int = 0
 
     @classmethod
-    def at(cls, tier: Tier, nbytes: int) -> Held:
+    def at(cls, tier: Tier, nbytes: int) -> TierBytes:
         """Return `nbytes` of values stored in one tier."""
         if tier is Tier.DISK:
             return cls(disk=_GENERATIONS * nbytes)
         return cls(host=nbytes) if tier is Tier.HOST else cls(nbytes)
 
-    def plus(self, other: Held) -> Held:
+    def plus(self, other: TierBytes) -> TierBytes:
         """Return the sum of both."""
-        return Held(*map(sum, zip(self, other, strict=True)))
+        return TierBytes(*map(sum, zip(self, other, strict=True)))
 
 
 class States(NamedTuple):
     """The bytes of one rank for each kind of state."""
 
-    weights: Held
-    gradients: Held
-    optimizer: Held
-    buffers: Held
+    weights: TierBytes
+    gradients: TierBytes
+    optimizer: TierBytes
+    buffers: TierBytes
     """Host buffers for reading from and writing to a disk."""
 
     @property
-    def total(self) -> Held:
+    def total(self) -> TierBytes:
         """The sum of all kinds."""
         return self.weights.plus(self.gradients).plus(self.optimizer).plus(self.buffers)
 
@@ -187,10 +187,10 @@ def counted(model: nn.Module, persistence_numel: int = 0) -> Model:
 
 
 def states_of(
-    stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
+    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: Placement | None = None
 ) -> States:
     """Return a rank's state between steps, with the gradients before one; within 1 % (padding)."""
-    rest, cut = rest or Rest(), STAGES[stage]
+    rest, cut = rest or Placement(), STAGES[stage]
     return States(
         _weights(cut, model, job, cost, rest),
         _gradients(cut, model, job, cost, rest),
@@ -199,38 +199,42 @@ def states_of(
     )
 
 
-def _weights(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+def _weights(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement) -> TierBytes:
     if not cut.weights:
-        return Held(cost.weight * model.numel)
+        return TierBytes(cost.weight * model.numel)
     sharded = model.numel - model.persistent
     second = math.ceil(sharded / job.second_copy_devices) if job.second_copy_devices > 1 else 0
     shard = math.ceil(sharded / job.cuts)
     on_host = min(shard, rest.in_host_numel) if rest.weights is Tier.DISK else 0
-    found = Held(cost.weight * (model.persistent + second), cost.weight * on_host)
-    return found.plus(Held.at(rest.weights, cost.weight * (shard - on_host)))
+    found = TierBytes(cost.weight * (model.persistent + second), cost.weight * on_host)
+    return found.plus(TierBytes.at(rest.weights, cost.weight * (shard - on_host)))
 
 
-def _gradients(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+def _gradients(
+    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement
+) -> TierBytes:
     """Return the gradients of an update, once all are accumulated."""
     whole, shard = (cost.gradient * math.ceil(model.trained / n) for n in (1, job.cuts))
     landed = _part_off(rest, shard if cut.optimizer else whole)
     if not cut.gradients:
-        return Held(whole, landed)
-    return Held(shard - landed, landed)
+        return TierBytes(whole, landed)
+    return TierBytes(shard - landed, landed)
 
 
-def _optimizer(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+def _optimizer(
+    cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement
+) -> TierBytes:
     numel = math.ceil(model.trained / (job.cuts if cut.optimizer else 1))
     off = _part_off(rest, numel)
     weights = rest.weights if cut.weights else Tier.DEVICE
-    found = Held()
+    found = TierBytes()
     for part, tier in ((off, rest.optimizer), (numel - off, Tier.DEVICE)):
         master = cost.master or (cost.weight if _parts_master(weights, tier) else 0)
-        found = found.plus(Held.at(tier, (master + cost.state) * part))
+        found = found.plus(TierBytes.at(tier, (master + cost.state) * part))
     return found
 
 
-def _buffers(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> Held:
+def _buffers(cut: Partition, model: Model, job: JobSize, cost: Cost, rest: Placement) -> TierBytes:
     found = 0
     off = _part_off(rest, math.ceil(model.trained / (job.cuts if cut.optimizer else 1)))
     if off and rest.optimizer is Tier.DISK:
@@ -239,10 +243,10 @@ def _buffers(cut: Partition, model: Model, job: Job, cost: Cost, rest: Rest) -> 
     shard = math.ceil((model.numel - model.persistent) / job.cuts)
     if cut.weights and rest.weights is Tier.DISK and shard > rest.in_host_numel:
         found += rest.buffers.weights_nbytes
-    return Held(host=found)
+    return TierBytes(host=found)
 
 
-def _part_off(rest: Rest, count: int) -> int:
+def _part_off(rest: Placement, count: int) -> int:
     """Return how many of the optimizer's elements are offloaded."""
     return 0 if rest.optimizer is Tier.DEVICE else round(rest.ratio * count)
 
@@ -253,7 +257,7 @@ def _parts_master(weights: Tier, optimizer: Tier) -> bool:
 
 
 def device_nbytes(
-    stage: int, model: Model, job: Job, cost: Cost = HALF, rest: Rest | None = None
+    stage: int, model: Model, job: JobSize, cost: Cost = HALF, rest: Placement | None = None
 ) -> int:
     """Return the bytes of model states on one device at a stage, within 1 % (padding)."""
     return states_of(stage, model, job, cost, rest).total.device
@@ -264,12 +268,12 @@ def layer_nbytes(model: Model, cost: Cost = HALF) -> int:
     return (cost.weight + cost.gradient) * model.largest
 
 
-def layers_take_turns(stage: int, job: Job, rest: Rest) -> bool:
+def layers_take_turns(stage: int, job: JobSize, rest: Placement) -> bool:
     """Return whether layers are unsharded one at a time, rather than all being on one device."""
     return STAGES[stage].weights and (job.cuts > 1 or rest.weights is not Tier.DEVICE)
 
 
-def host_nbytes(model: Model, job: Job, *, born_sharded: bool) -> int:
+def host_nbytes(model: Model, job: JobSize, *, born_sharded: bool) -> int:
     """Return a node's host bytes while each of its processes builds the model in fp32."""
     if born_sharded:
         rest = math.ceil(model.numel / job.cuts) + model.largest
@@ -280,7 +284,7 @@ def host_nbytes(model: Model, job: Job, *, born_sharded: bool) -> int:
 # ---- what fits -----------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """A ZeRO stage, and the tiers of the optimizer and of the weights."""
 
     stage: int
@@ -289,17 +293,17 @@ class Plan(NamedTuple):
 
 
 PLANS = (
-    *(Plan(stage) for stage in range(4)),
-    *(Plan(stage, Tier.HOST) for stage in range(4)),
-    *(Plan(stage, Tier.DISK) for stage in (1, 2, 3)),
-    Plan(3, Tier.HOST, Tier.HOST),
-    Plan(3, Tier.DISK, Tier.DISK),
+    *(MemoryPlan(stage) for stage in range(4)),
+    *(MemoryPlan(stage, Tier.HOST) for stage in range(4)),
+    *(MemoryPlan(stage, Tier.DISK) for stage in (1, 2, 3)),
+    MemoryPlan(3, Tier.HOST, Tier.HOST),
+    MemoryPlan(3, Tier.DISK, Tier.DISK),
 )
-"""The usual ones, the fastest first."""
+"""The usual plans, fastest first."""
 
 
-class Fit(Enum):
-    """How model states fit into a device's memory."""
+class MemoryFit(Enum):
+    """A classification of how model states fit into a device's memory."""
 
     GOOD = "fits"
     TIGHT = "tight"
@@ -307,32 +311,32 @@ class Fit(Enum):
     NONE = "does not fit"
 
     @classmethod
-    def of(cls, nbytes: int, memory: int) -> Fit:
-        """How so many bytes fit into a memory."""
+    def of(cls, nbytes: int, memory: int) -> MemoryFit:
+        """Return how `nbytes` fit into a memory of `memory` bytes."""
         if nbytes > memory:
             return cls.NONE
         return cls.GOOD if nbytes <= _ROOM * memory else cls.TIGHT
 
 
-def held_by(plan: Plan, model: Model, job: Job, cost: Cost = HALF) -> Held:
-    """What one rank holds of all model states under a plan."""
-    rest = Rest(plan.weights, plan.optimizer)
+def held_by(plan: MemoryPlan, model: Model, job: JobSize, cost: Cost = HALF) -> TierBytes:
+    """Return one rank's model states under a plan, by tier."""
+    rest = Placement(plan.weights, plan.optimizer)
     return states_of(plan.stage, model, job, cost, rest).total
 
 
-def peak_nbytes(plan: Plan, model: Model, job: Job, cost: Cost = HALF) -> int:
-    """Bytes of a device at most: what it holds, and the largest layer in its turn."""
+def peak_nbytes(plan: MemoryPlan, model: Model, job: JobSize, cost: Cost = HALF) -> int:
+    """Return a device's peak bytes: its model states, and the largest layer unsharded."""
     held = held_by(plan, model, job, cost).device
-    takes_turns = layers_take_turns(plan.stage, job, Rest(plan.weights, plan.optimizer))
+    takes_turns = layers_take_turns(plan.stage, job, Placement(plan.weights, plan.optimizer))
     return held + takes_turns * layer_nbytes(model, cost)
 
 
 def best_plan(
-    model: Model, job: Job, memory: int, cost: Cost = HALF, plans: Iterable[Plan] = PLANS
-) -> Plan | None:
-    """The fastest plan that fits, or that fits tightly; None: there is none."""
-    fits = {plan: Fit.of(peak_nbytes(plan, model, job, cost), memory) for plan in plans}
-    for wanted in (Fit.GOOD, Fit.TIGHT):
+    model: Model, job: JobSize, memory: int, cost: Cost = HALF, plans: Iterable[MemoryPlan] = PLANS
+) -> MemoryPlan | None:
+    """Return the fastest plan that fits, at least tightly, or None."""
+    fits = {plan: MemoryFit.of(peak_nbytes(plan, model, job, cost), memory) for plan in plans}
+    for wanted in (MemoryFit.GOOD, MemoryFit.TIGHT):
         for plan, fit in fits.items():
             if fit is wanted:
                 return plan
@@ -358,8 +362,8 @@ def estimate_zero2_model_states_mem_needs(
         cpu_offload: whether the optimizer is offloaded to the host.
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
-    job = Job(num_gpus_per_node, num_nodes)
-    row = _row(2, Model(total_params), job, HALF, Rest(optimizer=_host_if(cpu_offload)))
+    job = JobSize(num_gpus_per_node, num_nodes)
+    row = _row(2, Model(total_params), job, HALF, Placement(optimizer=_host_if(cpu_offload)))
     return int(additional_buffer_factor * row.host_whole), row.device
 
 
@@ -385,8 +389,8 @@ def estimate_zero3_model_states_mem_needs(
         zero_init: whether the model is built inside `zero.Init`.
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
-    model, job = Model(total_params, 0, largest_layer_params), Job(num_gpus_per_node, num_nodes)
-    rest = Rest(_host_if(cpu_offload and cpu_offload_params), _host_if(cpu_offload))
+    model, job = Model(total_params, 0, largest_layer_params), JobSize(num_gpus_per_node, num_nodes)
+    rest = Placement(_host_if(cpu_offload and cpu_offload_params), _host_if(cpu_offload))
     row = _row(3, model, job, HALF, rest)
     host = row.host_born_sharded if zero_init else row.host_whole
     return int(additional_buffer_factor * host), row.device, layer_nbytes(model)
@@ -410,7 +414,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
         num_nodes: nodes of the job.
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
-    job = Job(num_gpus_per_node, num_nodes)
+    job = JobSize(num_gpus_per_node, num_nodes)
     _print_zero2(counted(model), job, additional_buffer_factor)
 
 
@@ -421,7 +425,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the memory that ZeRO-2 needs for a number of parameters, per node and device."""
-    job = Job(num_gpus_per_node, num_nodes)
+    job = JobSize(num_gpus_per_node, num_nodes)
     _print_zero2(Model(total_params), job, additional_buffer_factor)
 
 
@@ -439,7 +443,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
         num_nodes: nodes of the job.
         additional_buffer_factor: factor on host memory, to leave room for other uses.
     """
-    job = Job(num_gpus_per_node, num_nodes)
+    job = JobSize(num_gpus_per_node, num_nodes)
     _print_zero3(counted(model), job, additional_buffer_factor)
 
 
@@ -451,25 +455,25 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the memory that ZeRO-3 needs for numbers of parameters, per node and device."""
-    job = Job(num_gpus_per_node, num_nodes)
+    job = JobSize(num_gpus_per_node, num_nodes)
     _print_zero3(Model(total_params, 0, largest_layer_params), job, additional_buffer_factor)
 
 
-def _print_zero2(model: Model, job: Job, factor: float) -> None:
+def _print_zero2(model: Model, job: JobSize, factor: float) -> None:
     lines = ["  per device     | host, per node | disk, per node | options"]
     for precision, cost in _PRECISIONS:
         for tier in _TIERS:
-            row = _row(2, model, job, cost, Rest(optimizer=tier))
+            row = _row(2, model, job, cost, Placement(optimizer=tier))
             cells = (row.device, factor * row.host_whole, row.disk)
             lines.append(_line(cells, precision, optimizer=tier))
     _print("ZeRO-2", model, job, lines)
 
 
-def _print_zero3(model: Model, job: Job, factor: float) -> None:
+def _print_zero3(model: Model, job: JobSize, factor: float) -> None:
     lines = ["  per device     | host, per node | no zero.Init   | disk, per node | options"]
     for precision, cost in _PRECISIONS:
         for weights, optimizer in _RESTS:
-            row = _row(3, model, job, cost, Rest(weights, optimizer))
+            row = _row(3, model, job, cost, Placement(weights, optimizer))
             hosts = (factor * row.host_born_sharded, factor * row.host_whole)
             cells = (row.device, *hosts, row.disk)
             lines.append(_line(cells, precision, optimizer=optimizer, param=weights))
@@ -499,7 +503,7 @@ class _Row(NamedTuple):
     disk: int
 
 
-def _row(stage: int, model: Model, job: Job, cost: Cost, rest: Rest) -> _Row:
+def _row(stage: int, model: Model, job: JobSize, cost: Cost, rest: Placement) -> _Row:
     held = states_of(stage, model, job, cost, rest).total
     in_turn = layers_take_turns(stage, job, rest)
     resting = job.devices_per_node * held.host
@@ -523,7 +527,7 @@ def _millions(numel: int) -> str:
     return f"{numel / 1e6:.1f} M"
 
 
-def _print(title: str, model: Model, job: Job, lines: Iterable[str]) -> None:
+def _print(title: str, model: Model, job: JobSize, lines: Iterable[str]) -> None:
     frozen = f" ({_millions(model.frozen)} of them frozen)" if model.frozen else ""
     head = [
         f"Model states of {_millions(model.numel)} parameters{frozen} under {title}",

@@ -32,7 +32,7 @@ Others = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SearchRequest:
     """The search that the user's configuration requests."""
 
     raw: dict[str, Any]
@@ -95,7 +95,7 @@ def default_at(key: str) -> Any:
     return default_of(ZeroOptimization.model_fields[ZeroOptimization.aliases.get(key, key)])
 
 
-def read_wish(words: Sequence[str], world_size: int) -> Wish:
+def read_request(words: Sequence[str], world_size: int) -> SearchRequest:
     """Read the search request from the configuration that a command names.
 
     Args:
@@ -132,7 +132,7 @@ def read_wish(words: Sequence[str], world_size: int) -> Wish:
     accumulation: int | None = checked.gradient_accumulation_steps
     if raw.get(ACCUMULATION) in (None, "auto"):
         accumulation = _number_at(flags.get(ACCUMULATION), words)
-    wish = Wish(
+    wish = SearchRequest(
         raw,
         section,
         stages,
@@ -188,7 +188,7 @@ def _check(name: str, raw: Mapping[str, Any], section: Autotuning, world_size: i
         raise ConfigError(written(name, tuple(faults)), tuple(faults))
 
 
-def _check_batch(name: str, wish: Wish) -> None:
+def _check_batch(name: str, wish: SearchRequest) -> None:
     if wish.smallest > wish.largest:
         message = (
             f"the limits require micro-batches of at least {wish.smallest} and at most"
@@ -208,7 +208,7 @@ def _number_at(flag: str | None, words: Sequence[str]) -> int | None:
 # ---- trials ------------------------------------------------------------------------------------
 
 
-def combinations(wish: Wish, stage: int) -> list[Others]:
+def combinations(wish: SearchRequest, stage: int) -> list[Others]:
     """Return the other settings to try at a stage; the first are the user's own."""
     zero = wish.raw["zero_optimization"]
     lists = {} if wish.section.fast else _usual(stage, wish.section)
@@ -247,7 +247,7 @@ def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
     return usual
 
 
-def config_of(wish: Wish, trial: Trial) -> dict[str, Any]:
+def config_of(wish: SearchRequest, trial: Trial) -> dict[str, Any]:
     """Return the configuration of a trial, without an autotuning section."""
     config = {key: value for key, value in wish.raw.items() if key != "autotuning"}
     config["zero_optimization"] = {

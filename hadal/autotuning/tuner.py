@@ -12,7 +12,7 @@ from hadal.autotuning.files import write_json
 from hadal.autotuning.memory import Need
 from hadal.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
 from hadal.autotuning.search import has_gained, is_over, next_trial, score
-from hadal.autotuning.space import Others, Trial, Wish, combinations, config_of
+from hadal.autotuning.space import Others, SearchRequest, Trial, combinations, config_of
 from hadal.autotuning.summary import (
     BEST_COMMAND,
     BEST_CONFIG,
@@ -29,7 +29,7 @@ _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ModelProfile:
     """The profile of the model, and a rank's memory."""
 
     num_params: int
@@ -39,7 +39,7 @@ class Look:
     memory_nbytes: int | None = None
 
 
-StatesNbytes = Callable[[Mapping[str, Any], Look], int]
+StatesNbytes = Callable[[Mapping[str, Any], ModelProfile], int]
 """A function that returns the bytes of a rank's model states under a configuration."""
 
 
@@ -48,7 +48,7 @@ class Tuner:
 
     def __init__(
         self,
-        wish: Wish,
+        wish: SearchRequest,
         runner: Runner,
         states_nbytes: StatesNbytes,
         say: Callable[[str], None],
@@ -59,7 +59,7 @@ class Tuner:
         self._states_nbytes = states_nbytes
         self._say = say
         self._began = time.monotonic()
-        self._look = Look(0, 0)
+        self._look = ModelProfile(0, 0)
         self._scores: dict[Trial, float | None] = {}
 
     def run(self) -> Result:
@@ -112,7 +112,7 @@ class Tuner:
 
     # ---- a look at the model -------------------------------------------------------------------
 
-    def _look_at_model(self) -> Look:
+    def _look_at_model(self) -> ModelProfile:
         """Measure one forward, unless the configuration gives the model's size.
 
         It uses the stage that shards most, which is the most likely to fit.
@@ -120,7 +120,7 @@ class Tuner:
         wish, info = self._wish, self._wish.section.model_info
         if info is not None and info.num_params is not None:
             num_params = info.num_params // wish.section.mp_size
-            return Look(num_params, num_params)
+            return ModelProfile(num_params, num_params)
         trial = Trial(max(self._stages()), self._first_micro_batch())
         section: dict[str, Any] = {"profile": True}
         if info is not None:
@@ -132,7 +132,7 @@ class Tuner:
             self.findings.left_out[PROFILE] = outcome.failure
             raise TuningError(f"the model cannot be profiled: {outcome.failure}")
         found = outcome.found
-        look = Look(
+        look = ModelProfile(
             found["num_params"],
             found["trainable_num_params"],
             found["activation_mem_per_gpu"],
@@ -275,7 +275,7 @@ class Tuner:
         self._scores[trial] = None if value is None else score(section.metric, value)
         if self._look.memory_nbytes is None and outcome.found is not None:
             known = outcome.found.get("memory_per_gpu")
-            self._look = Look(self._look.num_params, self._look.trainable, 0, known)
+            self._look = ModelProfile(self._look.num_params, self._look.trainable, 0, known)
         self._say(self._summary_of(outcome, value))
         return result
 

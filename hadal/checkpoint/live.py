@@ -14,7 +14,7 @@ from hadal.checkpoint.keep import Keep
 from hadal.checkpoint.shards import Writing
 from hadal.comm import Ranks
 from hadal.listener import Listener
-from hadal.optim.step import Stepper
+from hadal.optim.step import OptimizerStepper
 from hadal.zero.bucket import Bucket
 from hadal.zero.layout import Slot
 from hadal.zero.runtime import ZeroRuntime
@@ -69,7 +69,7 @@ class Live:
     module: nn.Module
     runtime: ZeroRuntime
     optimizer: Optimizer | None
-    stepper: Stepper | None
+    stepper: OptimizerStepper | None
     schedule: Any
     loader: Any
     """The training loader; each rank has its own position in the data."""

@@ -15,7 +15,7 @@ from hadal.cli.terminal import CommandError, note, progress, show, table, write_
 from hadal.units import shown_binary
 
 if TYPE_CHECKING:
-    from hadal.autotuning.disk import Measured, Search
+    from hadal.autotuning.disk import MeasuredSettings, Search
 
 
 def add_to(group: Any) -> None:
@@ -86,7 +86,7 @@ def run_io(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _show(found: list[Measured], search: Search) -> None:
+def _show(found: list[MeasuredSettings], search: Search) -> None:
     from hadal.offload.settings import section_of
 
     # Long names in two lines, so that all fit side by side.

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from rich.text import Text
     from torch import nn
 
-    from hadal.autotuning.estimate import Buffers, Cost, Held, Job, Model, Rest, States
+    from hadal.autotuning.estimate import (
+        Buffers,
+        Cost,
+        JobSize,
+        Model,
+        Placement,
+        States,
+        TierBytes,
+    )
     from hadal.config import Config
     from hadal.zero.policy import Tier
 
@@ -134,9 +142,17 @@ def _tiers() -> dict[str, Tier]:
 
 
 def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
-    from hadal.autotuning.estimate import HALF, PLANS, Job, Rest, best_plan, held_by, peak_nbytes
+    from hadal.autotuning.estimate import (
+        HALF,
+        PLANS,
+        JobSize,
+        Placement,
+        best_plan,
+        held_by,
+        peak_nbytes,
+    )
 
-    job, memory = Job(parsed.devices_per_node, parsed.nodes), parsed.memory
+    job, memory = JobSize(parsed.devices_per_node, parsed.nodes), parsed.memory
     best = None if memory is None else best_plan(model, job, memory)
     tiers = {tier: name for name, tier in _tiers().items()}
     rows = [
@@ -149,7 +165,7 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
         for plan in PLANS
     ]
     _show(_TITLES, rows, f"{_said(model, job)}, bf16 or fp16 with Adam, GB per rank", memory)
-    _tell_rest(model, job, HALF, Rest(), stage=3)
+    _tell_rest(model, job, HALF, Placement(), stage=3)
 
 
 # ---- one configuration ---------------------------------------------------------------------------
@@ -160,8 +176,8 @@ class _Plan(NamedTuple):
 
     stage: int
     cost: Cost
-    rest: Rest
-    job: Job
+    rest: Placement
+    job: JobSize
     optimizer: str
 
 
@@ -185,7 +201,7 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
     _tell_rest(elements, plan.job, plan.cost, plan.rest, stage=plan.stage, held=found.total)
 
 
-def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> Held:
+def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
     """What one rank holds of a model's states under a configuration."""
     from hadal.autotuning.estimate import states_of
 
@@ -194,13 +210,13 @@ def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> 
 
 
 def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
-    from hadal.autotuning.estimate import Job, Rest
+    from hadal.autotuning.estimate import JobSize, Placement
     from hadal.zero.policy import STAGES
 
     zero = config.zero_optimization
     weights, optimizer = zero.offload_param, zero.offload_optimizer
     is_sharded = STAGES[zero.stage].weights
-    job = Job(
+    job = JobSize(
         devices_per_node,
         nodes,
         copy_devices=max(0, zero.mics_shard_size) if is_sharded else 0,
@@ -210,7 +226,7 @@ def _plan(config: Config, devices_per_node: int, nodes: int) -> _Plan:
     away = (weights.device, weights.max_in_cpu) if weights is not None else ("none", 0)
     tiers = _tiers()
     cost = _cost(config)
-    rest = Rest(
+    rest = Placement(
         tiers[away[0]] if is_sharded else tiers["none"],
         tiers[off[0]],
         away[1],
@@ -281,13 +297,13 @@ class _Line(NamedTuple):
     """One row of a table."""
 
     cells: tuple[str, ...]
-    held: Held
+    held: TierBytes
     peak: int | None = None
     """Bytes of the device at most; None where a row is not a whole plan."""
     is_best: bool = False
 
 
-def _said(model: Model, job: Job) -> str:
+def _said(model: Model, job: JobSize) -> str:
     frozen = f" ({shown_numel(model.frozen)} frozen)" if model.frozen else ""
     nodes = f"{job.nodes} node{'s' * (job.nodes > 1)} x " if job.nodes > 1 else ""
     devices = f"{job.devices_per_node} device{'s' * (job.devices_per_node > 1)}"
@@ -314,14 +330,14 @@ def _show(
 def _fit(peak: int | None, memory: int, is_best: bool) -> Text:
     from rich.text import Text
 
-    from hadal.autotuning.estimate import Fit
+    from hadal.autotuning.estimate import MemoryFit
 
     if peak is None:
         return Text("")
-    fit = Fit.of(peak, memory)
-    style = {Fit.GOOD: "good", Fit.TIGHT: "warning", Fit.NONE: "faint"}[fit]
+    fit = MemoryFit.of(peak, memory)
+    style = {MemoryFit.GOOD: "good", MemoryFit.TIGHT: "warning", MemoryFit.NONE: "faint"}[fit]
     text = fit.value
-    if fit is not Fit.NONE:
+    if fit is not MemoryFit.NONE:
         text += f", {(memory - peak) / _GB:,.1f} GB left"
     return Text(f"{text}, best" if is_best else text, "best" if is_best else style)
 
@@ -333,7 +349,13 @@ def _gb(nbytes: int) -> str:
 
 
 def _tell_rest(
-    model: Model, job: Job, cost: Cost, rest: Rest, *, stage: int, held: Held | None = None
+    model: Model,
+    job: JobSize,
+    cost: Cost,
+    rest: Placement,
+    *,
+    stage: int,
+    held: TierBytes | None = None,
 ) -> None:
     """What comes on top, and what a whole node has."""
     from hadal.autotuning.estimate import host_nbytes, layer_nbytes, layers_take_turns

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from hadal.config import Config
-    from hadal.optim.preview import Course
+    from hadal.optim.preview import ScheduleCourse
 
 
 def add_to(group: Any) -> None:
@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _courses(config: Config, steps: int) -> list[Course]:
+def _courses(config: Config, steps: int) -> list[ScheduleCourse]:
     from hadal.optim.preview import preview
 
     if config.scheduler is None:
@@ -80,7 +80,7 @@ def _courses(config: Config, steps: int) -> list[Course]:
     )
 
 
-def figure_of(config: Config, courses: Sequence[Course]) -> Figure:
+def figure_of(config: Config, courses: Sequence[ScheduleCourse]) -> Figure:
     """Draw the rates, and the momenta below them where they move."""
     from matplotlib.figure import Figure
 

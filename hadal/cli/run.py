@@ -76,7 +76,7 @@ def _train(parsed: argparse.Namespace) -> int:
         fail(str(error))
         return MISUSED
     from hadal.launcher.front import Front, printer_for
-    from hadal.launcher.rounds import Rounds
+    from hadal.launcher.rounds import ElasticFront
 
     for note in plan.notes:
         said.note(note)
@@ -88,7 +88,7 @@ def _train(parsed: argparse.Namespace) -> int:
             f"{missing[0]}: no such program is found; install it, or take another --launcher"
         )
         return FAILED
-    front = (Front if plan.job.elastic is None else Rounds)(
+    front = (Front if plan.job.elastic is None else ElasticFront)(
         plan.job,
         plan.ways,
         printer_for(plan.job, plan.names_hosts),

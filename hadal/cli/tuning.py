@@ -14,8 +14,8 @@ from hadal.cli.flags import Said, choices_of
 from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
-    from hadal.autotuning.space import Wish
-    from hadal.autotuning.tuner import Look, Tuner
+    from hadal.autotuning.space import SearchRequest
+    from hadal.autotuning.tuner import ModelProfile, Tuner
     from hadal.launcher.choices import Choices
     from hadal.launcher.job import Job
 
@@ -53,7 +53,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
 def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
     """What searches, once the flags and the configuration are found to be sound."""
     from hadal.autotuning.runs import Runner, absolute
-    from hadal.autotuning.space import read_wish
+    from hadal.autotuning.space import read_request
     from hadal.autotuning.tuner import Tuner
     from hadal.launcher.choices import planned
 
@@ -62,7 +62,7 @@ def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
     plan = planned(choices, os.environ, folder)
     for note in plan.notes:
         said.note(note)
-    wish = read_wish(choices.words, plan.job.world_size)
+    wish = read_request(choices.words, plan.job.world_size)
     # What there is to tell of the configuration is told now; each experiment tells its own.
     logging.getLogger("hadal.config").setLevel(logging.ERROR)
     runner = Runner(
@@ -104,7 +104,7 @@ def _without_search(own: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _states_of(wish: Wish, job: Job) -> Any:
+def _states_of(wish: SearchRequest, job: Job) -> Any:
     """How to count what a rank holds of the model's states; on CPUs the host's part too."""
     from hadal.launcher.choices import devices_here
 
@@ -112,7 +112,7 @@ def _states_of(wish: Wish, job: Job) -> Any:
     devices = max(1, job.world_size // nodes // wish.section.mp_size)
     on_host = not devices_here()
 
-    def states_nbytes(config: Mapping[str, Any], look: Look) -> int:
+    def states_nbytes(config: Mapping[str, Any], look: ModelProfile) -> int:
         from hadal.autotuning.estimate import Model
         from hadal.cli.estimate import held_of
         from hadal.config import load_config

@@ -46,7 +46,7 @@ from hadal.device.memory import (
     unforked_memory,
 )
 from hadal.device.places import look_at, number_of_users
-from hadal.device.reading import Reading, read_on_host, start_reading
+from hadal.device.reading import HostCopy, read_on_host, start_reading
 from hadal.device.stamps import Stamp
 from hadal.device.streams import Event, SideStream, has_streams, is_capturing
 from hadal.device.waits import synchronize, waiting_for, watch_waits
@@ -55,9 +55,9 @@ __all__ = [
     "AdagradRule",
     "AdamRule",
     "Event",
+    "HostCopy",
     "MemoryThere",
     "MemoryUse",
-    "Reading",
     "SgdRule",
     "SideStream",
     "Stamp",

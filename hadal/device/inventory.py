@@ -42,7 +42,7 @@ def backends() -> list[str]:
 
 
 def libraries() -> dict[str, str]:
-    """The versions of the accelerator's libraries and of its driver, as far as they can be read."""
+    """Return the known versions of the accelerator's libraries and driver."""
     found: dict[str, str] = {}
     if torch.version.cuda and torch.backends.cudnn.is_available():
         found["cuDNN"] = str(torch.backends.cudnn.version())
@@ -57,7 +57,7 @@ def libraries() -> dict[str, str]:
 
 
 def _text_of(path: Path) -> str:
-    """A file of the system's; empty where there is none."""
+    """Return the text of a system file; empty if there is none."""
     try:
         return path.read_text()
     except OSError:

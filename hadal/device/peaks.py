@@ -1,4 +1,4 @@
-"""How many operations a second a device can do at most."""
+"""Peak operations per second of a device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 import torch
 
-# Dense matrix products of 16-bit numbers, and of fp32 ones as torch runs them by default, in
-# operations a second by the makers' data sheets. An MI250X is two devices.
+# Peak operations per second of dense matrix products in 16 bits, and in fp32 as torch runs them by
+# default, from the vendors' data sheets. An MI250X is two devices.
 _PEAKS: dict[str, tuple[float, float]] = {
     "H200": (989e12, 67e12),
     "H100 PCIe": (756e12, 51e12),
@@ -33,7 +33,7 @@ _measured: dict[torch.dtype, float] = {}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The operations a second of one device in matrix products of `dtype`; None if not known.
+    """Return a device's peak operations per second in matrix products of `dtype`, or None.
 
     Accelerators are looked up by name. A CPU is measured once, with this process's threads.
     """
@@ -47,7 +47,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_of_name(name: str) -> tuple[float, float] | tuple[None, None]:
-    """The peaks in 16-bit and in fp32 of a device with this name; the longest match counts."""
+    """Return the peaks in 16 bits and in fp32 of a device by name; the longest match counts."""
     words = f" {name.replace('-', ' ')} "
     found = [known for known in _PEAKS if f" {known} " in words]
     return _PEAKS[max(found, key=len)] if found else (None, None)

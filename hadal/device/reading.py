@@ -21,7 +21,7 @@ def read_on_host(tensor: Tensor, what: str) -> Tensor:
         return tensor.detach().cpu()
 
 
-class Reading:
+class HostCopy:
     """A copy of a tensor's values to host memory that is under way."""
 
     __slots__ = ("_event", "_values", "_what")
@@ -42,14 +42,14 @@ class Reading:
         return self._values
 
 
-def start_reading(tensor: Tensor, what: str) -> Reading:
+def start_reading(tensor: Tensor, what: str) -> HostCopy:
     """Start copying a small tensor to pinned host memory, after the work queued on its device.
 
     The host does not wait; later changes of the tensor are not seen. `what` names the values if the
     wait for them takes too long.
     """
     if tensor.device.type in WITHOUT_STREAMS:
-        return Reading(read_on_host(tensor, what).clone(), Event(), what)
+        return HostCopy(read_on_host(tensor, what).clone(), Event(), what)
     values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     values.copy_(tensor.detach(), non_blocking=True)
-    return Reading(values, Event.on(tensor.device), what)
+    return HostCopy(values, Event.on(tensor.device), what)

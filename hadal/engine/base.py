@@ -18,7 +18,7 @@ from hadal.engine.reading import Collate
 from hadal.engine.session import Session
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
-from hadal.optim.step import Stepper
+from hadal.optim.step import OptimizerStepper
 from hadal.order import Order
 
 
@@ -39,7 +39,7 @@ class EngineBase(nn.Module):
         return self._session.optimizer
 
     @property
-    def stepper(self) -> Stepper | None:
+    def stepper(self) -> OptimizerStepper | None:
         """What steps the optimizer; None until there is something to train with."""
         return self._session.training.stepper if self._session.training else None
 

@@ -18,7 +18,7 @@ from hadal.comm.faults import told_to_all
 from hadal.engine.adopt import Adopter
 from hadal.engine.checks import check_birth, check_parameters, described_parameter
 from hadal.errors import MismatchError, ModelError, OffloadError, OptimizerError, UsageError
-from hadal.optim.step import Stepper
+from hadal.optim.step import OptimizerStepper
 from hadal.zero import access
 from hadal.zero.hooks import Hooks
 from hadal.zero.kinds import refusal_of
@@ -41,7 +41,7 @@ class LaterGroups:
         runtime: ZeroRuntime,
         hooks: Hooks,
         optimizer: Optimizer,
-        stepper: Stepper,
+        stepper: OptimizerStepper,
         adopter: Adopter,
     ) -> None:
         self._model = model

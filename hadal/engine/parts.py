@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hadal.checkpoint.live import Rules
 from hadal.comm import Ranks
 from hadal.config import Config
-from hadal.device import Reading
+from hadal.device import HostCopy
 from hadal.engine.batches import BatchSizes
 from hadal.engine.casting import Casting
 from hadal.engine.clocks import Clocks
@@ -24,7 +24,7 @@ from hadal.listener import Listener
 from hadal.optim.desk import Multiplier
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.norm import RowNorms, clip_coefficient
-from hadal.optim.step import Stepper
+from hadal.optim.step import OptimizerStepper
 from hadal.zero.hooks import Hooks
 from hadal.zero.runtime import ZeroRuntime
 
@@ -35,7 +35,7 @@ class Training:
 
     optimizer: Optimizer
     schedule: Any
-    stepper: Stepper
+    stepper: OptimizerStepper
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Counters:
 class Finding:
     """What a boundary found in the gradients."""
 
-    measured: float | Reading | None = None
+    measured: float | HostCopy | None = None
     """Their L2 norm before clipping, on the host or on its way; None if it is not computed."""
     limit: float = 0.0
     """The norm to which they are clipped; 0: they are not."""
@@ -110,7 +110,7 @@ class Finding:
     @property
     def norm(self) -> float | None:
         """Their L2 norm before clipping, infinite if they overflowed; None if not computed."""
-        if isinstance(self.measured, Reading):
+        if isinstance(self.measured, HostCopy):
             return float(self.measured.values())
         return self.measured
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hadal.device import Reading
+from hadal.device import HostCopy
 from hadal.engine.parts import Finding, Parts, Training
 from hadal.optim.schedules import needs_metric
 from hadal.optim.step import FlatStepper
@@ -24,7 +24,7 @@ class Undecided:
     number: int
     """Which update it was (from 0)."""
     found: Finding
-    overflowed: Reading
+    overflowed: HostCopy
     undo: Callable[[], None]
     """Takes back the step of the schedule."""
 

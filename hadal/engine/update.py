@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hadal.comm.collectives import gather_objects
-from hadal.device import Reading, is_host_memory, read_on_host, start_reading
+from hadal.device import HostCopy, is_host_memory, read_on_host, start_reading
 from hadal.engine.listeners import MeanGradients, options_of
 from hadal.engine.nonfinite import SkippedInARow, warn_of_nonfinite
 from hadal.engine.parts import Finding, Parts, Training
@@ -198,7 +198,7 @@ class Updates:
             session.scale = moved_scale(session.scale, found, skipped.number, session.parts)
             self._skipped.add(skipped.number, _reason_of(found))
 
-    def _is_unwanted(self, norm: float | Reading | None) -> bool:
+    def _is_unwanted(self, norm: float | HostCopy | None) -> bool:
         """Whether a norm shows gradients that are not finite, of which nobody was warned."""
         if self._session.parts.skip_overflow or self._has_warned or norm is None:
             return False
@@ -207,7 +207,7 @@ class Updates:
     def _look_back(self) -> None:
         """Warn of the last update, if its norm has come from the device since."""
         session, last = self._session, self._session.cycle.last
-        if isinstance(last.measured, Reading) and self._is_unwanted(last.norm):
+        if isinstance(last.measured, HostCopy) and self._is_unwanted(last.norm):
             self._warn(session.counters.global_steps - 1, late_finding(last, session.parts).culprit)
 
     def _warn(self, number: int, culprit: str | None) -> None:

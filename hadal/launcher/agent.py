@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hadal.launcher.frames import Asked, encoded
-from hadal.launcher.job import CHANGE, ROUND, Round, Share, rank_command, round_in, share_in
+from hadal.launcher.frames import RoundRequest, encoded
+from hadal.launcher.job import CHANGE, ROUND, HostShare, Round, rank_command, round_in, share_in
 from hadal.launcher.processes import exit_code, follow_parent
 
 _NAME = "hadal"
@@ -39,10 +39,10 @@ _PIECE_NBYTES = 1 << 16
 _ANY_NUMBER = 1 << 30
 
 
-class Rounds(RendezvousHandler):
+class RoundHandler(RendezvousHandler):
     """A rendezvous that requests each round from the command, which also announces its end."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: HostShare) -> None:
         self._wait = timedelta(seconds=max(10.0, share.program.lost_s))
         self._own = TCPStore(
             "localhost", share.port, is_master=True, wait_for_workers=False, timeout=self._wait
@@ -86,7 +86,7 @@ class Rounds(RendezvousHandler):
 
     def _asked(self) -> Round:
         self._told = None
-        os.write(1, encoded(Asked(self._own.port)))
+        os.write(1, encoded(RoundRequest(self._own.port)))
         while self._told is None:
             self._listen(_LOOK_S)
         self._is_over = False
@@ -124,7 +124,7 @@ class Rounds(RendezvousHandler):
 def main(words: list[str]) -> int:
     """Run a host's ranks, round by round."""
     share = share_in("".join(words))
-    rendezvous_handler_registry.register(_NAME, lambda _: Rounds(share))
+    rendezvous_handler_registry.register(_NAME, lambda _: RoundHandler(share))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=max(1, share.nodes),

@@ -12,7 +12,7 @@ from pathlib import Path
 from hadal.errors import LaunchError
 from hadal.launcher.cores import read_cores
 from hadal.launcher.hosts import Pool, filtered, narrowed, read_hostfile
-from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Kind, Program
+from hadal.launcher.job import GRACE_S, JOIN_S, LOST_S, Elastic, Job, Program, ProgramKind
 from hadal.launcher.network import is_here
 from hadal.launcher.variables import DEEPSPEED_ENV, HADAL_ENV, of_env_files, passed_on, text_of
 from hadal.launcher.ways import MPI, Way, by_pdsh, by_slurm, by_ssh, here
@@ -66,7 +66,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """A job, and the ways to start its hosts."""
 
     job: Job
@@ -81,7 +81,7 @@ class Plan:
         return len(self.ways) > 1
 
 
-def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Plan:
+def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> LaunchPlan:
     """Plan a job from the choices.
 
     Raises:
@@ -108,7 +108,7 @@ def planned(choices: Choices, variables: Mapping[str, str], folder: Path) -> Pla
         notes = (*notes, f"{', '.join(idle)}: no effect here")
     job = _job(choices, variables, folder, pool, is_one=is_one, shows_slots=shows)
     address = choices.master_addr or ("127.0.0.1" if is_one else "")
-    return Plan(job, _ways(choices, job, is_one), address, notes)
+    return LaunchPlan(job, _ways(choices, job, is_one), address, notes)
 
 
 def _job(
@@ -342,7 +342,7 @@ def _own_host(choices: Choices, pool: Pool) -> str:
 
 def _by_slurm(
     choices: Choices, variables: Mapping[str, str], folder: Path, hostfile: Pool | None
-) -> Plan:
+) -> LaunchPlan:
     """Plan a job for Slurm, which knows the hosts: it needs only numbers, not a hostfile."""
     if hostfile is not None:
         pool = _narrowed(choices, hostfile)
@@ -364,7 +364,7 @@ def _by_slurm(
     job = _job(choices, variables, folder, pool, is_one=False, shows_slots=False)
     idle = _without_effect(choices, is_one=False)
     notes = (f"{', '.join(idle)}: no effect with Slurm",) if idle else ()
-    return Plan(job, {"srun": by_slurm(job, choices.launcher_args, nodes)}, "", notes)
+    return LaunchPlan(job, {"srun": by_slurm(job, choices.launcher_args, nodes)}, "", notes)
 
 
 def _slurm_nodes(flag: str, text: str) -> tuple[str, ...]:
@@ -385,7 +385,13 @@ def _number(variables: Mapping[str, str], *keys: str) -> int | None:
 
 
 def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Program:
-    kind = Kind.BARE if choices.no_python else Kind.MODULE if choices.module else Kind.SCRIPT
+    kind = (
+        ProgramKind.BARE
+        if choices.no_python
+        else ProgramKind.MODULE
+        if choices.module
+        else ProgramKind.SCRIPT
+    )
     cores = choices.bind_core_list
     logs = choices.enable_each_rank_log
     return Program(

@@ -27,7 +27,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class RankStarted:
     """A message that a rank's process has started."""
 
     rank: int
@@ -36,7 +36,7 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RankOutput:
     """A piece of a rank's output."""
 
     rank: int
@@ -45,7 +45,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RankEnded:
     """A message that a rank's process has ended; a negative `code` is the signal that ended it."""
 
     rank: int
@@ -55,7 +55,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class HostEnded:
     """A message that all of a host's processes have ended."""
 
     code: int
@@ -64,21 +64,24 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RoundRequest:
     """A request for a round, from a host of an elastic job on which no rank runs."""
 
     port: int
     """The port on which its agent listens for the others, if it becomes the first host."""
 
 
-Frame = Hello | Began | Said | Ended | Left | Asked
-_KINDS = {kind.__name__: kind for kind in (Hello, Began, Said, Ended, Left, Asked)}
+Frame = Hello | RankStarted | RankOutput | RankEnded | HostEnded | RoundRequest
+_KINDS = {
+    kind.__name__: kind
+    for kind in (Hello, RankStarted, RankOutput, RankEnded, HostEnded, RoundRequest)
+}
 
 
 def encoded(frame: Frame) -> bytes:
     """Encode a frame as a line."""
     told = asdict(frame)
-    if isinstance(frame, Said):
+    if isinstance(frame, RankOutput):
         told["text"] = base64.b64encode(frame.text).decode()
     return _MARK + json.dumps([type(frame).__name__, told]).encode() + b"\n"
 
@@ -86,7 +89,7 @@ def encoded(frame: Frame) -> bytes:
 def said(rank: int, is_error: bool, text: bytes) -> Iterator[bytes]:
     """Yield the frames for a rank's output."""
     for start in range(0, len(text), PIECE_NBYTES):
-        yield encoded(Said(rank, is_error, text[start : start + PIECE_NBYTES]))
+        yield encoded(RankOutput(rank, is_error, text[start : start + PIECE_NBYTES]))
 
 
 def decoded(line: bytes) -> Frame | None:
@@ -99,7 +102,7 @@ def decoded(line: bytes) -> Frame | None:
         return None
     try:
         name, fields = json.loads(told)
-        if name == "Said":
+        if name == "RankOutput":
             fields["text"] = base64.b64decode(fields["text"])
         elif name == "Hello":
             fields["addresses"] = tuple(fields["addresses"])

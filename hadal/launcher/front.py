@@ -15,7 +15,16 @@ from enum import Enum, auto
 from typing import BinaryIO
 
 from hadal.launcher.ending import Failure, agents_words, report, worst
-from hadal.launcher.frames import Asked, Began, Ended, Frame, Hello, Left, Said, decoded
+from hadal.launcher.frames import (
+    Frame,
+    Hello,
+    HostEnded,
+    RankEnded,
+    RankOutput,
+    RankStarted,
+    RoundRequest,
+    decoded,
+)
 from hadal.launcher.job import Job, packed, share_of, where_hadal_is
 from hadal.launcher.network import address_towards, is_loopback
 from hadal.launcher.printing import Printer
@@ -32,7 +41,7 @@ _HELD_S = 1.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class State(Enum):
+class HostState(Enum):
     """The state of a host's process."""
 
     REACHED_FOR = auto()
@@ -47,9 +56,9 @@ class Channel:
     def __init__(self, host: str, way: Way, variables: Mapping[str, str]) -> None:
         self.host = host
         self.way = way
-        self.state = State.RUNNING if way.reach is Reach.ALL else State.REACHED_FOR
+        self.state = HostState.RUNNING if way.reach is Reach.ALL else HostState.REACHED_FOR
         self.hello: Hello | None = None
-        self.left: Left | None = None
+        self.left: HostEnded | None = None
         self.complaints = b""
         self._rest = b""
         self.process = subprocess.Popen(
@@ -72,7 +81,7 @@ class Channel:
 
     def end(self, sent: signal.Signals) -> None:
         """Ask the process, or the ranks that it runs, to end."""
-        if self.way.reach is not Reach.ALL and self.state is State.RUNNING:
+        if self.way.reach is not Reach.ALL and self.state is HostState.RUNNING:
             self.tell(sent.name)
         elif self.process.poll() is None:
             self.process.terminate()
@@ -152,13 +161,13 @@ class Front:
             self._selector.register(pipe, selectors.EVENT_READ, (channel, is_error))
 
     def _is_over(self) -> bool:
-        return all(channel.state is State.GONE for channel in self._channels.values())
+        return all(channel.state is HostState.GONE for channel in self._channels.values())
 
     def _beat(self) -> None:
         """Send hosts heartbeats, even while nobody reads this process's output."""
         while not self._has_ended.wait(self._job.program.lost_s / _BEATS):
             for channel in list(self._channels.values()):
-                if channel.state is State.RUNNING:
+                if channel.state is HostState.RUNNING:
                     channel.tell("")
 
     # ---- incoming ----------------------------------------------------------------------------
@@ -187,23 +196,23 @@ class Front:
         match frame:
             case Hello():
                 if channel.way.reach is not Reach.ALL:
-                    channel.hello, channel.state = frame, State.READY
+                    channel.hello, channel.state = frame, HostState.READY
                     self._send_shares()
-            case Said():
+            case RankOutput():
                 self._printer.said(channel.host, frame.rank, frame.is_error, frame.text)
-            case Ended():
+            case RankEnded():
                 self._rank_ended(channel, frame)
-            case Left():
+            case HostEnded():
                 channel.left = frame if channel.left is None or frame.code else channel.left
                 self._agent_left(channel, frame)
-            case Began():
+            case RankStarted():
                 self._printer.began(channel.host, frame.rank)
                 if channel.way.reach is Reach.ALL:
                     self._hosts[frame.rank] = frame.host
-            case Asked():
+            case RoundRequest():
                 self._asked(channel, frame)
 
-    def _rank_ended(self, channel: Channel, frame: Ended) -> None:
+    def _rank_ended(self, channel: Channel, frame: RankEnded) -> None:
         began_at, text = self._printer.ended(channel.host, frame.rank, shows=frame.code == 0)
         if frame.code == 0:
             if not frame.was_stopped:
@@ -228,16 +237,16 @@ class Front:
     def _rank_failed(self) -> None:
         self._stop(signal.SIGTERM)
 
-    def _agent_left(self, channel: Channel, frame: Left) -> None:
+    def _agent_left(self, channel: Channel, frame: HostEnded) -> None:
         if frame.code != 0:
             self._stop(signal.SIGTERM)
 
-    def _asked(self, channel: Channel, frame: Asked) -> None:
+    def _asked(self, channel: Channel, frame: RoundRequest) -> None:
         """Ignore it: only hosts of an elastic job request rounds."""
 
     def _gone(self, channel: Channel) -> None:
         """Handle the end of a host's process, which may mean that the host is lost."""
-        was, channel.state = channel.state, State.GONE
+        was, channel.state = channel.state, HostState.GONE
         code = channel.process.wait()
         self._drain(channel)
         if channel.way.reach is Reach.ALL:
@@ -270,16 +279,18 @@ class Front:
     def _send_shares(self) -> None:
         """Send each host its share once rank 0's address and the available hosts are known."""
         states = [channel.state for channel in self._channels.values()]
-        if self._stopped_at is not None or (self._waits_for_all and State.REACHED_FOR in states):
+        if self._stopped_at is not None or (
+            self._waits_for_all and HostState.REACHED_FOR in states
+        ):
             return
         first = self._channels.get(next(iter(self._job.pool)))
         if not self._address and (first is None or first.hello is None):
             return
         self._address = self._address or self._address_of(first)
         for channel in self._channels.values():
-            if channel.state is State.READY:
+            if channel.state is HostState.READY:
                 channel.tell(packed(share_of(self._job, channel.host, self._address)))
-                channel.state = State.RUNNING
+                channel.state = HostState.RUNNING
 
     def _address_of(self, first: Channel | None) -> str:
         """Return the address at which the others can reach rank 0's host."""
@@ -307,7 +318,7 @@ class Front:
     def _wait_on(self, now: float) -> None:
         """Give up on hosts that do not answer."""
         if now - self._began_at > HELLO_S:
-            silent = [c.host for c in self._channels.values() if c.state is State.REACHED_FOR]
+            silent = [c.host for c in self._channels.values() if c.state is HostState.REACHED_FOR]
             if silent:
                 self._lost += [f"host {host} has not answered in {HELLO_S:g} s" for host in silent]
                 self._stop(signal.SIGTERM)
@@ -318,7 +329,7 @@ class Front:
             return
         self._stopped_at = time.monotonic()
         for channel in self._channels.values():
-            if channel.state is not State.GONE:
+            if channel.state is not HostState.GONE:
                 channel.end(sent)
 
     def _heard(self, sent: signal.Signals) -> None:
@@ -344,7 +355,7 @@ class Front:
     def _kill(self) -> None:
         """Kill the processes that did not end when asked to."""
         for channel in self._channels.values():
-            if channel.state is State.RUNNING:
+            if channel.state is HostState.RUNNING:
                 channel.tell(signal.SIGKILL.name)
             late = time.monotonic() - (self._stopped_at or 0) > self._job.program.grace_s + 6
             if late and channel.process.poll() is None:
@@ -396,9 +407,9 @@ class Front:
         return 0
 
 
-def _loss(channel: Channel, was: State, code: int, port: int) -> str:
+def _loss(channel: Channel, was: HostState, code: int, port: int) -> str:
     """Describe how a host was lost, in one line or more."""
-    how = "cannot be reached" if was is State.REACHED_FOR else "is lost"
+    how = "cannot be reached" if was is HostState.REACHED_FOR else "is lost"
     by = "ssh" if channel.way.is_ssh else "its process"
     said = channel.complaints.decode(errors="replace").strip()
     if channel.left is not None:

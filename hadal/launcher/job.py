@@ -18,7 +18,7 @@ _WORD = 100_000
 ROUND, CHANGE = "ROUND", "CHANGE"
 
 
-class Kind(str, Enum):
+class ProgramKind(str, Enum):
     """The kind of a program, which decides how it is started."""
 
     SCRIPT = "script"
@@ -35,7 +35,7 @@ class Program:
     """The program's name and arguments, unchanged."""
     folder: str
     """The working directory."""
-    kind: Kind = Kind.SCRIPT
+    kind: ProgramKind = ProgramKind.SCRIPT
     as_deepspeed: bool = False
     tells_local_rank: bool = True
     """True if `--local_rank=N` becomes its first argument."""
@@ -57,9 +57,9 @@ class Program:
         name, *arguments = self.words
         if self.tells_local_rank:
             arguments = [f"--local_rank={local_rank}", *arguments]
-        if self.kind is Kind.BARE:
+        if self.kind is ProgramKind.BARE:
             return [name, *arguments]
-        start = ["-m", name] if self.kind is Kind.MODULE else [name]
+        start = ["-m", name] if self.kind is ProgramKind.MODULE else [name]
         alias = ["-m", "hadal.compat"] if self.as_deepspeed else []
         return [python, "-u", *alias, *start, *arguments]
 
@@ -116,7 +116,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class HostShare:
     """One host's share of a job."""
 
     program: Program
@@ -145,9 +145,9 @@ class Round:
     """The port on which the first host's agent listens."""
 
 
-def share_of(job: Job, host: str, address: str) -> Share:
+def share_of(job: Job, host: str, address: str) -> HostShare:
     """Return one host's share of a job."""
-    return Share(
+    return HostShare(
         program=job.program,
         slots=job.pool[host],
         node_rank=list(job.pool).index(host),
@@ -161,7 +161,7 @@ def share_of(job: Job, host: str, address: str) -> Share:
     )
 
 
-def packed(value: Program | Share | Job | Round) -> str:
+def packed(value: Program | HostShare | Job | Round) -> str:
     """Encode a value as one word of letters, digits, `-` and `_`."""
     return base64.urlsafe_b64encode(json.dumps(asdict(value)).encode()).decode().rstrip("=")
 
@@ -171,11 +171,11 @@ def program_in(word: str) -> Program:
     return _program(_unpacked(word))
 
 
-def share_in(word: str) -> Share:
+def share_in(word: str) -> HostShare:
     """Decode a packed share."""
     told = _unpacked(word)
     told.update(program=_program(told["program"]), slots=tuple(told["slots"]))
-    return Share(**told)
+    return HostShare(**told)
 
 
 def round_in(word: str) -> Round:
@@ -200,7 +200,7 @@ def _program(told: dict[str, Any]) -> Program:
     cores = told["cores"]
     told.update(
         words=tuple(told["words"]),
-        kind=Kind(told["kind"]),
+        kind=ProgramKind(told["kind"]),
         cores=None if cores is None else tuple(cores),
         slots=tuple(map(tuple, told["slots"])),
     )

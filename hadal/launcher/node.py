@@ -18,11 +18,11 @@ import sys
 import time
 from collections.abc import Mapping
 
-from hadal.launcher.frames import Hello, Left, encoded
+from hadal.launcher.frames import Hello, HostEnded, encoded
 from hadal.launcher.job import (
     GRACE_S,
     LOST_S,
-    Share,
+    HostShare,
     cut,
     job_in,
     packed,
@@ -51,7 +51,7 @@ class Node:
         self._kills_at: float | None = None
         self._notes = b""
 
-    def run(self, share: Share | None) -> int:
+    def run(self, share: HostShare | None) -> int:
         """Run the share, or the one sent on the input; return the exit code of torch's agent."""
         for each in _STOPPING:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
@@ -72,7 +72,7 @@ class Node:
             self._watch(self._agent, selector)
         code = exit_code(self._agent.wait())
         notes = self._notes.decode(errors="replace").splitlines()[-_NOTE_LINES:]
-        _tell(encoded(Left(code, "\n".join(notes)[-_NOTE_LENGTH:])))
+        _tell(encoded(HostEnded(code, "\n".join(notes)[-_NOTE_LENGTH:])))
         return code
 
     def stop(self, sent: signal.Signals) -> None:
@@ -133,7 +133,7 @@ class Node:
         self._notes = (self._notes + piece)[-_PIECE_NBYTES:]
 
 
-def _started(share: Share) -> subprocess.Popen[bytes]:
+def _started(share: HostShare) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         agent_command(share),
         env={**os.environ, **variables_of(share, os.environ, len(os.sched_getaffinity(0)))},
@@ -145,7 +145,7 @@ def _started(share: Share) -> subprocess.Popen[bytes]:
     )
 
 
-def agent_command(share: Share, python: str = sys.executable) -> list[str]:
+def agent_command(share: HostShare, python: str = sys.executable) -> list[str]:
     """Return the command that starts torch's elastic agent for this host's ranks."""
     if share.is_elastic:
         return [python, "-u", "-m", "hadal.launcher.agent", *cut(packed(share))]
@@ -168,7 +168,7 @@ def agent_command(share: Share, python: str = sys.executable) -> list[str]:
     return [python, "-m", "torch.distributed.run", *words, "--no-python", *rank]
 
 
-def variables_of(share: Share, there: Mapping[str, str], cores: int) -> dict[str, str]:
+def variables_of(share: HostShare, there: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the variables to add to `there` for the ranks of a host."""
     told = {
         # Without it each of several ranks would start as many threads as there are cores.

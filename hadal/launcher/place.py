@@ -24,7 +24,7 @@ _TOLD_BY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A rank's position in the world and on its host."""
 
     rank: int
@@ -43,7 +43,7 @@ class Place:
         }
 
 
-def slots_of(place: Place, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def slots_of(place: RankPlace, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the slots of this process's host, if ranks fill the hosts' slots in order.
 
     Raises:
@@ -63,7 +63,7 @@ def slots_of(place: Place, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     )
 
 
-def find_place(variables: Mapping[str, str]) -> Place:
+def find_place(variables: Mapping[str, str]) -> RankPlace:
     """Read the position of this process from the launcher's variables.
 
     Raises:
@@ -73,7 +73,7 @@ def find_place(variables: Mapping[str, str]) -> Place:
         if rank in variables and world in variables:
             own = int(variables.get(local, variables[rank]))
             told = variables.get(size) or _slurm_size(variables) or variables[world]
-            return Place(int(variables[rank]), int(variables[world]), own, int(told))
+            return RankPlace(int(variables[rank]), int(variables[world]), own, int(told))
     raise LaunchError(
         "this process was told no rank: expected the variables of torchrun, Slurm or MPI"
         f" ({', '.join(row[0] for row in _TOLD_BY)})"

@@ -18,9 +18,9 @@ from typing import BinaryIO
 
 from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of
-from hadal.launcher.frames import Began, Ended, encoded, said
+from hadal.launcher.frames import RankEnded, RankStarted, encoded, said
 from hadal.launcher.job import Program, program_in
-from hadal.launcher.place import Place, find_place, group_of, meeting_host, slots_of
+from hadal.launcher.place import RankPlace, find_place, group_of, meeting_host, slots_of
 from hadal.launcher.processes import (
     adopt_orphans,
     end_all_below,
@@ -42,7 +42,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 class Rank:
     """A rank's running program."""
 
-    def __init__(self, program: Program, place: Place) -> None:
+    def __init__(self, program: Program, place: RankPlace) -> None:
         self.place = place
         self._program = program
         self._log: BinaryIO | None = None
@@ -66,17 +66,17 @@ class Rank:
         except (OSError, LaunchError) as error:
             told = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else error
             self._print(True, f"{told}\n".encode())
-            self._tell(encoded(Ended(self.place.rank, _CANNOT_START, self.was_stopped)))
+            self._tell(encoded(RankEnded(self.place.rank, _CANNOT_START, self.was_stopped)))
             return _CANNOT_START
         if self.was_stopped:
             self._send(signal.SIGTERM)  # the request came before the process existed
-        self._tell(encoded(Began(self.place.rank, os.uname().nodename, self._process.pid)))
+        self._tell(encoded(RankStarted(self.place.rank, os.uname().nodename, self._process.pid)))
         self._listen(self._process)
         code = self._process.wait()
         if self.was_stopped or code != 0:
             self._send(signal.SIGKILL)  # for processes that the program left behind
             end_all_below()
-        self._tell(encoded(Ended(self.place.rank, code, self.was_stopped)))
+        self._tell(encoded(RankEnded(self.place.rank, code, self.was_stopped)))
         return exit_code(code)
 
     def stop(self, sent: signal.Signals) -> None:

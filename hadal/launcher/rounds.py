@@ -14,8 +14,8 @@ from enum import Enum, auto
 from typing import Any
 
 from hadal.launcher.ending import report
-from hadal.launcher.frames import Asked, Ended, Left
-from hadal.launcher.front import HELLO_S, Channel, Front, State
+from hadal.launcher.frames import HostEnded, RankEnded, RoundRequest
+from hadal.launcher.front import HELLO_S, Channel, Front, HostState
 from hadal.launcher.job import CHANGE, ROUND, Elastic, Round, packed, share_of
 from hadal.launcher.network import address_towards, is_loopback
 
@@ -23,7 +23,7 @@ _TRIES = 3
 """The number of attempts to reach a lost host within the time after which hosts count as lost."""
 
 
-class Phase(Enum):
+class RoundPhase(Enum):
     """The phase of a round."""
 
     GATHERING = auto()
@@ -33,14 +33,14 @@ class Phase(Enum):
     """A rank has finished its work: there will be no other round."""
 
 
-class Rounds(Front):
+class ElasticFront(Front):
     """A running elastic job."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         assert self._job.elastic is not None
         self._elastic: Elastic = self._job.elastic
-        self._phase = Phase.GATHERING
+        self._phase = RoundPhase.GATHERING
         self._gathers_since = self._changed_at = self._began_round_at = time.monotonic()
         self._number = 0
         self._asks: dict[str, int] = {}
@@ -60,10 +60,10 @@ class Rounds(Front):
     def _send_shares(self) -> None:
         """Send a host its share as soon as it answers: it will request a round."""
         for channel in self._channels.values():
-            if channel.state is State.READY and self._stopped_at is None:
+            if channel.state is HostState.READY and self._stopped_at is None:
                 own = self._own_address(channel)
                 channel.tell(packed(share_of(self._job, channel.host, own)))
-                channel.state = State.RUNNING
+                channel.state = HostState.RUNNING
 
     def _own_address(self, channel: Channel) -> str:
         """Return the address at which other hosts reach this one."""
@@ -78,7 +78,7 @@ class Rounds(Front):
     def _has_left(self, channel: Channel) -> bool:
         return channel.left is not None and channel.left.code == 0
 
-    def _agent_left(self, channel: Channel, frame: Left) -> None:
+    def _agent_left(self, channel: Channel, frame: HostEnded) -> None:
         """Do nothing: the end of its process is handled later."""
 
     def _host_lost(self, channel: Channel, told: str) -> None:
@@ -90,7 +90,7 @@ class Rounds(Front):
         if self._number == 0 and Front._is_over(self):  # no host was ever available
             self._lost.append("no host is there")
             self._stop(signal.SIGTERM)
-        if self._phase is Phase.FINISHING:
+        if self._phase is RoundPhase.FINISHING:
             self._ends_at = time.monotonic() + self._job.program.grace_s
             self._look_for_end()
         elif host in self._members:
@@ -102,7 +102,7 @@ class Rounds(Front):
         lost_s = self._job.program.lost_s
         for host, channel in list(self._channels.items()):
             since = now - self._tried_at[host]
-            if channel.state is State.REACHED_FOR and since > HELLO_S:
+            if channel.state is HostState.REACHED_FOR and since > HELLO_S:
                 channel.process.kill()
             elif self._may_return(channel) and since > lost_s / _TRIES:
                 self._reach_again(host)
@@ -110,12 +110,12 @@ class Rounds(Front):
             self._lost += self._losses.values()
             self._stop(signal.SIGTERM)
         self._grow()
-        if self._phase is Phase.GATHERING and now - self._gathers_since > self._elastic.join_s:
+        if self._phase is RoundPhase.GATHERING and now - self._gathers_since > self._elastic.join_s:
             self._lost.append(self._shortage())
             self._stop(signal.SIGTERM)
 
     def _shortage(self) -> str:
-        there = [host for host, c in self._channels.items() if c.state is State.RUNNING]
+        there = [host for host, c in self._channels.items() if c.state is HostState.RUNNING]
         late = [host for host in there if host not in self._asks]
         sizes = ", ".join(map(str, self._elastic.world_sizes))
         return (
@@ -127,8 +127,8 @@ class Rounds(Front):
         )
 
     def _may_return(self, channel: Channel) -> bool:
-        is_gone = channel.state is State.GONE and not self._has_left(channel)
-        return is_gone and self._phase is not Phase.FINISHING
+        is_gone = channel.state is HostState.GONE and not self._has_left(channel)
+        return is_gone and self._phase is not RoundPhase.FINISHING
 
     def _reach_again(self, host: str) -> None:
         old = self._channels[host]
@@ -146,12 +146,12 @@ class Rounds(Front):
 
     # ---- rounds ------------------------------------------------------------------------------
 
-    def _asked(self, channel: Channel, frame: Asked) -> None:
+    def _asked(self, channel: Channel, frame: RoundRequest) -> None:
         host = channel.host
         self._asks[host] = frame.port
         if self._losses.pop(host, None) is not None:
             self._say(f"host {host} is there again")
-        if self._phase is Phase.FINISHING:
+        if self._phase is RoundPhase.FINISHING:
             self._stop(signal.SIGTERM)  # its ranks have failed after others have finished
         elif host in self._members:
             self._change()
@@ -161,25 +161,25 @@ class Rounds(Front):
     def _grow(self) -> None:
         """Take in new hosts, if that gives more ranks."""
         lasts_s = time.monotonic() - self._began_round_at
-        if self._phase is Phase.RUNNING and lasts_s >= self._elastic.pause_s:
+        if self._phase is RoundPhase.RUNNING and lasts_s >= self._elastic.pause_s:
             members = self._chosen([*self._members, *self._asks])
             if self._size_of(members) > self._size_of(self._members):
                 self._change()
 
     def _change(self) -> None:
         """End the round, and with it the ranks that still run."""
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not RoundPhase.RUNNING:
             return
-        self._phase = Phase.GATHERING
+        self._phase = RoundPhase.GATHERING
         self._gathers_since = self._changed_at = time.monotonic()
         for host in self._members:
             channel = self._channels[host]
-            if channel.state is State.RUNNING and host not in self._asks:
+            if channel.state is HostState.RUNNING and host not in self._asks:
                 channel.tell(CHANGE)
 
     def _begin(self) -> None:
         """Begin a round if all hosts to wait for have requested it, and they are enough."""
-        if self._phase is not Phase.GATHERING or self._stopped_at is not None:
+        if self._phase is not RoundPhase.GATHERING or self._stopped_at is not None:
             return
         if any(self._is_awaited(c) for c in self._channels.values()):
             return
@@ -187,7 +187,7 @@ class Rounds(Front):
         if not members or not self._may_restart():
             return
         self._number += 1
-        self._members, self._phase, self._has_lost = members, Phase.RUNNING, False
+        self._members, self._phase, self._has_lost = members, RoundPhase.RUNNING, False
         self._began_round_at = time.monotonic()
         self._failures.clear()
         self._finished.clear()
@@ -203,9 +203,9 @@ class Rounds(Front):
 
     def _is_awaited(self, channel: Channel) -> bool:
         """Return whether to wait for a host: at first for all, later until its ranks have ended."""
-        if channel.host in self._asks or channel.state is State.GONE:
+        if channel.host in self._asks or channel.state is HostState.GONE:
             return False
-        ends = channel.state is State.RUNNING and channel.host in self._members
+        ends = channel.state is HostState.RUNNING and channel.host in self._members
         return self._number == 0 or ends
 
     def _chosen(self, hosts: Iterable[str]) -> tuple[str, ...]:
@@ -224,30 +224,30 @@ class Rounds(Front):
     # ---- ends --------------------------------------------------------------------------------
 
     def _ranks_stopped_at(self) -> float | None:
-        return self._changed_at if self._phase is Phase.GATHERING else self._stopped_at
+        return self._changed_at if self._phase is RoundPhase.GATHERING else self._stopped_at
 
     def _rank_failed(self) -> None:
         """Stop if the job is finishing; otherwise the host will request a round."""
-        if self._phase is Phase.FINISHING:
+        if self._phase is RoundPhase.FINISHING:
             self._stop(signal.SIGTERM)
 
-    def _rank_ended(self, channel: Channel, frame: Ended) -> None:
+    def _rank_ended(self, channel: Channel, frame: RankEnded) -> None:
         super()._rank_ended(channel, frame)
         if frame.code == 0 and not frame.was_stopped:
             self._finished.add((channel.host, frame.rank))
-            self._phase = Phase.FINISHING
+            self._phase = RoundPhase.FINISHING
             self._look_for_end()
 
     def _is_done(self) -> bool:
         """Return whether all ranks of the available hosts have finished."""
-        there = [h for h in self._members if self._channels[h].state is not State.GONE]
+        there = [h for h in self._members if self._channels[h].state is not HostState.GONE]
         done = [host for host, _ in self._finished]
         return all(done.count(host) == len(self._job.pool[host]) for host in there)
 
     def _look_for_end(self) -> None:
         """Stop a finished job: agents would wait long for lost hosts and those standing by."""
-        if self._phase is Phase.FINISHING and self._is_done():
-            there = {host for host, c in self._channels.items() if c.state is not State.GONE}
+        if self._phase is RoundPhase.FINISHING and self._is_done():
+            there = {host for host, c in self._channels.items() if c.state is not HostState.GONE}
             if there != set(self._members):
                 self._stop(signal.SIGTERM)
 
@@ -274,4 +274,6 @@ class Rounds(Front):
         return True
 
     def _agents_code(self) -> int:
-        return 0 if self._phase is Phase.FINISHING and self._is_done() else super()._agents_code()
+        return (
+            0 if self._phase is RoundPhase.FINISHING and self._is_done() else super()._agents_code()
+        )

@@ -26,7 +26,7 @@ from hadal.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hadal.optim.signs import OneBitLambStepper, ZeroOneAdamStepper
 from hadal.optim.step import (
     FlatStepper,
-    Stepper,
+    OptimizerStepper,
     WholeStepper,
     refuse_disk,
     refuse_disk_beside_memory,
@@ -63,7 +63,7 @@ _OWN: Mapping[str, type[Optimizer]] = {
     "OneBitLamb": OneBitLamb,
     "ZeroOneAdam": ZeroOneAdam,
 }
-_SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., Stepper]] = {
+_SENDING_SIGNS: Mapping[type[Optimizer], Callable[..., OptimizerStepper]] = {
     OneBitAdam: ExchangingStepper,
     OneBitLamb: OneBitLambStepper,
     ZeroOneAdam: ZeroOneAdamStepper,
@@ -196,7 +196,7 @@ def build_stepper(
     parameters: Sequence[Sequence[nn.Parameter]],
     steps: DiskSteps | None = None,
     model_parallel: Ranks | None = None,
-) -> Stepper:
+) -> OptimizerStepper:
     """Build the stepper for a user's optimizer, and give the optimizer the buckets' tensors.
 
     The optimizer object and its group dicts remain; only `group["params"]` is replaced.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hadal.offload.crossing import Crossing
-from hadal.optim.elementwise import Block, Scaling, Update
+from hadal.optim.elementwise import Block, Scaling, SliceUpdate
 
 # The number of elements cast, scaled, stepped and written back together: on a CPU few enough that a
 # float32 gradient stays in the cache in between, on an accelerator enough to keep it busy.
@@ -67,7 +67,7 @@ def scale_(gradient: Tensor, multiplier: Multiplier) -> Tensor:
 class Item(NamedTuple):
     """One block to update, as it is stored: its tensors may have several dtypes."""
 
-    update: Update
+    update: SliceUpdate
     gradient: Tensor
     owned: Sequence[Tensor]
     """The block's values and state."""

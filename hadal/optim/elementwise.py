@@ -41,7 +41,7 @@ class Block(NamedTuple):
     """The number of the update as a float32 scalar."""
 
 
-class Update(NamedTuple):
+class SliceUpdate(NamedTuple):
     """One update of a slice of elements: begun once, then applied to each of its blocks."""
 
     state: tuple[Tensor, ...]
@@ -55,11 +55,11 @@ class Update(NamedTuple):
     """The number of updates of this slice, a float32 scalar of the state (see `count_up`)."""
 
 
-Beginner = Callable[[Group, State, Zeros], Update]
+Beginner = Callable[[Group, State, Zeros], SliceUpdate]
 """A function that begins an update of one slice, and creates its state on first use."""
 
 
-def count_up(updates: Iterable[Update]) -> None:
+def count_up(updates: Iterable[SliceUpdate]) -> None:
     """Increment the counts of begun updates, before they are applied."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for update in updates:
@@ -73,7 +73,7 @@ class ElementwiseOptimizer(OwnOptimizer):
     """An optimizer of Hadal whose update is made block by block, or by its own `step`."""
 
     @abstractmethod
-    def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
+    def begin(self, group: Group, state: State, zeros: Zeros) -> SliceUpdate:
         """Begin an update of one slice, and create its state on first use."""
 
     def step_parameter(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:

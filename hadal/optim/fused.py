@@ -25,7 +25,7 @@ from hadal.optim.elementwise import (
     Block,
     ElementwiseOptimizer,
     Scaling,
-    Update,
+    SliceUpdate,
     Zeros,
 )
 from hadal.optim.own import Group, State
@@ -33,7 +33,7 @@ from hadal.optim.own import Group, State
 
 def begin_adam(
     group: Group, state: State, zeros: Zeros, *, decoupled: bool, corrected: bool = True
-) -> Update:
+) -> SliceUpdate:
     """Begin an update of Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019)."""
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
     for name in names:
@@ -51,10 +51,10 @@ def begin_adam(
     )
 
     count = _count(state, state["exp_avg"].device)
-    return Update(tuple(state[name] for name in names), _Adam(rule, corrected), number=count)
+    return SliceUpdate(tuple(state[name] for name in names), _Adam(rule, corrected), number=count)
 
 
-def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
+def begin_sgd(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     """Begin an update of SGD, with the momentum of Sutskever et al. 2013 if there is any."""
     rule = SgdRule(
         lr=float(group["lr"]),
@@ -70,10 +70,10 @@ def begin_sgd(group: Group, state: State, zeros: Zeros) -> Update:
 
     momentum = (state["momentum_buffer"],) if rule.momentum else ()
     # The kernel is wrong for 16 bits on a CPU (torch 2.13): it skips elements.
-    return Update(momentum, _Sgd(rule, is_first), in_float32=True)
+    return SliceUpdate(momentum, _Sgd(rule, is_first), in_float32=True)
 
 
-def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:
+def begin_adagrad(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     """Begin an update of Adagrad (Duchi et al. 2011)."""
     if "sum" not in state:
         state["sum"] = zeros().fill_(group["initial_accumulator_value"])
@@ -86,7 +86,7 @@ def begin_adagrad(group: Group, state: State, zeros: Zeros) -> Update:
     )
 
     count = _count(state, state["sum"].device)
-    return Update((state["sum"],), _Adagrad(rule), number=count)
+    return SliceUpdate((state["sum"],), _Adagrad(rule), number=count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _count(state: State, device: torch.device) -> Tensor:
     return counted
 
 
-def _begin_torch_adam(group: Group, state: State, zeros: Zeros) -> Update:
+def _begin_torch_adam(group: Group, state: State, zeros: Zeros) -> SliceUpdate:
     decoupled = bool(group.get("decoupled_weight_decay"))
     return begin_adam(group, state, zeros, decoupled=decoupled)
 
@@ -188,7 +188,7 @@ class UncorrectedAdam(ElementwiseOptimizer):
         torch.optim.Adam([torch.zeros(1)], **settings)  # validates the numbers
         super().__init__(params, settings)
 
-    def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
+    def begin(self, group: Group, state: State, zeros: Zeros) -> SliceUpdate:
         """Begin an update of one slice."""
         decoupled = bool(group["decoupled_weight_decay"])
         return begin_adam(group, state, zeros, decoupled=decoupled, corrected=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.optim.elementwise import Block, ElementwiseOptimizer, Scaling, Update, Zeros
+from hadal.optim.elementwise import Block, ElementwiseOptimizer, Scaling, SliceUpdate, Zeros
 from hadal.optim.own import Group, State
 
 
@@ -33,7 +33,7 @@ class Lion(ElementwiseOptimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def begin(self, group: Group, state: State, zeros: Zeros) -> Update:
+    def begin(self, group: Group, state: State, zeros: Zeros) -> SliceUpdate:
         """Begin an update of one slice."""
         if "exp_avg" not in state:
             state["exp_avg"] = zeros()
@@ -66,4 +66,4 @@ class Lion(ElementwiseOptimizer):
             for block in blocks:
                 apply_to(block, scaling)
 
-        return Update((state["exp_avg"],), apply, in_float32=True)
+        return SliceUpdate((state["exp_avg"],), apply, in_float32=True)

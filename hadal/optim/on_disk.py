@@ -18,7 +18,7 @@ from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
 from hadal.optim.desk import Desk, Desks, Item, blocks
-from hadal.optim.elementwise import Beginner, Update, Zeros, count_up
+from hadal.optim.elementwise import Beginner, SliceUpdate, Zeros, count_up
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import BegunT, DiskState
@@ -271,7 +271,7 @@ def _largest_nbytes(stops: Iterable[Stop]) -> int:
 
 def _step_owned(
     one: Gradients,
-    update: Update,
+    update: SliceUpdate,
     start: int,
     owned: Sequence[Tensor],
     desk: Desk,

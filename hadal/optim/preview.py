@@ -21,7 +21,7 @@ _PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum", "lr_lambda")
 
 
 @dataclass(slots=True)
-class Course:
+class ScheduleCourse:
     """The course of one param group; item n applies after n updates."""
 
     rates: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ def preview(
     schedule: tuple[str, Mapping[str, Any]],
     optimizer: tuple[str, Mapping[str, Any]] | None,
     steps: int,
-) -> list[Course]:
+) -> list[ScheduleCourse]:
     """Run a schedule for `steps` updates of an optimizer that updates nothing.
 
     Args:
@@ -57,7 +57,7 @@ def preview(
     playing = build_schedule(kind, params, made)
     if needs_metric(playing):
         raise OptimizerError(f"{kind} needs a metric at every step, so its course is not known")
-    courses = [Course() for _ in made.param_groups]
+    courses = [ScheduleCourse() for _ in made.param_groups]
     with warnings.catch_warnings():
         # torch's schedulers expect a step of the optimizer before each of theirs.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

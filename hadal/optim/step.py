@@ -16,7 +16,7 @@ from hadal.errors import OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
 from hadal.optim.desk import Desks, Item, Multiplier, block_numel, blocks, scale_
-from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, Update, count_up
+from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, SliceUpdate, count_up
 from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
     Deferred,
@@ -42,7 +42,7 @@ DISK_STEPS = DiskSteps()
 _ONE_BY_ONE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 
-class Stepper(place.Stepper, Protocol):
+class OptimizerStepper(place.Stepper, Protocol):
     """An object that steps an optimizer once per update and leaves new weights in the buckets."""
 
     def step(self, multiplier: Multiplier) -> None:
@@ -340,7 +340,7 @@ class FlatStepper(BaseStepper):
                 desk.apply([item])
                 bucket.write_back(start, stop, desks.sending)
 
-    def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> Update:
+    def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> SliceUpdate:
         dtype = one.bucket.precision.state_dtype
         zeros = partial(torch.zeros_like, piece.values.detach(), dtype=dtype)
         return begin(self._group(piece), self._optimizer.state[piece.values], zeros)
@@ -362,7 +362,7 @@ class FlatStepper(BaseStepper):
                 piece.values.grad = None
 
 
-def _item(one: Gradients, piece: Piece, update: Update, start: int, stop: int) -> Item:
+def _item(one: Gradients, piece: Piece, update: SliceUpdate, start: int, stop: int) -> Item:
     """Return the block of a piece between these elements of the span."""
     cut = slice(start - piece.start, stop - piece.start)
     owned = [run[cut] for run in (piece.values.detach(), *update.state)]

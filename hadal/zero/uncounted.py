@@ -8,7 +8,7 @@ import torch
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
-from hadal.device import Reading, start_reading
+from hadal.device import HostCopy, start_reading
 from hadal.errors import UsageError, few
 from hadal.zero.bucket import Bucket
 
@@ -23,7 +23,7 @@ class UncountedEdits:
 
     def __init__(self) -> None:
         self._names: Sequence[str] = ()
-        self._reading: Reading | None = None
+        self._reading: HostCopy | None = None
 
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Take up counted writes, and begin to compare what cannot be counted."""

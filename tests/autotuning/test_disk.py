@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hadal.autotuning.disk import Measured, Search, Speed, SpeedTest, TimeBudget, measurer
+from hadal.autotuning.disk import MeasuredSettings, Search, Speed, SpeedTest, TimeBudget, measurer
 from hadal.config import load_config
 from hadal.errors import OffloadError
 from hadal.offload import DiskStore, IoSettings, settings_of
 from hadal.offload.settings import section_of
 
 
-def as_measured(settings: IoSettings, seconds: float) -> Measured:
-    return Measured(settings, Speed(10**9, seconds / 2), Speed(10**9, seconds / 2))
+def as_measured(settings: IoSettings, seconds: float) -> MeasuredSettings:
+    return MeasuredSettings(settings, Speed(10**9, seconds / 2), Speed(10**9, seconds / 2))
 
 
 def test_the_best_of_all_keys_is_found() -> None:
     wanted = IoSettings(1 << 22, 16, threads=4, submits_singly=False, overlaps=False)
     keys = section_of(wanted)
 
-    def measure(settings: IoSettings) -> Measured:
+    def measure(settings: IoSettings) -> MeasuredSettings:
         alike = sum(section_of(settings)[name] == value for name, value in keys.items())
         return as_measured(settings, 10 - alike)
 

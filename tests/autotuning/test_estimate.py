@@ -22,10 +22,10 @@ from hadal.autotuning.estimate import (
     FULL,
     HALF,
     Cost,
-    Held,
-    Job,
+    JobSize,
     Model,
-    Rest,
+    Placement,
+    TierBytes,
     counted,
     device_nbytes,
     host_nbytes,
@@ -47,7 +47,7 @@ from hadal.zero.policy import Tier
 def test_figures_match_the_formulas(
     stage: int, numel: int, frozen: int, devices: int, nodes: int
 ) -> None:
-    job = Job(devices, nodes)
+    job = JobSize(devices, nodes)
     for cost, precision in ((HALF, "bf16"), (FULL, "fp32")):
         promised = sum(promise_of(stage, precision, numel, job.devices))
         found = device_nbytes(stage, Model(numel), job, cost)
@@ -58,7 +58,7 @@ def test_figures_match_the_formulas(
 
 
 def test_host_memory_counts_every_process() -> None:
-    model, job = Model(trained=1000, largest=100), Job(4, 2)
+    model, job = Model(trained=1000, largest=100), JobSize(4, 2)
     assert host_nbytes(model, job, born_sharded=False) == 4 * 4 * 1000
     assert host_nbytes(model, job, born_sharded=True) == 4 * 4 * (125 + 100)
 
@@ -80,7 +80,7 @@ def test_an_engine_holds_the_estimated_bytes(
 ) -> None:
     """Measured once the gradients of an update are complete, on two ranks."""
     for held in ranks(2).run(memory_of_a_rank, stage, precision, KEYS[0]):
-        estimated = device_nbytes(stage, Model(held.numel), Job(2), cost)
+        estimated = device_nbytes(stage, Model(held.numel), JobSize(2), cost)
         assert estimated - 16 <= held.before_step <= most(estimated)
 
 
@@ -111,9 +111,9 @@ def disk_of_a_rank(stage: int, precision: str, weights: Tier, path: str) -> tupl
 def test_an_engine_has_the_estimated_bytes_on_disk(
     stage: int, weights: Tier, precision: str, cost: Cost, ranks: RankPools, tmp_path: Path
 ) -> None:
-    rest = Rest(weights, Tier.DISK, in_host_numel=100_000)
+    rest = Placement(weights, Tier.DISK, in_host_numel=100_000)
     for numel, nbytes in ranks(2).run(disk_of_a_rank, stage, precision, weights, str(tmp_path)):
-        held = states_of(stage, Model(numel), Job(2), cost, rest).total
+        held = states_of(stage, Model(numel), JobSize(2), cost, rest).total
         pages = 2 * 4 * 3 * 4096  # two generations of four kinds in at most three buckets
         # One bucket's weights more go to the disk than there is room for on the host.
         more = 2 * cost.weight * 100_000 if weights is Tier.DISK else 0
@@ -167,13 +167,13 @@ numels = some.integers(10_000, 10**11)
 
 @given(stage=some.integers(0, 3), numel=numels, devices=some.integers(1, 64))
 def test_an_offloaded_optimizer(stage: int, numel: int, devices: int) -> None:
-    model, job = Model(numel), Job(devices)
+    model, job = Model(numel), JobSize(devices)
     shard = math.ceil(numel / (devices if stage else 1))
     for tier, place, copies in ((Tier.HOST, 1, 1), (Tier.DISK, 2, 2)):
-        rest = Rest(optimizer=tier)
+        rest = Placement(optimizer=tier)
         weights, gradients, optimizer, buffers = states_of(stage, model, job, HALF, rest)
         assert weights == states_of(stage, model, job).weights
-        assert gradients == Held(device=2 * numel if stage < 2 else 0, host=2 * shard)
+        assert gradients == TierBytes(device=2 * numel if stage < 2 else 0, host=2 * shard)
         assert optimizer[place] == copies * 12 * shard and sum(optimizer) == optimizer[place]
         # Weights of fp32 that stay on the device need masters where the optimizer is.
         assert (buffers.host > 0) == (tier is Tier.DISK) and sum(buffers) == buffers.host
@@ -182,41 +182,41 @@ def test_an_offloaded_optimizer(stage: int, numel: int, devices: int) -> None:
 
 
 def test_a_partly_offloaded_optimizer() -> None:
-    rest = Rest(optimizer=Tier.HOST, ratio=0.75)
-    _, gradients, optimizer, _ = states_of(3, Model(8000), Job(2), HALF, rest)
-    assert optimizer == Held(device=12 * 1000, host=12 * 3000)
-    assert gradients == Held(device=2 * 1000, host=2 * 3000)
+    rest = Placement(optimizer=Tier.HOST, ratio=0.75)
+    _, gradients, optimizer, _ = states_of(3, Model(8000), JobSize(2), HALF, rest)
+    assert optimizer == TierBytes(device=12 * 1000, host=12 * 3000)
+    assert gradients == TierBytes(device=2 * 1000, host=2 * 3000)
 
 
 @given(numel=numels, frozen=some.integers(0, 10**9), devices=some.integers(1, 64))
 def test_offloaded_weights(numel: int, frozen: int, devices: int) -> None:
-    model, job = Model(numel, frozen, persistent=1000), Job(devices)
+    model, job = Model(numel, frozen, persistent=1000), JobSize(devices)
     shard = math.ceil((numel + frozen - 1000) / devices)
-    host, disk = Rest(Tier.HOST), Rest(Tier.DISK)
-    assert states_of(3, model, job, HALF, host).weights == Held(2000, 2 * shard)
-    assert states_of(3, model, job, HALF, disk).weights == Held(2000, disk=2 * 2 * shard)
-    some_stay = states_of(3, model, job, HALF, Rest(Tier.DISK, in_host_numel=50)).weights
-    assert some_stay == Held(2000, 2 * min(shard, 50), 2 * 2 * max(0, shard - 50))
+    host, disk = Placement(Tier.HOST), Placement(Tier.DISK)
+    assert states_of(3, model, job, HALF, host).weights == TierBytes(2000, 2 * shard)
+    assert states_of(3, model, job, HALF, disk).weights == TierBytes(2000, disk=2 * 2 * shard)
+    some_stay = states_of(3, model, job, HALF, Placement(Tier.DISK, in_host_numel=50)).weights
+    assert some_stay == TierBytes(2000, 2 * min(shard, 50), 2 * 2 * max(0, shard - 50))
     # Only stage 3 can put them there.
     assert states_of(2, model, job, HALF, host) == states_of(2, model, job)
     # In fp32 they are the masters of an optimizer that rests beside them on the host.
-    both = states_of(3, model, job, FULL, Rest(Tier.HOST, Tier.HOST))
-    assert both.optimizer == Held(host=8 * math.ceil(numel / devices))
-    assert both.total == Held(
+    both = states_of(3, model, job, FULL, Placement(Tier.HOST, Tier.HOST))
+    assert both.optimizer == TierBytes(host=8 * math.ceil(numel / devices))
+    assert both.total == TierBytes(
         4000, sum(kind.host for kind in (both.weights, both.gradients, both.optimizer))
     )
     apart = states_of(3, model, job, FULL, host)
-    assert apart.optimizer == Held(12 * math.ceil(numel / devices))
+    assert apart.optimizer == TierBytes(12 * math.ceil(numel / devices))
 
 
 def test_copies_of_the_states_are_counted() -> None:
     model = Model(64_000, persistent=6_400)
-    plain = states_of(3, model, Job(8, 8))
+    plain = states_of(3, model, JobSize(8, 8))
     assert plain.total.device == 2 * (900 + 6_400) + (2 + 12) * 1000
-    second = states_of(3, model, Job(8, 8, second_copy_devices=8))
+    second = states_of(3, model, JobSize(8, 8, second_copy_devices=8))
     assert second.total.device - plain.total.device == 2 * 57_600 // 8
-    blocks = states_of(3, model, Job(8, 8, copy_devices=8))
-    assert blocks == states_of(3, model, Job(8))
+    blocks = states_of(3, model, JobSize(8, 8, copy_devices=8))
+    assert blocks == states_of(3, model, JobSize(8))
 
 
 def test_small_parameters_are_counted() -> None:

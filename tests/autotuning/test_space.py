@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from hadal.autotuning.space import Trial, Wish, combinations, config_of, read_wish
+from hadal.autotuning.space import SearchRequest, Trial, combinations, config_of, read_request
 from hadal.autotuning.words import config_flag, found_at, mapped, value_of, with_value
 from hadal.config import load_config
 from hadal.errors import ConfigError, LaunchError
 
 ON = {"enabled": True}
-Reader = Callable[..., Wish]
+Reader = Callable[..., SearchRequest]
 
 
 @pytest.fixture
 def wish(tmp_path: Path) -> Reader:
     """Return a reader of a configuration named on a command line, with further words."""
 
-    def read(config: dict[str, Any], *words: str, ranks: int = 2) -> Wish:
+    def read(config: dict[str, Any], *words: str, ranks: int = 2) -> SearchRequest:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps({"autotuning": ON, **config}))
-        return read_wish(("train.py", "--deepspeed", str(path), *words), ranks)
+        return read_request(("train.py", "--deepspeed", str(path), *words), ranks)
 
     return read
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hadal.autotuning.runs import METRICS, Outcome
-from hadal.autotuning.space import read_wish
+from hadal.autotuning.space import read_request
 from hadal.autotuning.tuner import Tuner
 from hadal.errors import TuningError
 
@@ -84,7 +84,7 @@ def searched(tmp_path: Path) -> Callable[..., tuple[Tuner, list[str]]]:
         }
         path.write_text(json.dumps(config))
         runner: Any = Formulas(tmp_path, speed, hidden)
-        wish = read_wish(("t.py", "--deepspeed", str(path)), 2)
+        wish = read_request(("t.py", "--deepspeed", str(path)), 2)
         tuner = Tuner(wish, runner, lambda *_: STATES, lambda _: None)
         if fails:
             with pytest.raises(TuningError) as caught:

@@ -11,8 +11,8 @@ from hadal.cli.flags import divided
 from hadal.cli.main import main
 from hadal.errors import LaunchError
 from hadal.launcher import choices as choosing
-from hadal.launcher.choices import Choices, Plan, planned
-from hadal.launcher.job import Elastic, Kind
+from hadal.launcher.choices import Choices, LaunchPlan, planned
+from hadal.launcher.job import Elastic, ProgramKind
 
 HOSTS = "a slots=4\nb slots=4\nc slots=2\n"
 
@@ -25,7 +25,7 @@ def _without_accelerators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Any:
-    def make(variables: dict[str, str] | None = None, **fields: Any) -> Plan:
+    def make(variables: dict[str, str] | None = None, **fields: Any) -> LaunchPlan:
         return planned(Choices(("train.py",), **fields), variables or {}, tmp_path)
 
     return make
@@ -222,9 +222,9 @@ def test_a_grace_that_is_no_number_is_refused(plan: Any) -> None:
 def test_the_programs_fields(plan: Any, tmp_path: Path) -> None:
     made = plan(module=True, bind_core_list="0-1", enable_each_rank_log="logs", no_local_rank=True)
     program = made.job.program
-    assert (program.kind, program.binds, program.cores) == (Kind.MODULE, True, (0, 1))
+    assert (program.kind, program.binds, program.cores) == (ProgramKind.MODULE, True, (0, 1))
     assert (program.logs, program.tells_local_rank) == (str(tmp_path / "logs"), False)
-    assert plan(no_python=True).job.program.kind is Kind.BARE
+    assert plan(no_python=True).job.program.kind is ProgramKind.BARE
 
 
 # ---- the command line ------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_every_flag_is_read(
 ) -> None:
     seen: list[Choices] = []
 
-    def note(choices: Choices, *_: Any) -> Plan:
+    def note(choices: Choices, *_: Any) -> LaunchPlan:
         seen.append(choices)
         raise LaunchError("seen")
 
@@ -317,7 +317,7 @@ def test_faulty_words_are_refused(
 def test_minus_one_leaves_a_number_open(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Choices] = []
 
-    def note(choices: Choices, *_: Any) -> Plan:
+    def note(choices: Choices, *_: Any) -> LaunchPlan:
         seen.append(choices)
         raise LaunchError("seen")
 

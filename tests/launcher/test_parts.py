@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 
 from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of, read_cores
-from hadal.launcher.frames import Ended, Frame, Hello, Left, Lines, Said, decoded, encoded, said
-from hadal.launcher.job import Job, Kind, Program, packed, program_in, share_in, share_of
+from hadal.launcher.frames import (
+    Frame,
+    Hello,
+    HostEnded,
+    Lines,
+    RankEnded,
+    RankOutput,
+    decoded,
+    encoded,
+    said,
+)
+from hadal.launcher.job import Job, Program, ProgramKind, packed, program_in, share_in, share_of
 from hadal.launcher.node import variables_of
-from hadal.launcher.place import Place, find_place
+from hadal.launcher.place import RankPlace, find_place
 from hadal.launcher.variables import of_env_files, passed_on, read_env_file
 
 # ---- env files -------------------------------------------------------------------------------
@@ -76,21 +86,21 @@ def test_a_list_of_cores() -> None:
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", Place(3, 8, 1, 2)),
+        ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", RankPlace(3, 8, 1, 2)),
         (
             "SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=5 SLURM_LOCALID=0 SLURM_NODEID=2"
             " SLURM_STEP_TASKS_PER_NODE=2(x2),1",
-            Place(4, 5, 0, 1),
+            RankPlace(4, 5, 0, 1),
         ),
         (
             "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1"
             " OMPI_COMM_WORLD_LOCAL_SIZE=2",
-            Place(1, 4, 1, 2),
+            RankPlace(1, 4, 1, 2),
         ),
-        ("PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2", Place(2, 4, 0, 2)),
+        ("PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2", RankPlace(2, 4, 0, 2)),
     ],
 )
-def test_a_place_is_read_from_any_launchers_variables(variables: str, place: Place) -> None:
+def test_a_place_is_read_from_any_launchers_variables(variables: str, place: RankPlace) -> None:
     told = dict(word.split("=", 1) for word in variables.split())
     assert find_place(told) == place
     assert find_place(place.variables()) == place
@@ -109,18 +119,20 @@ def test_output_is_split_into_short_frames(rank: int, is_error: bool, text: byte
     frames = list(said(rank, is_error, text))
     assert all(len(frame) <= 4096 and frame.count(b"\n") == 1 for frame in frames)
     back = [decoded(frame) for frame in frames]
-    assert all(isinstance(f, Said) and (f.rank, f.is_error) == (rank, is_error) for f in back)
-    assert b"".join(f.text for f in back if isinstance(f, Said)) == text
+    assert all(isinstance(f, RankOutput) and (f.rank, f.is_error) == (rank, is_error) for f in back)
+    assert b"".join(f.text for f in back if isinstance(f, RankOutput)) == text
 
 
-@pytest.mark.parametrize("frame", [Hello("h", ("1", "2"), ""), Ended(1, -9, True), Left(1, "x\ny")])
+@pytest.mark.parametrize(
+    "frame", [Hello("h", ("1", "2"), ""), RankEnded(1, -9, True), HostEnded(1, "x\ny")]
+)
 def test_frames_round_trip(frame: Frame) -> None:
     assert decoded(encoded(frame)) == frame
     assert decoded(b"node7: " + encoded(frame)) == frame
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"loss 3", b"\x1ehadal", b"\x1ehadal {", b'\x1ehadal ["Said", {"x": 1}]']
+    "line", [b"", b"loss 3", b"\x1ehadal", b"\x1ehadal {", b'\x1ehadal ["RankOutput", {"x": 1}]']
 )
 def test_other_lines_are_no_frames(line: bytes) -> None:
     assert decoded(line) is None
@@ -164,14 +176,14 @@ REST = ["a b", "$x", "--", "'"]
     [
         ({}, ["py", "-u", "train.py", "--local_rank=1", *REST]),
         ({"tells_local_rank": False}, ["py", "-u", "train.py", *REST]),
-        ({"kind": Kind.MODULE}, ["py", "-u", "-m", "train.py", "--local_rank=1", *REST]),
-        ({"kind": Kind.BARE}, ["train.py", "--local_rank=1", *REST]),
+        ({"kind": ProgramKind.MODULE}, ["py", "-u", "-m", "train.py", "--local_rank=1", *REST]),
+        ({"kind": ProgramKind.BARE}, ["train.py", "--local_rank=1", *REST]),
         (
             {"as_deepspeed": True},
             ["py", "-u", "-m", "hadal.compat", "train.py", "--local_rank=1", *REST],
         ),
         (
-            {"as_deepspeed": True, "kind": Kind.MODULE},
+            {"as_deepspeed": True, "kind": ProgramKind.MODULE},
             ["py", "-u", "-m", "hadal.compat", "-m", "train.py", "--local_rank=1", *REST],
         ),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hadal.launcher.frames import Hello, decoded
-from hadal.launcher.job import Job, Kind, Program, packed, share_of
+from hadal.launcher.job import Job, Program, ProgramKind, packed, share_of
 from launcher.jobs import (
     LIMIT_S,
     alive,
@@ -277,7 +277,9 @@ def test_it_starts_fast(tmp_path: Path) -> None:
 
 
 def test_a_host_that_must_end_at_once_starts_nothing(tmp_path: Path) -> None:
-    program = Program(("touch", str(tmp_path / "ran")), "/", kind=Kind.BARE, tells_local_rank=False)
+    program = Program(
+        ("touch", str(tmp_path / "ran")), "/", kind=ProgramKind.BARE, tells_local_rank=False
+    )
     job = Job(program, {"a": (0,)})
     done = subprocess.run(
         [sys.executable, "-m", "hadal.launcher.node"],

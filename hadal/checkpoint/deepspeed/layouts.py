@@ -20,7 +20,7 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedValues:
     """The optimizer's values in a checkpoint, by parameter name.
 
     A value is a list of pieces: flat tensors whose concatenation starts with the value's elements.
@@ -50,14 +50,14 @@ class Trained:
                 self.scalars.setdefault(name, {})[key] = value
 
 
-def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
+def cut_evenly(optimizers: Sequence[Any], shapes: Shapes) -> TrainedValues:
     """Parse stages 1 and 2: a group's parameters end to end, cut evenly over the ranks.
 
     Padding may follow a parameter. (The slice table in the files is not used: with
     `round_robin_gradients` it gives another order.)
     """
     first = _base(optimizers[0])
-    found = Trained(options_of(first), names_of(first, shapes))
+    found = TrainedValues(options_of(first), names_of(first, shapes))
     gaps = optimizers[0].get("param_alignment_paddings") or [[0] * len(named) for named in shapes]
     for number, named in enumerate(shapes):
         base, places = 0, list(_end_to_end(named, gaps[number]))
@@ -90,10 +90,10 @@ def _base(optimizer: Any) -> Any:
     return base
 
 
-def cut_by_parameter(optimizers: Sequence[Any], shapes: Shapes) -> Trained:
+def cut_by_parameter(optimizers: Sequence[Any], shapes: Shapes) -> TrainedValues:
     """Parse stage 3: each rank's even slice of every parameter, end to end in sub-groups."""
     first = optimizers[0]["optimizer_state_dict"]
-    found = Trained(options_of(first), names_of(first, shapes))
+    found = TrainedValues(options_of(first), names_of(first, shapes))
     for optimizer in optimizers:
         states, flats = optimizer["optimizer_state_dict"]["state"], optimizer["fp32_flat_groups"]
         _expect(len(flats) == len(shapes), "sub-groups")
@@ -115,7 +115,9 @@ def _walk(
         start += numel
 
 
-def whole(optimizer: Any, names: Sequence[Sequence[str]], module: Mapping[str, Tensor]) -> Trained:
+def whole(
+    optimizer: Any, names: Sequence[Sequence[str]], module: Mapping[str, Tensor]
+) -> TrainedValues:
     """Parse stage 0: nothing is cut, and only the weights have names.
 
     `names` lists the parameters of each param group of the run that continues; they are assumed to
@@ -128,7 +130,7 @@ def whole(optimizer: Any, names: Sequence[Sequence[str]], module: Mapping[str, T
         len(inner["param_groups"]) == len(rows) and all(map(_same, rows, names)),
         f"param groups: {len(inner['param_groups'])}, here {[len(row) for row in names]}",
     )
-    found = Trained(options_of(inner), rows)
+    found = TrainedValues(options_of(inner), rows)
     for number, (group, row) in enumerate(zip(inner["param_groups"], rows, strict=True)):
         if "fp32_groups_flat" in optimizer:
             flat = optimizer["fp32_groups_flat"][number]

@@ -15,7 +15,7 @@ from torch import Tensor
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, SavedGroup, state_kind
 from hadal.checkpoint.deepspeed import layouts
 from hadal.checkpoint.deepspeed.folder import Files, files_of
-from hadal.checkpoint.deepspeed.layouts import Trained
+from hadal.checkpoint.deepspeed.layouts import TrainedValues
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.files import check_inside, parsing_errors
 from hadal.checkpoint.plain import encoded
@@ -147,7 +147,7 @@ class DeepSpeedSource:
         optimizers: Sequence[Any],
         first: Mapping[str, Any],
         names: Sequence[Sequence[str]] | None,
-    ) -> Trained:
+    ) -> TrainedValues:
         if self._files.values is not None:
             return self._universal(self._files.values, first)
         if optimizers:
@@ -163,13 +163,13 @@ class DeepSpeedSource:
                     " the run that saved it, in the model's order, or pass"
                     " load_optimizer_states=False"
                 ) from error
-        return Trained()
+        return TrainedValues()
 
-    def _universal(self, folder: Path, first: Mapping[str, Any]) -> Trained:
+    def _universal(self, folder: Path, first: Mapping[str, Any]) -> TrainedValues:
         """Parse the universal format: a folder per parameter, with a file per kind of value."""
         inner = first.get("optimizer_state_dict", {}).get("state", {})
         counts = {k: v for row in inner.values() for k, v in row.items() if not _has_elements(v)}
-        found = Trained(layouts.options_of(first), layouts.names_of(first, self._shapes))
+        found = TrainedValues(layouts.options_of(first), layouts.names_of(first, self._shapes))
         for shapes in self._shapes:
             for name in shapes:
                 place = folder / name
@@ -206,7 +206,7 @@ class DeepSpeedSource:
         """Return whether a trained parameter is sharded: its tensor in the module is then empty."""
         return any(prod(shapes[name]) for shapes in self._shapes if name in shapes)
 
-    def _enter_trained(self, trained: Trained) -> None:
+    def _enter_trained(self, trained: TrainedValues) -> None:
         shapes = {name: shape for group in self._shapes for name, shape in group.items()}
         module = self._model["module"]
         for name, pieces in trained.masters.items():
