@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -75,14 +76,12 @@ def alike(stage: int, model: str, changes: dict[str, Any]) -> None:
     assert_equal(state, state_again)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@diagonal(dtype=list(DTYPES), stage=STAGES)
 def test_both_ways_give_the_same(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, "plain", {**DTYPES[dtype], "gradient_clipping": 0.5})
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", ["recomputed", "reentrant"])
+@diagonal(model=["recomputed", "reentrant"], stage=STAGES)
 def test_so_does_what_runs_again_in_backward(stage: int, model: str, ranks: RankPools) -> None:
     ranks(2).run(alike, stage, model, DTYPES["bf16"])
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankPools, RanksFailed
@@ -158,8 +159,7 @@ def train_later(kind: str, stage: int) -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2])
+@diagonal(world=[1, 2], kind=list(KINDS))
 def test_later_groups_train_as_in_torch(kind: str, world: int, ranks: RankPools) -> None:
     for stage in STAGES:
         ranks(world).run(train_later, kind, stage)

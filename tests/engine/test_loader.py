@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import pairs
 from ranks import RankPools
 from torch.utils.data import (
     DataLoader,
@@ -164,9 +165,7 @@ def global_generators() -> tuple[Any, ...]:
     return torch.rand(()).item(), random.random(), np.random.random()
 
 
-@pytest.mark.parametrize("kind", [items, Counting, Stateless], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("taken", [0, 1, 7, 8, 9])
+@pairs(taken=[0, 1, 7, 8, 9], workers=[0, 2], kind=[items, Counting, Stateless])
 def test_a_loader_goes_on_in_the_middle_of_an_epoch(
     kind: Callable[[], Any], workers: int, taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:

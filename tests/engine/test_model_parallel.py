@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -119,8 +120,7 @@ def train_parts(stage: int, dtype: str, maker: Maker, born: bool, names: str) ->
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@diagonal(dtype=list(DTYPES), stage=STAGES)
 def test_parts_of_a_model_train_like_the_whole(stage: int, dtype: str, ranks: RankPools) -> None:
     ranks(4).run(train_parts, stage, dtype, sgd, False, "six")
 

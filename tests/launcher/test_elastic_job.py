@@ -221,6 +221,7 @@ def test_an_interrupt_ends_an_elastic_job(folder: Path) -> None:
     assert alive(folder) == []
 
 
+@pytest.mark.slow
 def test_hosts_stand_by_if_their_ranks_cannot_train_the_batch(folder: Path) -> None:
     (folder / "hosts").write_text("alpha slots=1\nbeta slots=1\ngamma slots=1\n")
     (folder / "who.py").write_text("import os; print(os.environ['WORLD_SIZE'], flush=True)\n")
@@ -253,6 +254,7 @@ while not os.path.exists("enough"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.claims("elasticity.min_time")
 def test_ranks_train_for_a_while_before_hosts_are_taken_in(folder: Path) -> None:
     (folder / "note.py").write_text(NOTE)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import often
 
 from hadal.launcher.frames import Hello, decoded
 from hadal.launcher.job import Job, Program, ProgramKind, packed, share_of
@@ -120,6 +121,7 @@ def test_the_first_failure_is_reported_first_and_nothing_is_left(tmp_path: Path)
     assert alive(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_as_the_job_ends_is_reported(tmp_path: Path) -> None:
     done = run_interrupted_late("before", "--no_python", "true", folder=tmp_path)
     assert done.returncode == 128 + signal.SIGINT
@@ -184,7 +186,9 @@ def test_nothing_outlives_the_command_itself(tmp_path: Path) -> None:
     wait_for(lambda: alive(tmp_path) == [])
 
 
-@pytest.mark.parametrize("module", ["hadal.launcher.node", "torch.distributed.run"])
+@pytest.mark.parametrize(
+    "module", often(["hadal.launcher.node", "torch.distributed.run"], "hadal.launcher.node")
+)
 def test_nothing_outlives_the_processes_in_between(tmp_path: Path, module: str) -> None:
     job = stubborn(tmp_path, ranks=1)
     (between,) = [pid for pid, words in descendants(job.pid) if module in words]
@@ -194,6 +198,7 @@ def test_nothing_outlives_the_processes_in_between(tmp_path: Path, module: str) 
     wait_for(lambda: alive(tmp_path) == [])
 
 
+@pytest.mark.slow
 def test_arguments_may_be_long(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text("import sys; print(*map(len, sys.argv[1:]))\n")
     long = ["x" * 120_000, "y" * 120_000]
@@ -201,6 +206,7 @@ def test_arguments_may_be_long(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "120000 120000\n"), done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("print('one', flush=True)\n")
     flags = ["--num_gpus", 1, "--no_local_rank", "--enable_each_rank_log"]
@@ -215,6 +221,7 @@ def test_a_log_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     assert done.stderr == "the file of this rank's output ends here: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_an_ignored_hangup_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text(
         "import os, time\nopen('up', 'w')\n"
@@ -230,6 +237,7 @@ def test_an_ignored_hangup_ends_nothing(tmp_path: Path) -> None:
     assert job.returncode == 0, told
 
 
+@pytest.mark.slow
 def test_too_few_cores_are_reported(tmp_path: Path) -> None:
     flags = ["--bind_core_list", "0", "--num_gpus", 2]
     done = run(*flags, "nothing.py", folder=tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import often
 from ranks import RankPools
 
 import hadal
@@ -37,7 +38,7 @@ def _edited_late(stage: int) -> dict[str, Any]:
         return _edited(stage)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", often(range(4), 1, 3))
 def test_writes_in_place_are_taken_up(stage: int, npus: RankPools, ranks: RankPools) -> None:
     wanted = ranks(2).run(_edited, stage)
     for here, there in zip(npus(2).run(_edited_late, stage), wanted, strict=True):
@@ -62,7 +63,7 @@ def _written_through_data(stage: int) -> tuple[int, str]:
     return -1, ""
 
 
-@pytest.mark.parametrize("stage", range(2))
+@pytest.mark.parametrize("stage", often(range(2), 1))
 def test_a_write_through_data_is_told_an_update_late(stage: int, npus: RankPools) -> None:
     for update, told in npus(2).run(_written_through_data, stage):
         assert update == 1

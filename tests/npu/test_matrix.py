@@ -12,7 +12,7 @@ from ranks import RankPools
 
 import npu
 
-_OF_EACH = 9  # the rest is slow
+_OF_EACH = 12  # the rest is slow
 
 
 def _runs_here(cell: Cell) -> bool:

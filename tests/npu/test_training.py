@@ -183,14 +183,17 @@ def test_as_on_one_cpu(name: str, npus: RankPools, ranks: RankPools, tmp_path: P
     same(npus(1).run(runs.trained, config), wanted)
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
+@pytest.mark.parametrize(
+    "offload",
+    often([{}, {"offload_param": {"device": "cpu"}}], {"offload_param": {"device": "cpu"}}),
+)
 def test_born_sharded(offload: dict[str, Any], npus: RankPools, ranks: RankPools) -> None:
     config = runs.config(3, "bf16", offload)
     wanted = ranks(2).run(runs.trained_born_sharded, config)
     same(npus(2).run(runs.trained_born_sharded, config), wanted)
 
 
-@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
+@pytest.mark.parametrize("offload", often([{}, {"offload_param": {"device": "cpu"}}], {}))
 def test_frozen_weights_rest_as_int8(
     offload: dict[str, Any], npus: RankPools, ranks: RankPools
 ) -> None:
@@ -200,7 +203,7 @@ def test_frozen_weights_rest_as_int8(
     same(npus(2).run(runs.trained_with_frozen, config), wanted)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", often([2, 3], 3))
 def test_recomputed_activations(stage: int, npus: RankPools, ranks: RankPools) -> None:
     config = runs.config(stage, "bf16")
     wanted = ranks(2).run(runs.trained_recomputing, config)

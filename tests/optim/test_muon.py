@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from engine.toys import Leaves, assert_equal, engine_of, given_gradients, mean_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,8 +161,7 @@ def train_variants(stage: int) -> None:
     "optimizer.params{type=Muon}.eps",
     "optimizer.params{type=Muon}.ns_method",
 )
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@diagonal(stage=[0, 1, 2, 3], world=[1, 2, 3])
 def test_every_stage_steps_like_one_process(stage: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(train_variants, stage)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from engine.toys import Leaves, engine_of
 from ranks import RankPools
 from torch import Tensor
@@ -107,14 +108,12 @@ def as_in_the_paper(kind: str, precision: str, options: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@diagonal(kind=list(KINDS), world=[1, 2, 3, 4])
 def test_each_update_is_that_of_the_paper(ranks: RankPools, kind: str, world: int):
     ranks(world).run(as_in_the_paper, kind, "fp32", {"weight_decay": 0.1})
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+@diagonal(kind=list(KINDS), precision=["bf16", "fp16"])
 def test_in_16_bits(ranks: RankPools, kind: str, precision: str):
     ranks(2).run(as_in_the_paper, kind, precision, {})
 

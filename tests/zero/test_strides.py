@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import diagonal
 from engine.toys import TINY, assert_equal, engine_of
 from ranks import RankPools
 from torch import Tensor, nn
@@ -210,8 +211,7 @@ def access(stage: int, whole: bool) -> None:
     trained.destroy()
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["flat", "whole"])
-@pytest.mark.parametrize("stage", range(4))
+@diagonal(stage=range(4), whole=[False, True])
 def test_access_gives_logical_values(stage: int, whole: bool, ranks: RankPools) -> None:
     ranks(2).run(access, stage, whole)
 
