@@ -15,7 +15,7 @@ from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import SaveRequest
-from hadal.checkpoint.together import compare_tags
+from hadal.checkpoint.together import compare_tags, together
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
 from hadal.engine.session import Session
@@ -80,6 +80,8 @@ class Checkpoints:
         order = SaveRequest(
             Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
         )
+        with together(self._session.parts.world, f"checkpoint {name} was not saved"):
+            self._session.parts.runtime.check_freed()
         self._saver.save(order, self._session.live())
         return True
 

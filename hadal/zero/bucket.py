@@ -670,6 +670,11 @@ class Bucket:
         if self.state is not Weights.ARRIVING:
             self._views.check_links(is_full=self.state is Weights.FULL)
 
+    def check_freed(self) -> None:
+        """Raise `ShardedAccessError` for a freed parameter that was written to."""
+        if self.state is Weights.SHARDED:
+            self._views.check_placeholders()
+
     def release(self) -> None:
         """Give every parameter memory of its own again, with its present (whole) values."""
         self._refresh.end()

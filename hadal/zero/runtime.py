@@ -183,6 +183,11 @@ class ZeroRuntime:
         for bucket in self.buckets:
             bucket.check_links()
 
+    def check_freed(self) -> None:
+        """Raise `ShardedAccessError` for a freed parameter that was written to."""
+        for bucket in self.buckets:
+            bucket.check_freed()
+
     def reshard_all(self, *, update_looks: bool = False) -> None:
         """Before an update: take up the user's edits, and free what will be stale.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hadal
-from hadal.errors import ShardedAccessError
+from hadal import comm
+from hadal.errors import CheckpointError, ShardedAccessError
 from hadal.zero.bucket import Weights
 from hadal.zero.watched import Listener, kind_of, watched_kind_of
 
@@ -180,6 +182,25 @@ def write_past_torch(keeps: bool) -> str:
 def test_a_write_to_a_freed_parameter_is_told(keeps: bool, ranks: RankPools) -> None:
     for rank, told in enumerate(ranks(2).run(write_past_torch, keeps)):
         assert f"rank {rank}: parameter 3.weight was written to while its values were" in told
+
+
+def save_what_was_written(folder: str) -> str:
+    engine: Any = engine_of(3, zero_optimization={"stage": 3, **TINY})
+    assert engine.module[3].weight.data.shape == (4, 9)  # a look is no write
+    engine.save_checkpoint(folder)
+    if comm.get_rank() == 1:
+        engine.module[3].weight.data.fill_(1.0)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_a_write_to_a_freed_parameter_is_told_by_the_next_save(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    for told in ranks(2).run(save_what_was_written, str(tmp_path)):
+        assert "checkpoint global_step0 was not saved: rank 1: " in told
+        assert "parameter 3.weight was written to while its values were spread" in told
 
 
 def print_freed_weights() -> tuple[str, str]:
