@@ -67,7 +67,7 @@ def _tell_disk_keys(config: Config, report: Report) -> None:
 
 
 def _is_set(section: Section, name: str) -> bool:
-    """Whether a key has another value than its default."""
+    """Return whether a key's value differs from its default."""
     return bool(getattr(section, name) != default_of(type(section).model_fields[name]))
 
 

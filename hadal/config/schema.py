@@ -61,7 +61,7 @@ def _complete(schema: Schema, model: type[Section]) -> None:
 
 
 def _write_status(schema: Schema, model: type[Section], above: Status) -> None:
-    """Say of each key what is not built because of the switch of its section."""
+    """Write into each key's schema the unbuilt status that it has from a section's switch."""
     for name, field in model.model_fields.items():
         status = status_of(field, above)
         if status != "acts":

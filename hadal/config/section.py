@@ -67,7 +67,7 @@ TUNABLE_AT_STAGE_3 = Mark(stages=(3,), tunable=True)
 
 
 def unbuilt_beside(name: str) -> Mark:
-    """Return the mark of a key that requests nothing without another one, not built yet."""
+    """Mark a key that requests nothing without another one, which is not built yet."""
     return Mark(status="not built yet", serves=name)
 
 
@@ -109,7 +109,7 @@ class Section(BaseModel):
     required: ClassVar[tuple[str, ...]] = ()
     """Keys that are required if the section is present."""
     unbuilt: ClassVar[Mapping[str, str]] = {}
-    """Maps a key that no release has, but people try, to the feature that is not built."""
+    """Maps a key that no release has but people look for to the unbuilt feature."""
 
     @classmethod
     def is_open(cls) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a key acts, by its own mark and by the switches of the sections that hold it."""
+"""The status of a key: its own mark, and the switches of the sections around it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hadal.config.section import Section, Status, mark_of
 
 
 def status_of(field: FieldInfo, above: Status) -> Status:
-    """Return the status of a key in a section of status `above`."""
+    """Return the status of a key in a section with status `above`."""
     own = mark_of(field).status
     return own if own != "acts" or above == "acts" else above
 
 
 def status_inside(model: type[Section], above: Status) -> Status:
-    """Return the status of a section whose switch may not be built."""
+    """Return the status of keys in a section, whose switch may not be built."""
     if model.switch is None or above != "acts":
         return above
     *owners, name = model.switch.split(".")
@@ -28,12 +28,12 @@ def status_inside(model: type[Section], above: Status) -> Status:
 
 
 def has_typed_params(model: type[Section], name: str) -> bool:
-    """Whether a key holds arguments whose names the type beside it decides."""
+    """Return whether the type beside a key decides which arguments it holds."""
     return issubclass(model, Optimizer | Scheduler) and name == "params"
 
 
 def statuses(model: type[Section], above: Status = "acts") -> dict[type[Section], set[Status]]:
-    """Return the statuses of every section at and below `model`, one for each of its places."""
+    """Return the statuses of every section at and below `model`, one for each place it has."""
     above = status_inside(model, above)
     found: dict[type[Section], set[Status]] = {model: {above}}
     for name, field in model.model_fields.items():

@@ -213,7 +213,7 @@ class Config(General):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The notes as they are logged: all keys that do nothing in one line."""
+        """Return the notes as they are logged: all keys that do nothing in one line."""
         return self._lines
 
     def as_dict(self) -> dict[str, Any]:

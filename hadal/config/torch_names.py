@@ -1,4 +1,4 @@
-"""The classes of torch that a `type` may name, known without importing torch."""
+"""The torch classes that a `type` may name, known without importing torch."""
 
 import sys
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ REFUSED: Mapping[str, str] = {
     "LBFGS": "it calls the loss several times in one step, which an engine's step cannot",
     "SparseAdam": "it updates only the rows of sparse gradients, and gradients here are dense",
 }
-"""Classes of torch that an engine cannot step, and why."""
+"""Torch classes that an engine cannot step, with the reason."""
 
 
 def is_class_of(module: str, name: str) -> bool:
-    """Whether a module of torch that is imported has a class: newer ones have more."""
+    """Return whether a torch module, if imported, has a class: newer releases have more."""
     return isinstance(getattr(sys.modules.get(module), name, None), type)

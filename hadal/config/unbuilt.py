@@ -1,4 +1,4 @@
-"""Detection of keys that request something not built yet, or that do nothing as they stand."""
+"""Detection of keys that request something not built yet, or that do nothing as given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Walk:
     report: Report
     stage: int
     tells_idle: bool = True
-    """Whether keys that do nothing are noted: not below a switch that was turned off on purpose."""
+    """Whether to note keys that do nothing; not below a switch turned off on purpose."""
 
     def note_idle(self, path: str, message: str) -> None:
         if self.tells_idle:
@@ -27,9 +27,9 @@ class _Walk:
 def tell_unbuilt(config: Section, report: Report, *, stage: int, skip: tuple[str, ...]) -> None:
     """Report every key whose value would change something that this version does not do.
 
-    A key that asks for something and gets nothing is noted: one that has no effect, one that acts
-    at other stages only, and one below a switch that nobody has given. Whoever gives the switch,
-    and turns it off, wants silence.
+    A key that requests something and gets nothing is noted: one without effect, one that acts at
+    other stages only, and one below a switch that is not given. A switch that is given and off
+    means that silence is wanted.
     """
     walk = _Walk(report, stage)
     for name in type(config).model_fields:
@@ -99,7 +99,7 @@ def _descend(walk: _Walk, section: Section, path: str) -> None:
 
 
 def _note_without(walk: _Walk, section: Section, path: str, switch: str) -> None:
-    """Note each key below that asks for something, where nobody has given the section's switch."""
+    """Note each key below that requests something, although the section's switch is not given."""
     for name in [n for n in type(section).model_fields if n in section.model_fields_set]:
         field, value = type(section).model_fields[name], getattr(section, name)
         here = f"{path}.{name}"

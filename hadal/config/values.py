@@ -63,7 +63,7 @@ def _number(value: Any) -> Any:
 
 
 def spelled_numbers(value: Any) -> Any:
-    """Read texts that spell finite numbers, also in lists; leave anything else alone."""
+    """Convert strings that spell finite numbers, also in lists; leave anything else unchanged."""
     if isinstance(value, list | tuple):
         return [spelled_numbers(item) for item in value]
     if isinstance(value, str):

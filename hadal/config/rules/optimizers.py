@@ -86,9 +86,9 @@ _Params = Mapping[str, type[Section]]
 
 
 def bad_types(config: Config, skip: tuple[str, ...]) -> Iterator[Fault]:
-    """Yield a fault for each type that cannot be made, and for params of the one that was meant.
+    """Yield a fault for each type that does not exist, and check the params of the likely one.
 
-    `skip` are the sections that have another fault, or in whose place the program brings an object.
+    `skip` are sections that have another fault, or that an object of the program replaces.
     """
     kinds: tuple[tuple[str, _Section | None, _Params, tuple[str, ...], str], ...] = (
         ("optimizer", config.optimizer, OPTIMIZERS, torch_names.OPTIMIZERS, "torch.optim"),
