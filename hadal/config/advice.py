@@ -31,14 +31,16 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         report.note_idle(
             "gradient_predivide_factor",
-            "has no effect: prescale_gradients does all of the division before adding up",
+            "has no effect: prescale_gradients does the whole division before the sum",
         )
     shared, key = config.sequence_parallel_size, "communication_data_type"
     other = f"seq_parallel_{key}"
     if shared > 1 and prepared.get(key) is not None:
-        report.note_idle(key, f"has no effect where {shared} ranks share a sequence: {other} has")
+        report.note_idle(
+            key, f"has no effect when {shared} ranks share a sequence; {other} applies"
+        )
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
-        report.note_idle(other, "has no effect where no ranks share a sequence")
+        report.note_idle(other, "has no effect when no ranks share a sequence")
     _tell_disk_keys(config, report)
 
 
@@ -62,7 +64,7 @@ def _tell_disk_keys(config: Config, report: Report) -> None:
             if key in type(section).model_fields and _is_set(section, key):
                 report.note_idle(
                     f"zero_optimization.{name}.{key}",
-                    'has no effect where the device is "cpu": it speaks of a disk ("nvme")',
+                    'has no effect with device "cpu": it is for a disk ("nvme")',
                 )
 
 
@@ -95,7 +97,7 @@ def _tell_amp(amp: Amp, written: set[str], report: Report) -> None:
     scale = amp.loss_scale or {"O1": "dynamic", "O2": "dynamic"}.get(amp.opt_level, 1)
     if cast == "fp32":
         for name in sorted(written & {"keep_batchnorm_fp32", "master_weights"}):
-            report.note_idle(f"amp.{name}", "has no effect where weights are fp32")
+            report.note_idle(f"amp.{name}", "has no effect with fp32 weights")
     if scale != "dynamic":
         for name in sorted(written & {"min_loss_scale", "max_loss_scale"}):
-            report.note_idle(f"amp.{name}", "has no effect where the loss scale is not dynamic")
+            report.note_idle(f"amp.{name}", "has no effect unless the loss scale is dynamic")

@@ -198,4 +198,4 @@ def _refusal(choice: Choice, replicas: int) -> str:
     near = sorted(choice.ranks, key=lambda count: abs(count - replicas))[:_SHOWN]
     listed = ", ".join(map(str, sorted(near)))
     some = "" if len(near) == len(choice.ranks) else f"; nearest of {len(choice.ranks)}"
-    return f"{replicas} ranks cannot train a batch of {choice.train}; take one of {listed}{some}"
+    return f"{replicas} ranks cannot train a batch of {choice.train}; use one of {listed}{some}"

@@ -50,7 +50,7 @@ def _bfloat16(raw: Raw, report: Report) -> None:
         return
     old = raw.pop("bfloat16")
     if raw.get("bf16") is not None:
-        report.fault("bfloat16", 'says the same as "bf16", which is there too; keep "bf16"')
+        report.fault("bfloat16", 'duplicates "bf16", which is given too; keep "bf16"')
         return
     report.note("bfloat16", 'an old name, read as "bf16"')
     raw["bf16"] = old
@@ -61,11 +61,11 @@ def _fp32_allreduce(raw: Raw, report: Report) -> None:
         return
     here, value = "fp32_allreduce", raw.pop("fp32_allreduce")
     if not isinstance(value, bool | None):
-        report.fault(here, 'expected true or false; better use "communication_data_type"')
+        report.fault(here, 'expected true or false; prefer "communication_data_type"')
     elif value and raw.get("communication_data_type") is not None:
-        report.fault(here, '"communication_data_type" is there too; keep that')
+        report.fault(here, '"communication_data_type" is given too; keep that')
     else:
-        report.note(here, 'an old name, read as "communication_data_type": "fp32" where it is true')
+        report.note(here, 'an old name, read as "communication_data_type": "fp32" if true')
         if value:
             raw["communication_data_type"] = "fp32"
 
@@ -81,9 +81,9 @@ def _cpu_offload(raw: Raw, report: Report) -> None:
             continue
         here, value = f"zero_optimization.{old}", zero.pop(old)
         if zero.get(new) is not None:
-            report.fault(here, f'replaced by "{new}", which is there too; leave "{old}" out')
+            report.fault(here, f'replaced by "{new}", which is given too; remove "{old}"')
         elif not isinstance(value, bool | None):
-            report.fault(here, f'expected true or false; better use "{new}"')
+            report.fault(here, f'expected true or false; prefer "{new}"')
         else:
             report.note(here, f'an old name, read as "{new}"')
             if value:
@@ -109,7 +109,7 @@ def _move(outer: Raw, name: str, target: Raw, new: str, report: Report) -> None:
         return
     here, value = f"data_efficiency.{name}", outer.pop(name)
     if target.get(name) is not None:
-        report.fault(here, f'says the same as "{new}", which is there too; keep that')
+        report.fault(here, f'duplicates "{new}", which is given too; keep that')
     else:
         report.note(here, f'an old place, read as "{new}"')
         target[name] = value
@@ -120,7 +120,7 @@ def _arg_mappings(raw: Raw, report: Report) -> None:
     if "arg_mappings" in raw and isinstance(tuning, Mapping | None):
         misplaced = raw.pop("arg_mappings")
         if isinstance(tuning, Mapping) and tuning.get("arg_mappings") is not None:
-            report.fault("arg_mappings", "autotuning.arg_mappings is there too; keep that")
+            report.fault("arg_mappings", "autotuning.arg_mappings is given too; keep that")
         else:
             report.note("arg_mappings", "the wrong place, read as autotuning.arg_mappings")
             tuning = {**(tuning or {}), "arg_mappings": misplaced}
@@ -129,7 +129,7 @@ def _arg_mappings(raw: Raw, report: Report) -> None:
         for name in tuning["arg_mappings"]:
             if str(name) != str(name).strip():
                 here = f"autotuning.arg_mappings.{name}"
-                report.note(here, "a name with a space at its end, read without it")
+                report.note(here, "surrounding whitespace is ignored")
         stripped = {str(name).strip(): flag for name, flag in tuning["arg_mappings"].items()}
         raw["autotuning"] = {**tuning, "arg_mappings": stripped}
 

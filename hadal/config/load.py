@@ -157,10 +157,10 @@ def _infer_batch(values: dict[str, Any], brought: Circumstances, report: Report)
     if not values.keys() & set(BATCH_KEYS[:2]):
         if set(BATCH_KEYS) & set(report.autos):
             values[BATCH_KEYS[1]] = 1
-            report.note(BATCH_KEYS[1], 'no batch size is given but some are "auto"; 1 is taken')
+            report.note(BATCH_KEYS[1], 'no batch size is given and some are "auto"; using 1')
         elif _is_tuned(values):
             values[BATCH_KEYS[1]] = 1
-            report.note(BATCH_KEYS[1], "no batch size is given but autotuning is on; 1 is taken")
+            report.note(BATCH_KEYS[1], "no batch size is given and autotuning is on; using 1")
     sizes = complete(Given(*(values.get(key) for key in BATCH_KEYS)), ranks)
     if isinstance(sizes, Sizes):
         values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
@@ -189,11 +189,11 @@ def _elastic_batch(
         report.fault(sizes.path, sizes.message)
         return ()
     for key in given:
-        report.note(key, f"{values[key]} gives way to what elasticity chooses")
+        report.note(key, f"{values[key]} is overridden by elasticity")
     if ranks not in list_of(section).ranks:
         report.note(
             "elasticity",
-            f"{world_size} ranks are outside the list: the batch of {sizes.train} is theirs alone",
+            f"{world_size} ranks are not in the list; the batch of {sizes.train} is for them only",
         )
     values |= dict(zip(BATCH_KEYS, (sizes.train, sizes.micro, sizes.accumulation), strict=True))
     return BATCH_KEYS
@@ -213,11 +213,11 @@ def _data_parallel_ranks(values: Mapping[str, Any], brought: Circumstances, repo
     if asked not in (None, shared):
         report.fault(
             shared_key,
-            f"{asked} is not the {shared} that the program brings along (an mpu, or a mesh); leave"
+            f"{asked} differs from {shared}, which the program passes (by an mpu or a mesh); leave"
             " it out",
         )
     if world % shared:
-        report.fault(shared_key, f"{shared} does not divide the {world} ranks; take a divisor")
+        report.fault(shared_key, f"{shared} does not divide the {world} ranks; use a divisor")
     ranks = brought.data_parallel_size or max(1, world // shared)
     wanted = values.get(data_key)
     if wanted is not None and asked is None and brought.sequence_parallel_size is None:
@@ -246,19 +246,21 @@ def _ignored(config: Config, brought: Circumstances, report: Report) -> tuple[st
     ignored = tuple(name for name, is_brought in brings.items() if is_brought)
     for name in ignored:
         if getattr(config, name) is not None:
-            report.note(name, f"ignored: the program hands over its own {name}")
+            report.note(name, f"ignored: the program passes its own {name}")
     return ignored
 
 
 def _tell_autos(report: Report) -> None:
     for path in report.autos:
         if path not in BATCH_KEYS:
-            report.note(path, '"auto" was filled in by nobody, so the default holds')
+            report.note(path, '"auto" was not replaced by any program; using the default')
 
 
 def _tell_vocabulary(size: int | None, report: Report) -> None:
     if size is not None and size % 8:
-        report.note("vocabulary_size", f"{size} is no multiple of 8; one would be faster")
+        report.note(
+            "vocabulary_size", f"{size} is not a multiple of 8; a multiple of 8 would be faster"
+        )
 
 
 def _origins(

@@ -12,7 +12,7 @@ from hadal.config.top_level import Config
 from hadal.errors import nearest
 
 AUTO = "auto"
-_TUNING = "for the autotuner: start the program by `hadal run --autotuning tune`, or give one value"
+_TUNING = "for the autotuner: use `hadal run --autotuning tune`, or give a single value"
 _COMMENTS = ("_", "//", "$")
 
 
@@ -48,7 +48,7 @@ def _todays_name(
         return name
     new = model.aliases.get(name) or model.renamed.get(name)
     if new is not None and new in raw:
-        report.fault(here, f'says the same as "{new}", which is there too; keep "{new}"')
+        report.fault(here, f'duplicates "{new}", which is given too; keep "{new}"')
         return None
     if new is not None:
         if name in model.renamed:
@@ -58,7 +58,7 @@ def _todays_name(
         report.note(here, model.leftovers[name])
         return None
     if name in model.moved:
-        report.fault(here, f'stands elsewhere today; put it into "{model.moved[name]}"')
+        report.fault(here, f'has moved; put it into "{model.moved[name]}"')
         return None
     if model.is_open():
         return name
@@ -138,4 +138,4 @@ def _below(child: Child, value: Any, report: Report, here: str) -> Any:
 def _miss(model: type[Section], raw: Mapping[str, Any], report: Report, path: str) -> None:
     for name in model.required:
         if raw.get(name) is None:
-            report.fault(join(path, name), "must be said where the section stands; add it")
+            report.fault(join(path, name), "required in this section; add it")

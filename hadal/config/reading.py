@@ -33,12 +33,12 @@ def read(source: Source) -> tuple[str, dict[str, Any]]:
     if not isinstance(source, str | os.PathLike):
         kind = type(source).__name__
         raise ConfigError(
-            f"the configuration is of type {kind}; hand over a dict, a path or a base64 text"
+            f"the configuration is of type {kind}; pass a dict, a path or base64 text"
         )
     text = _text(source)
     value = _parsed(text)
     if not isinstance(value, dict):
-        raise ConfigError(f"{text.name} holds {type(value).__name__}; a JSON object is expected")
+        raise ConfigError(f"{text.name} contains a {type(value).__name__}; expected a JSON object")
     return text.name, _copied(value)
 
 
@@ -56,7 +56,7 @@ def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = copied(source)
     except RecursionError:
         raise ConfigError(
-            "the configuration is nested too deep, or contains itself; hand over plain dicts"
+            "the configuration is nested too deeply or contains itself; pass plain dicts"
         ) from None
     return result
 
@@ -65,17 +65,17 @@ def _text(source: str | os.PathLike[str]) -> Text:
     if _is_file(source):
         return _file_text(Path(source))
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        raise ConfigError("this is JSON text; hand over json.loads of it, or a path to a file")
+        raise ConfigError("this is JSON text; pass json.loads(...) of it, or a path to a file")
     if isinstance(source, str):
         decoded = _decoded(source)
         if decoded is not None:
             return Text("the base64 configuration", decoded)
     shown = str(source) if len(str(source)) <= 80 else str(source)[:77] + "..."
     if shown and len(shown) <= 80 and Path(shown).is_dir():
-        raise ConfigError(f'"{shown}" is a folder; name the JSON file in it')
+        raise ConfigError(f'"{shown}" is a directory; give the JSON file in it')
     raise ConfigError(
         f'"{shown}" is neither an existing file nor base64 of a JSON object; '
-        f"check the path (seen from {Path.cwd()}) or hand over a dict"
+        f"check the path (relative to {Path.cwd()}) or pass a dict"
     )
 
 
@@ -87,7 +87,7 @@ def _file_text(path: Path) -> Text:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not content.strip():
-        raise ConfigError(f"{path} is empty; a JSON object is expected")
+        raise ConfigError(f"{path} is empty; expected a JSON object")
     return Text(path.name, content)
 
 
@@ -119,7 +119,7 @@ def _parsed(text: Text) -> Any:
         ) from error
     except (RecursionError, ValueError) as error:
         raise ConfigError(
-            f"{text.name} cannot be read: it is nested too deep or holds a number that is too long"
+            f"{text.name} cannot be read: it is nested too deeply or contains too long a number"
             f" ({error})"
         ) from error
 

@@ -45,8 +45,8 @@ def _split(train: int, given: Given, ranks: int) -> Sizes | Fault:
         if product != train:
             return Fault(
                 "train_batch_size",
-                f"{train} is not {micro} per device x {accumulation} accumulation x {ranks} ranks "
-                f"= {product}; leave one of the three out",
+                f"{train}, but {micro} (micro-batch) x {accumulation} (accumulation)"
+                f" x {_counted(ranks)} = {product}; remove one of the three",
             )
         return Sizes(train, micro, accumulation)
     known = (micro or accumulation or 1) * ranks
@@ -59,9 +59,14 @@ def _split(train: int, given: Given, ranks: int) -> Sizes | Fault:
 
 
 def _uneven(train: int, given: Given, ranks: int, known: int) -> str:
-    parts = f"{ranks} ranks"
-    if given.micro is not None:
-        parts = f"{given.micro} per device x {parts}"
-    elif given.accumulation is not None:
-        parts = f"{given.accumulation} accumulation x {parts}"
-    return f"{train} is no multiple of {parts} = {known}; take a multiple of {known}"
+    if known == ranks:
+        return f"{train} is not divisible by {_counted(ranks)}; use a multiple of {known}"
+    size = given.micro, "micro-batch"
+    if given.micro is None:
+        size = given.accumulation, "accumulation"
+    parts = f"{size[0]} ({size[1]}) x {_counted(ranks)} = {known}"
+    return f"{train} is not divisible by {parts}; use a multiple of {known}"
+
+
+def _counted(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -45,15 +45,18 @@ def test_what_is_left_out_is_inferred(sizes, expected):
     [
         (
             (30, 4, 2),
-            "30 is not 4 per device x 2 accumulation x 4 ranks = 32; leave one of the three out",
+            "30, but 4 (micro-batch) x 2 (accumulation) x 4 ranks = 32; remove one of the three",
         ),
-        ((32, 5, None), "32 is no multiple of 5 per device x 4 ranks = 20; take a multiple of 20"),
-        ((30, None, None), "30 is no multiple of 4 ranks = 4; take a multiple of 4"),
+        (
+            (32, 5, None),
+            "32 is not divisible by 5 (micro-batch) x 4 ranks = 20; use a multiple of 20",
+        ),
+        ((30, None, None), "30 is not divisible by 4 ranks; use a multiple of 4"),
         (
             (20, None, 2),
-            "20 is no multiple of 2 accumulation x 4 ranks = 8; take a multiple of 8",
+            "20 is not divisible by 2 (accumulation) x 4 ranks = 8; use a multiple of 8",
         ),
-        ((2, None, None), "2 is no multiple of 4 ranks = 4; take a multiple of 4"),
+        ((2, None, None), "2 is not divisible by 4 ranks; use a multiple of 4"),
     ],
 )
 def test_sizes_that_do_not_agree(sizes, message):
@@ -122,10 +125,10 @@ def test_ranks_that_share_a_sequence_count_once():
 
 def test_the_division_must_be_exact():
     faults = faults_of(batch(micro=4), world_size=8, sequence_parallel_size=3)
-    assert faults == {"sequence_parallel_size": "3 does not divide the 8 ranks; take a divisor"}
+    assert faults == {"sequence_parallel_size": "3 does not divide the 8 ranks; use a divisor"}
     assert only_fault({**batch(micro=4), "sequence_parallel_size": 3}, world_size=8) == (
         "sequence_parallel_size",
-        "3 does not divide the 8 ranks; take a divisor",
+        "3 does not divide the 8 ranks; use a divisor",
     )
 
 
@@ -159,14 +162,14 @@ def test_the_key_may_not_contradict_the_program():
     load_config(source, world_size=8, sequence_parallel_size=2)
     path, message = only_fault(source, world_size=8, sequence_parallel_size=4)
     assert path == "sequence_parallel_size"
-    assert message.startswith("2 is not the 4 that the program brings along")
+    assert message.startswith("2 differs from 4, which the program passes")
     assert message.endswith("leave it out")
 
 
 @pytest.mark.claims("vocabulary_size")
 def test_a_vocabulary_that_divides_badly_is_told():
     (note,) = load_config({**batch(micro=1), "vocabulary_size": 50257}).notes
-    assert note == "vocabulary_size: 50257 is no multiple of 8; one would be faster"
+    assert note == "vocabulary_size: 50257 is not a multiple of 8; a multiple of 8 would be faster"
     assert load_config({**batch(micro=1), "vocabulary_size": 50304}).notes == ()
 
 
@@ -204,7 +207,7 @@ def test_an_unmanaged_border_needs_a_stage_that_can_overlap(stage):
 )
 def test_and_excludes_other_owners_of_the_step(section, content):
     source = {**batch(micro=1), "managed_gradient_accumulation": False, section: content}
-    assert "excludes" in faults_of(source)["managed_gradient_accumulation"]
+    assert "cannot be combined" in faults_of(source)["managed_gradient_accumulation"]
 
 
 def test_elasticity_chooses_the_batch():

@@ -78,7 +78,7 @@ def test_auto_means_the_default_and_is_told_once():
     assert config.origins["zero_optimization.reduce_bucket_size"] == "auto"
     assert config.origins["fp16.enabled"] == "auto"
     (note,) = config.notes
-    assert note.endswith('"auto" was filled in by nobody, so the default holds')
+    assert note.endswith('"auto" was not replaced by any program; using the default')
     assert "zero_optimization.stage3_max_live_parameters" in note
 
 
@@ -151,7 +151,7 @@ def test_auto_batch_sizes_are_inferred():
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (4, 1)
     assert config.gradient_accumulation_steps == 1
     assert config.notes == (
-        'train_micro_batch_size_per_gpu: no batch size is given but some are "auto"; 1 is taken',
+        'train_micro_batch_size_per_gpu: no batch size is given and some are "auto"; using 1',
     )
     config = load_config(auto | {"train_batch_size": 32}, world_size=4)
     assert config.train_micro_batch_size_per_gpu == 8
@@ -170,7 +170,7 @@ def test_unprefixed_names(name, value):
     both = with_zero(stage=3, **{name: value, f"stage3_{name}": value})
     assert only_fault(both) == (
         f"zero_optimization.{name}",
-        f'says the same as "stage3_{name}", which is there too; keep "stage3_{name}"',
+        f'duplicates "stage3_{name}", which is given too; keep "stage3_{name}"',
     )
 
 
@@ -241,7 +241,7 @@ def test_cpu_offload():
     both = with_zero(cpu_offload=False, offload_optimizer={"device": "none"})
     path, message = only_fault(both)
     assert path == "zero_optimization.cpu_offload"
-    assert 'leave "cpu_offload" out' in message
+    assert 'remove "cpu_offload"' in message
     assert only_fault(with_zero(cpu_offload="yes"))[0] == "zero_optimization.cpu_offload"
 
 
@@ -329,7 +329,7 @@ def test_misplaced_arg_mappings_find_home():
 
 def test_an_uneven_vocabulary_is_told():
     config = load_config({**BASE, "vocabulary_size": 100})
-    assert config.notes[0].startswith("vocabulary_size: 100 is no multiple of 8")
+    assert config.notes[0].startswith("vocabulary_size: 100 is not a multiple of 8")
 
 
 def test_what_cannot_be_moved_is_told():

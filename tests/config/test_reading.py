@@ -102,13 +102,13 @@ def test_neither_path_nor_base64(source):
 
 
 def test_json_text_is_no_configuration():
-    with pytest.raises(ConfigError, match=r"this is JSON text; hand over json\.loads of it"):
+    with pytest.raises(ConfigError, match=r"this is JSON text; pass json\.loads"):
         load_config(TEXT)
 
 
 @pytest.mark.parametrize("source", [None, 3, ["a"], b"bytes"])
 def test_other_things_are_refused(source):
-    with pytest.raises(ConfigError, match="hand over a dict, a path or a base64 text"):
+    with pytest.raises(ConfigError, match="pass a dict, a path or base64 text"):
         load_config(source)
 
 
@@ -120,7 +120,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
     path.write_text(" \n")
     with pytest.raises(ConfigError, match="is empty"):
         load_config(path)
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="is a directory"):
         load_config(str(tmp_path)[:80] if tmp_path.is_dir() and len(str(tmp_path)) <= 80 else "/")
 
 
@@ -128,7 +128,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
 def test_a_file_beyond_reading_is_a_config_error(tmp_path, text):
     path = tmp_path / "ds_config.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="nested too deep or holds a number"):
+    with pytest.raises(ConfigError, match="nested too deeply or contains too long a number"):
         load_config(path)
 
 
@@ -166,8 +166,8 @@ def test_faults_are_told_in_columns_under_the_files_name(tmp_path):
             "3 faults in ds_config.json",
             '  zero_optimization.offload_parm  unknown key; did you mean "offload_param"?',
             "  zero_optimization.stage         expected 0, 1, 2 or 3, got 7",
-            "  train_batch_size                64 is not 4 per device x 2 accumulation x 4 ranks "
-            "= 32; leave one of the three out",
+            "  train_batch_size                64, but 4 (micro-batch) x 2 (accumulation) x 4 ranks"
+            " = 32; remove one of the three",
         ]
     )
     assert pickle.loads(pickle.dumps(caught.value)).faults == caught.value.faults

@@ -71,7 +71,7 @@ CONTRADICTIONS = [
     (
         {"bf16": {**BF16, "bf16_optimizer_states": True}, **with_zero(stage=2)},
         "bf16.bf16_optimizer_states",
-        "switch that on too",
+        "enable that too",
     ),
     ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "leave it out"),
     (
@@ -95,7 +95,7 @@ CONTRADICTIONS = [
     (
         {"data_types": {"keep_in_fp32_modules": ["norm", "*a"]}},
         "data_types.keep_in_fp32_modules[1]",
-        "no regular expression",
+        "not a valid regular expression",
     ),
     (
         {"torch_autocast": {"enabled": True}, "fp16": {"loss_scale_window": 0}},
@@ -151,22 +151,22 @@ CONTRADICTIONS = [
         "zero_optimization.offload_param.nvme_path",
         "add it",
     ),
-    ({"prescale_gradients": True, **with_zero(stage=2)}, "prescale_gradients", "leave it out"),
+    ({"prescale_gradients": True, **with_zero(stage=2)}, "prescale_gradients", "remove it"),
     (
         {"gradient_predivide_factor": 2, **with_zero(stage=3)},
         "gradient_predivide_factor",
-        "2.0 does not go with zero_optimization.reduce_scatter at stage 3",
+        "2.0 cannot be combined with zero_optimization.reduce_scatter at stage 3",
     ),
     (
         {"prescale_gradients": True, **with_zero(stage=3)},
         "prescale_gradients",
-        "true does not go with zero_optimization.reduce_scatter at stage 3; leave it out or"
-        " switch zero_optimization.reduce_scatter off",
+        "true cannot be combined with zero_optimization.reduce_scatter at stage 3; remove it or"
+        " disable zero_optimization.reduce_scatter",
     ),
     (
         {"gradient_predivide_factor": 0.5, **with_zero(stage=2)},
         "gradient_predivide_factor",
-        "0.5 does not go with zero_optimization.reduce_scatter at stage 2",
+        "0.5 cannot be combined with zero_optimization.reduce_scatter at stage 2",
     ),
     ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "expected a number > 0, got 0"),
     ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op", '"mean" or "sum"'),
@@ -174,12 +174,12 @@ CONTRADICTIONS = [
     (
         with_zero(stage=1, allgather_bucket_size=5),
         "zero_optimization.allgather_bucket_size",
-        "take 6",
+        "use 6",
     ),
     (
         with_zero(stage=2, allgather_bucket_size=7),
         "zero_optimization.allgather_bucket_size",
-        "expected an even number at stages 1 and 2, got 7; take 8",
+        "expected an even number at stages 1 and 2, got 7; use 8",
     ),
     (
         with_zero(reduce_bucket_size=0),
@@ -189,22 +189,22 @@ CONTRADICTIONS = [
     (
         with_zero(stage=3, zero_hpz_partition_size=8, mics_shard_size=4),
         "zero_optimization.zero_hpz_partition_size",
-        "8 has nothing to spare where weights are gathered over the 4 ranks of",
+        "8 saves nothing when weights are gathered over the 4 ranks of",
     ),
     (
         with_zero(stage=3, zero_hpz_partition_size=4, mics_shard_size=6),
         "zero_optimization.zero_hpz_partition_size",
-        "4 does not divide zero_optimization.mics_shard_size, 6; take a divisor",
+        "4 does not divide zero_optimization.mics_shard_size, 6; use a divisor",
     ),
     (
         with_zero(stage=3, zero_quantized_gradients=True, reduce_scatter=False),
         "zero_optimization.zero_quantized_gradients",
-        "switch that on",
+        "enable that",
     ),
     (
         with_zero(stage=2, zero_quantized_gradients=True, reduce_scatter=False),
         "zero_optimization.zero_quantized_gradients",
-        "switch that on",
+        "enable that",
     ),
     (
         with_zero(stage=2, zeropp_loco_param={"err_beta": 0.5}),
@@ -215,17 +215,17 @@ CONTRADICTIONS = [
     (
         {"gradient_allreduce_op": "SUM", **with_zero(stage=3)},
         "gradient_allreduce_op",
-        '"sum" does not go with zero_optimization.stage 3; take "mean"',
+        '"sum" cannot be combined with zero_optimization.stage 3; use "mean"',
     ),
     (
         {"gradient_allreduce_op": "sum", **with_zero(stage=2, zenflow={})},
         "gradient_allreduce_op",
-        '"sum" does not go with zero_optimization.zenflow; take "mean"',
+        '"sum" cannot be combined with zero_optimization.zenflow; use "mean"',
     ),
     (
         {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}},
         "gradient_allreduce_op",
-        '"sum" does not go with compile.deepcompile; take "mean"',
+        '"sum" cannot be combined with compile.deepcompile; use "mean"',
     ),
     (
         with_zero(compute_grad_norm=False),
@@ -235,7 +235,7 @@ CONTRADICTIONS = [
     (
         {"gradient_clipping": 0, **with_zero(stage=2, compute_grad_norm=False, zenflow={})},
         "zero_optimization.compute_grad_norm",
-        "false does not go with zero_optimization.zenflow; change that or leave it out",
+        "false cannot be combined with zero_optimization.zenflow; change that or leave it out",
     ),
     (
         {
@@ -243,7 +243,7 @@ CONTRADICTIONS = [
             **with_zero(stage=1, compute_grad_norm=False, offload_optimizer=CPU),
         },
         "zero_optimization.compute_grad_norm",
-        "does not go with zero_optimization.offload_optimizer",
+        "cannot be combined with zero_optimization.offload_optimizer",
     ),
     (
         with_zero(stage=3, compute_grad_norm=False),
@@ -258,7 +258,7 @@ CONTRADICTIONS = [
     (
         {"compile": {"deepcompile": True, "passes": ["autotp", "z1"]}},
         "compile.passes",
-        "stands alone",
+        "cannot be combined with others",
     ),
     (
         {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}},
@@ -273,7 +273,7 @@ CONTRADICTIONS = [
             }
         },
         "activation_checkpointing.contiguous_memory_optimization",
-        "switch that on too",
+        "enable that too",
     ),
     ({"autotuning": {"exps_dir": ""}}, "autotuning.exps_dir", "that is not empty"),
     (
@@ -458,7 +458,7 @@ def test_the_brought_optimizer_makes_the_section_step_back():
     source = {**BASE, "optimizer": {"type": "OneBitLamb"}}
     assert load_config(source).notes == ()
     config = load_config(source, client_optimizer=True)
-    assert config.notes == ("optimizer: ignored: the program hands over its own optimizer",)
+    assert config.notes == ("optimizer: ignored: the program passes its own optimizer",)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -473,7 +473,7 @@ def test_torch_keywords_need_torch_adam():
     params = {"fused": True}
     path, message = only_fault({**BASE, "optimizer": {"type": "Adam", "params": params}})
     assert path == "optimizer.params.fused"
-    assert "add torch_adam true" in message
+    assert "add torch_adam: true" in message
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
@@ -481,7 +481,7 @@ def test_a_type_must_be_named(section):
     path, message = only_fault({**BASE, section: {"type": "auto"}})
     assert (path, message) == (
         f"{section}.type",
-        f'"auto" is filled in by nobody; name the {section}',
+        f'"auto" was not replaced by any program; name the {section}',
     )
 
 

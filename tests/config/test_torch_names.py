@@ -37,10 +37,10 @@ def test_all_faults_of_the_optimizer_and_the_schedule_are_told_at_once() -> None
     optimizer = {"type": "AdmaW", "params": {"learning_rate": 0.1}}
     faults = faults_of({**BASE, "optimizer": optimizer, "scheduler": {"type": "WarmupLr"}})
     assert faults == {
-        "optimizer.type": '"AdmaW" is neither known here nor a class of torch.optim; did you mean'
+        "optimizer.type": '"AdmaW" is neither built in nor a class of torch.optim; did you mean'
         ' "AdamW"?',
         "optimizer.params.learning_rate": 'unknown key of AdamW; did you mean "lr"?',
-        "scheduler.type": '"WarmupLr" is neither known here nor a class of'
+        "scheduler.type": '"WarmupLr" is neither built in nor a class of'
         ' torch.optim.lr_scheduler; did you mean "WarmupLR"?',
     }
 

@@ -246,7 +246,7 @@ def born_over_all() -> None:
         (mesh_of_one_size, UsageError, "expected (data_parallel, sequence_parallel)"),
         (mpu_and_mesh, UsageError, "give one"),
         (keys_against_the_mpu, ConfigError, "sequence_parallel_size"),
-        (sizes_against_the_mpu, ConfigError, "5 is no multiple of 3 per device x 2 ranks"),
+        (sizes_against_the_mpu, ConfigError, r"5 is not divisible by 3 \(micro-batch\) x 2 ranks"),
         (with_stages, NotBuiltYetError, "get_pipeline_model_parallel_world_size() is 2"),
         (with_contexts, NotBuiltYetError, "get_context_parallel_world_size() is 2"),
         (of_other_ranks, UsageError, "and get_data_parallel_rank() and _world_size() tell rank"),

@@ -141,7 +141,7 @@ def test_torchs_keywords_of_adam(ranks: RankPools) -> None:
     ranks(2).run(act, [up], ("AdamW", {"torch_adam": True}, torch.optim.AdamW, w))
     for keyword in ("foreach", "fused", "maximize", "capturable", "differentiable"):
         fault = fault_of({"type": "AdamW", "params": {keyword: True}})
-        assert fault == (f"optimizer.params.{keyword}", "is torch's keyword; add torch_adam true")
+        assert fault == (f"optimizer.params.{keyword}", "is torch's keyword; add torch_adam: true")
 
 
 def count_own_steps(params: dict[str, Any]) -> int:

@@ -25,9 +25,11 @@ def _unmanaged_elsewhere(config: Config) -> Iterator[Fault]:
     if config.managed_gradient_accumulation:
         return
     if config.compile.deepcompile:
-        yield Fault(_MANAGED, "false excludes compile.deepcompile; switch one of them back")
+        yield Fault(
+            _MANAGED, "false cannot be combined with compile.deepcompile; change one of them"
+        )
     elif config.amp is not None and config.amp.enabled:
-        yield Fault(_MANAGED, "false excludes amp.enabled; switch one of them back")
+        yield Fault(_MANAGED, "false cannot be combined with amp.enabled; change one of them")
 
 
 RULES = (_unmanaged_overlap, _unmanaged_elsewhere)

@@ -47,8 +47,8 @@ def _local_steps(config: Config) -> Iterator[Fault]:
     if config.zero_optimization.enable_sanity_checks:
         yield Fault(
             _CHECKS,
-            "takes it for a fault that ranks' weights differ, which ZeroOneAdam lets them do"
-            " between exchanges; give false, or optimizer.params.local_step_clipper 1",
+            "reports weights that differ between ranks, which ZeroOneAdam allows between"
+            " exchanges; give false, or optimizer.params.local_step_clipper 1",
         )
 
 
@@ -66,19 +66,19 @@ def _torch_keywords(config: Config) -> Iterator[Fault]:
         if params.get("differentiable"):
             yield Fault(
                 "optimizer.params.differentiable",
-                "nothing can be differentiated through the update of an engine; leave it out",
+                "an engine's update cannot be differentiated; remove it",
             )
         return
     for name in _TORCH_ONLY:
         if name in params:
-            yield Fault(f"optimizer.params.{name}", "is torch's keyword; add torch_adam true")
+            yield Fault(f"optimizer.params.{name}", "is torch's keyword; add torch_adam: true")
 
 
 @reading(_TYPE, "scheduler.type")
 def _no_type(config: Config) -> Iterator[Fault]:
     for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         if section is not None and section.type == "auto":
-            yield Fault(f"{name}.type", f'"auto" is filled in by nobody; name the {name}')
+            yield Fault(f"{name}.type", f'"auto" was not replaced by any program; name the {name}')
 
 
 _Section = Optimizer | Scheduler
@@ -116,7 +116,7 @@ def _unknown(
     meant = nearest(section.type, (*own, *of_torch))
     hint = f'did you mean "{meant}"?' if meant else f"name one of {', '.join(own)}"
     yield Fault(
-        f"{name}.type", f'"{section.type}" is neither known here nor a class of {home}; {hint}'
+        f"{name}.type", f'"{section.type}" is neither built in nor a class of {home}; {hint}'
     )
     fields = own[meant].model_fields if meant is not None and meant in own else {}
     for key in section.params if fields else ():

@@ -97,7 +97,7 @@ def _bf16_states(config: Config) -> Iterator[Fault]:
     if config.zero_optimization.stage == 0:
         yield Fault(path, _NEEDS_ZERO)
     elif not config.bf16.bf16_master_weights_and_grads:
-        yield Fault(path, "needs bf16.bf16_master_weights_and_grads; switch that on too")
+        yield Fault(path, "needs bf16.bf16_master_weights_and_grads; enable that too")
 
 
 @reading("bf16.immediate_grad_update", "data_types.grad_accum_dtype")
@@ -145,7 +145,7 @@ def _kept_patterns(config: Config) -> Iterator[Fault]:
         except re.error as error:
             yield Fault(
                 f"data_types.keep_in_fp32_modules[{index}]",
-                f'"{pattern}" is no regular expression ({error}); correct it',
+                f'"{pattern}" is not a valid regular expression ({error}); correct it',
             )
 
 

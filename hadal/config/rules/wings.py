@@ -24,7 +24,7 @@ _PACE_NEEDS = {
 def _missing(section: Section, path: str, *names: str) -> Iterator[Fault]:
     for name in names:
         if getattr(section, name) is None:
-            yield Fault(f"{path}.{name}", "must be said where the section is on; add it")
+            yield Fault(f"{path}.{name}", "required while the section is on; add it")
 
 
 def _pace(section: CurriculumLearning | CurriculumMetric, path: str) -> Iterator[Fault]:
@@ -67,7 +67,7 @@ def _token_dropping(config: Config) -> Iterator[Fault]:
     if ltd.enabled and ids is not None and count is not None and len(ids) != count:
         yield Fault(
             "data_efficiency.data_routing.random_ltd.random_ltd_layer_num",
-            f"{count} is not the {len(ids)} layers of random_ltd_layer_id; give {len(ids)}",
+            f"{count} differs from the {len(ids)} layers of random_ltd_layer_id; give {len(ids)}",
         )
 
 
@@ -95,7 +95,7 @@ def _contiguous_checkpoints(config: Config) -> Iterator[Fault]:
         if not section.partition_activations:
             yield Fault(
                 f"{path}.contiguous_memory_optimization",
-                "needs partition_activations; switch that on too",
+                "needs partition_activations; enable that too",
             )
 
 
@@ -135,12 +135,12 @@ def elastic_faults(section: Elasticity) -> Iterator[Fault]:
 def _elastic_sizes(section: Elasticity, path: str) -> Iterator[Fault]:
     for name in ("max_train_batch_size", "micro_batch_sizes"):
         if name not in section.model_fields_set:
-            yield Fault(f"{path}.{name}", "must be said where the section is on; add it")
+            yield Fault(f"{path}.{name}", "required while the section is on; add it")
     if max(section.micro_batch_sizes, default=0) > section.max_train_batch_size:
         yield Fault(
             f"{path}.micro_batch_sizes",
             f"{max(section.micro_batch_sizes)} is more than max_train_batch_size "
-            f"{section.max_train_batch_size}; leave it out or raise that",
+            f"{section.max_train_batch_size}; remove it or raise that",
         )
     if section.max_gpus < section.min_gpus:
         yield Fault(
@@ -157,7 +157,7 @@ def _elastic_version(section: Elasticity, path: str) -> Iterator[Fault]:
     elif section.num_gpus_per_node % shared:
         yield Fault(
             f"{path}.num_gpus_per_node",
-            f"{section.num_gpus_per_node} is no multiple of model_parallel_size {shared}",
+            f"{section.num_gpus_per_node} is not a multiple of model_parallel_size {shared}",
         )
 
 
@@ -165,7 +165,7 @@ def _elastic_version(section: Elasticity, path: str) -> Iterator[Fault]:
 def _compile_passes(config: Config) -> Iterator[Fault]:
     passes = config.compile.passes or ()
     if config.compile.deepcompile and "autotp" in passes and len(set(passes)) > 1:
-        yield Fault("compile.passes", '"autotp" stands alone; leave the others out')
+        yield Fault("compile.passes", '"autotp" cannot be combined with others; remove them')
 
 
 @reading("tensor_parallel")
@@ -190,7 +190,7 @@ def _compression_groups(config: Config) -> Iterator[Fault]:
             here = f"{path}.different_groups.{group}.params"
             params = content.params
             if params is None:
-                yield Fault(here, "must be said where the technique is on; add it")
+                yield Fault(here, "required while the technique is on; add it")
             else:
                 yield from _missing(params, here, *_bits_or_share(params))
 

@@ -36,7 +36,7 @@ def _disk_without_path(config: Config) -> Iterator[Fault]:
     )
     for name, offload, acts in sections:
         if acts and offload and offload.device == "nvme" and not offload.nvme_path:
-            yield Fault(f"{_ZERO}.{name}.nvme_path", 'must be said for device "nvme"; add it')
+            yield Fault(f"{_ZERO}.{name}.nvme_path", 'required for device "nvme"; add it')
 
 
 @reading(_STAGE, _DEVICE)
@@ -58,12 +58,12 @@ def _scaling_before_scatter(config: Config) -> Iterator[Fault]:
     scatters = zero.reduce_scatter and (zero.stage == 3 or (zero.stage == 2 and is_mean))
     if not scatters:
         return
-    remedy = f"with {_SCATTER} at stage {zero.stage}; leave it out or switch {_SCATTER} off"
+    remedy = f"with {_SCATTER} at stage {zero.stage}; remove it or disable {_SCATTER}"
     if config.prescale_gradients:
-        yield Fault("prescale_gradients", f"true does not go {remedy}")
+        yield Fault("prescale_gradients", f"true cannot be combined {remedy}")
     if config.gradient_predivide_factor != 1.0:
         factor = config.gradient_predivide_factor
-        yield Fault("gradient_predivide_factor", f"{factor} does not go {remedy}")
+        yield Fault("gradient_predivide_factor", f"{factor} cannot be combined {remedy}")
 
 
 @reading(_STAGE, f"{_ZERO}.allgather_bucket_size")
@@ -73,7 +73,7 @@ def _odd_bucket(config: Config) -> Iterator[Fault]:
         size = zero.allgather_bucket_size
         yield Fault(
             f"{_ZERO}.allgather_bucket_size",
-            f"expected an even number at stages 1 and 2, got {size}; take {size + 1}",
+            f"expected an even number at stages 1 and 2, got {size}; use {size + 1}",
         )
 
 
@@ -84,7 +84,7 @@ _CODED = f"{_ZERO}.zero_quantized_gradients"
 def _quantized_gradients(config: Config) -> Iterator[Fault]:
     zero = config.zero_optimization
     if zero.stage >= 2 and zero.zero_quantized_gradients and not zero.reduce_scatter:
-        yield Fault(_CODED, f"needs {_SCATTER}; switch that on")
+        yield Fault(_CODED, f"needs {_SCATTER}; enable that")
 
 
 @reading(_STAGE, _CODED, f"{_ZERO}.zeropp_loco_param")
@@ -94,7 +94,7 @@ def _feedback_of_nothing(config: Config) -> Iterator[Fault]:
     if is_asked and not zero.zero_quantized_gradients:
         yield Fault(
             f"{_ZERO}.zeropp_loco_param",
-            f"needs {_CODED}: else no gradient loses anything; switch that on, or leave it out",
+            f"needs {_CODED}: otherwise there is no error to feed back; enable it or remove this",
         )
 
 
@@ -110,7 +110,7 @@ def _sum(config: Config) -> Iterator[Fault]:
     )
     for is_on, what in clashes:
         if is_on:
-            yield Fault(_OP, f'"sum" does not go with {what}; take "mean"')
+            yield Fault(_OP, f'"sum" cannot be combined with {what}; use "mean"')
 
 
 @reading(_STAGE, "gradient_clipping", f"{_ZERO}.compute_grad_norm", f"{_ZERO}.zenflow", _DEVICE)
@@ -121,8 +121,8 @@ def _no_norm(config: Config) -> Iterator[Fault]:
     clashes = (
         (zero.stage not in (1, 2), f"needs {_STAGE} 1 or 2, got {zero.stage}"),
         (config.gradient_clipping > 0, "needs gradient_clipping 0"),
-        (zero.zenflow is not None, f"does not go with {_ZERO}.zenflow"),
-        (offloads_optimizer(config), f"does not go with {_ZERO}.offload_optimizer"),
+        (zero.zenflow is not None, f"cannot be combined with {_ZERO}.zenflow"),
+        (offloads_optimizer(config), f"cannot be combined with {_ZERO}.offload_optimizer"),
     )
     for is_on, what in clashes:
         if is_on:
@@ -148,12 +148,12 @@ def _second_copy_in_block(config: Config) -> Iterator[Fault]:
     if second >= block:
         yield Fault(
             _HPZ,
-            f"{second} has nothing to spare where weights are gathered over the {block} ranks of"
-            f" {_MICS}; leave it out, or take a smaller number that divides {block}",
+            f"{second} saves nothing when weights are gathered over the {block} ranks of"
+            f" {_MICS}; remove it, or use a smaller divisor of {block}",
         )
     elif block % second:
         yield Fault(
-            _HPZ, f"{second} does not divide {_MICS}, {block}; take a divisor or leave one out"
+            _HPZ, f"{second} does not divide {_MICS}, {block}; use a divisor or remove one of them"
         )
 
 
@@ -165,8 +165,8 @@ def blocks_that_do_not_fit(config: Config, ranks: int) -> Iterator[Fault]:
         if zero.stage == 3 and size > 1 and ranks % size:
             yield Fault(
                 path,
-                f"{size} does not divide the {ranks} ranks that share the weights; take a divisor"
-                " or leave it out",
+                f"{size} does not divide the {ranks} ranks that share the weights; use a divisor"
+                " or remove it",
             )
 
 
