@@ -41,7 +41,7 @@ def test_it_shows_the_batch_and_who_can_train_it(
     assert told["train_batch_size"] == 17 * 64 * told["gradient_accumulation_steps"] == 9792
     assert main(["elastic", config, "--world-size", "128"]) == 1
     shown = capsys.readouterr().err
-    assert "elasticity: 128 ranks cannot train a batch of 9792; take one of " in shown
+    assert "elasticity: 128 ranks cannot train a batch of 9792; use one of " in shown
     assert "102, 136" in shown
 
 
