@@ -65,6 +65,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "timers": {"throughput": {"enabled": True, "synchronized": False}},
     },
     "autotuning": {"autotuning": {"enabled": True, "metric": "throughput"}},
+    "flops_profiler": {
+        "flops_profiler": {"enabled": True, "profile_step": 5, "output_file": "profile.json"},
+    },
     "elasticity": {
         "elasticity": {
             "enabled": True,

@@ -40,6 +40,11 @@ def test_each_section_is_on_one_page(written):
             assert f"## `{name}`" in (main if name in EXAMPLES else unbuilt)
 
 
+def test_a_section_that_acts_has_an_example(written):
+    _, unbuilt = written.values()
+    assert "| **acts** |" not in unbuilt, "give the section an example in hadal/config/examples.py"
+
+
 def test_links_inside_a_page_lead_to_its_headings(written):
     for text in written.values():
         headings = {anchor(line.lstrip("# ")) for line in text.splitlines() if line[:2] == "##"}
