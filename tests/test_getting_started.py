@@ -1,0 +1,71 @@
+"""The files and commands of docs/getting_started.md work as pasted."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "getting_started.md").read_text()
+NAMES = ("ds_config.json", "train.py", "trainer_config.json", "finetune.py")
+LIMIT_S = 300.0
+
+
+def pasted(folder: Path) -> list[str]:
+    """Save the page's files in a folder; return its commands."""
+    files = re.findall(r"```(json|python)\n(.*?)```", PAGE, re.DOTALL)
+    for name, (language, text) in zip(NAMES, files, strict=True):
+        assert name.endswith({"json": "json", "python": "py"}[language])
+        (folder / name).write_text(text)
+    return re.findall(r"^(?:python|hadal) [^#\n]*", PAGE, re.MULTILINE)
+
+
+def run(folder: Path, command: str) -> str:
+    words = command.replace("hadal ", "-m hadal.cli ", 1).removeprefix("python ").split()
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | environment | {"HF_HUB_OFFLINE": "1"},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def test_the_loop_trains_resumes_and_exports(tmp_path: Path) -> None:
+    commands = pasted(tmp_path)
+    (two,) = [line for line in commands if line.endswith("2 train.py")]
+    losses = re.findall(r"epoch (\d): loss (\S+) after (\d+) updates", run(tmp_path, two))
+    assert [(epoch, count) for epoch, _, count in losses] == [
+        (str(epoch), str(2048 // (16 * 2 * 2) * (epoch + 1))) for epoch in range(4)
+    ]
+    assert float(losses[-1][1]) < 1.0 < float(losses[0][1])
+    program = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(program.replace("EPOCHS = 4", "EPOCHS = 5"))
+    assert "python train.py" in commands
+    assert "epoch 4: loss" in run(tmp_path, "python train.py")
+    exports = [line.strip() for line in commands if line.startswith("hadal checkpoint")]
+    assert len(exports) == 2
+    for line in exports:
+        run(tmp_path, line)
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_the_trainer_finds_hadal(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (line,) = [line for line in pasted(tmp_path) if "finetune.py" in line]
+    run(tmp_path, line)
+    assert (tmp_path / "finetuned" / "model.safetensors").exists()
