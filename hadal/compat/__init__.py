@@ -1,9 +1,9 @@
-"""The names that programs written for DeepSpeed import, each led to the house below.
+"""The names that programs written for DeepSpeed import, each mapped to its counterpart in Hadal.
 
 Words of this folder.
 
 surface      the names of DeepSpeed that programs use (`surface.json`)
-home         where in Hadal a name of the surface leads (`homes.py`); without one it is not built
-placeholder  what stands for a name that is not built: it says so when it is called or used
-alias        the modules called `deepspeed` that stand for Hadal, once they are installed
+home         the place in Hadal that a name of the surface maps to (`homes.py`)
+placeholder  an object in place of a name that is not built; it raises when called or used
+alias        a module called `deepspeed...` that stands for Hadal once they are installed
 """

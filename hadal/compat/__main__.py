@@ -1,4 +1,4 @@
-"""`python -m hadal.compat script.py ...`: run a program written for DeepSpeed as it is."""
+"""`python -m hadal.compat script.py ...`: run a program written for DeepSpeed unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines of DeepSpeed say of their configuration: one method for each key."""
+"""Methods with which DeepSpeed's engines report their configuration: one per key."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Accessors(Engine):
-    """An engine with these methods. Those of the table return what the key holds.
+    """An engine with these methods. Those in the table return the key's value.
 
-    Sections are plain dicts; what stands in a section that is not there is None.
+    Sections are plain dicts; keys of an absent section are None.
     """
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype of gradients on the wire."""
+        """Return the dtype of gradients on the wire."""
         named = self._parts.config.communication_data_type
         if named:
             return _DTYPES[named]
@@ -116,43 +116,43 @@ class Accessors(Engine):
         return next((each.precision.reduce for each in trained), torch.float32)
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast, where the configuration names one."""
+        """Return the dtype of autocast, if the configuration names one."""
         section = self._parts.config.torch_autocast
         return None if section is None else _DTYPES.get(section.dtype or "")
 
     def postscale_gradients(self) -> bool:
-        """Whether gradients are divided after they are added up, and not before."""
+        """Return whether gradients are divided after they are summed, not before."""
         return not self._parts.config.prescale_gradients
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        """Whether the ranks' tags are compared at a save."""
+        """Return whether the ranks' tags are compared when saving."""
         return self._parts.config.checkpoint.tag_validation != "Ignore"
 
     def checkpoint_tag_validation_fail(self) -> bool:
-        """Whether it is an error that they differ."""
+        """Return whether different tags are an error."""
         return self._parts.config.checkpoint.tag_validation == "Fail"
 
     def checkpoint_writer_enabled(self) -> bool:
-        """Whether the configuration says how files are written."""
+        """Return whether the configuration has a checkpoint writer section."""
         return self._parts.config.checkpoint.writer is not None
 
     def autotuning_profile_model_info(self) -> bool:
-        """Whether this run is an experiment that measures one forward."""
+        """Return whether this run is an experiment that measures one forward pass."""
         section = self._parts.config.autotuning
         return section.enabled and section.model_info is not None and section.model_info.profile
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's state rests on the host."""
+        """Return whether the optimizer's state is in host memory."""
         section = self._parts.config.zero_optimization.offload_optimizer
         return section is not None and section.device == "cpu"
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the optimizer's state rests off the device, so that the host steps it."""
+        """Return whether the optimizer's state is offloaded, so that the host updates it."""
         section = self._parts.config.zero_optimization.offload_optimizer
         return section is not None and section.device != "none"
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The batch of an update, of a micro-step, and the micro-steps of an update."""
+        """Return the train batch, the micro-batch and the accumulation steps."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -160,38 +160,38 @@ class Accessors(Engine):
         )
 
     def get_data_parallel_rank(self) -> int:
-        """My number among the ranks that see different samples."""
+        """Return this rank's index among those that see different samples."""
         return self.topology.data_parallel.rank
 
     def get_model_parallel_rank(self) -> int:
-        """My number among the ranks that hold the other parts of my model."""
+        """Return this rank's index among those that hold the parts of its model."""
         parts = self.topology.model_parallel
         return 0 if parts is None else parts.rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """The same, under another name."""
+        """The same as `get_model_parallel_rank`."""
         return self.get_model_parallel_rank()
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether overflows move the loss scale."""
+        """Return whether overflows change the loss scale."""
         return self._parts.scale_rule.dynamic
 
     def initial_dynamic_scale(self) -> float:
-        """The loss scale of the first update."""
+        """Return the loss scale of the first update."""
         return self._parts.scale_rule.initial
 
     def empty_partition_cache(self) -> None:
-        """Free what is gathered, between training and generating, say."""
+        """Free gathered weights, for example between training and generation."""
         self._parts.runtime.reshard_all()
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:
-        """Whether samples are found by their number."""
+        """Return whether samples are accessed by index."""
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     @staticmethod
     def is_iterable_style_dataset(obj: object) -> bool:
-        """Whether samples come one after the other."""
+        """Return whether samples are accessed by iteration."""
         return isinstance(obj, IterableDataset)
 
 

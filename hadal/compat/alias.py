@@ -1,4 +1,4 @@
-"""The modules called `deepspeed`: each name is resolved when it is first asked for (PEP 562)."""
+"""The modules called `deepspeed`: each name is resolved on first access (PEP 562)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AliasModule(ModuleType):
         self._surface = module
 
     def __getattr__(self, name: str) -> Any:
-        """Lead a name of the surface to its home, or to a placeholder."""
+        """Resolve a name of the surface to its home, or to a placeholder."""
         if name == "__all__":
             return self._public()
         full = f"{self._surface.name}.{name}"
@@ -40,7 +40,7 @@ class AliasModule(ModuleType):
         return {*known.kinds, *known.constants, *known.same, *_housed().get(known.name, ())}
 
     def _public(self) -> list[str]:
-        """What `from MODULE import *` takes."""
+        """The names that `from MODULE import *` imports."""
         return sorted(name for name in self._names() if not name.startswith("_"))
 
 
@@ -56,7 +56,7 @@ def _housed() -> dict[str, list[str]]:
 
 @cache
 def alias(name: str) -> AliasModule:
-    """The module that stands for a module of the surface; one for each name."""
+    """Return the alias of a module of the surface; one object per name."""
     return AliasModule(modules()[name])
 
 

@@ -1,7 +1,7 @@
-"""The builders of `deepspeed.ops.op_builder`: here nothing is built when a program runs.
+"""The builders of `deepspeed.ops.op_builder`: nothing is built when a program runs.
 
-They can be asked whether what they would build can be had; what it does stands under the names of
-its classes (`DeepSpeedCPUAdam`), not in a module that `load` returns.
+They report whether their functionality is available. It is found under the names of its classes
+(`DeepSpeedCPUAdam`), not in a module that `load` returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KNOWN: dict[str, tuple[str, bool]] = {
 
 
 class OpBuilder:
-    """What every builder answers."""
+    """The methods of every builder."""
 
     NAME: ClassVar[str] = ""
     is_there: ClassVar[bool] = False
@@ -44,11 +44,11 @@ class OpBuilder:
         self.error_log: str | None = None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what it would build can be had here."""
+        """Return whether the functionality is available."""
         return self.is_there
 
     def load(self, verbose: bool = True) -> Any:
-        """There is no module to return.
+        """Raise, because there is no module to return.
 
         Raises:
             NotBuiltYetError: always.
@@ -65,7 +65,7 @@ COMPATIBLE_OPS: dict[str, bool] = dict(_KNOWN.values())
 
 
 def builder_of(class_name: str) -> type[OpBuilder] | None:
-    """A builder's class by its name."""
+    """Return a builder's class by its name."""
     return _BUILDERS.get(class_name)
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: recomputation of activations, as torch does it."""
+"""`deepspeed.checkpointing`: activation checkpointing, as torch implements it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how activations are kept; what is not the plain way is not built yet.
+    """Set how activations are stored; only plain recomputation is built.
 
-    A section of the configuration is read by `initialize`, and not here. `mpu_` tells which part of
-    the model this rank holds, for `model_parallel_cuda_manual_seed`.
+    `initialize` reads that section of the configuration, this function does not. `mpu_` says which
+    part of the model this rank holds, for `model_parallel_cuda_manual_seed`.
 
     Raises:
-        NotBuiltYetError: something else than plain recomputation is asked for.
+        NotBuiltYetError: something other than plain recomputation is requested.
     """
     asked = {
         "partition_activations": partition_activations,
@@ -54,21 +54,21 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _configured[0]
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Say whether activations are cut over the ranks that hold the model's parts.
+    """Set whether activations are sharded over the model-parallel ranks.
 
     Raises:
-        NotBuiltYetError: they shall be.
+        NotBuiltYetError: the argument is true.
     """
     configure(partition_activations=partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many layers keep activations: nothing is laid out for them beforehand here."""
+    """Accept the number of checkpointed layers, which has no effect."""
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -77,22 +77,22 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def reset() -> None:
-    """Forget what a forward has left; nothing is kept between calls here."""
+    """Discard leftovers of a forward pass; nothing is kept between calls here."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the generator with `seed` on all ranks, and a state to `fork` on each part of the model.
+    """Seed the generator with `seed` on all ranks, and a state to `fork` per part of the model.
 
-    Which part this rank holds is told by the object that `configure` got, or else by the engine.
+    The object passed to `configure`, or else the engine, says which part this rank holds.
     """
     part = bwc_tensor_model_parallel_rank(_mpu[0]) if _mpu else get_tensor_model_parallel_rank()
     seed_parts(seed, part)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, and call it again in backward in place of keeping its activations.
+    """Call a function, and recompute it in backward instead of storing its activations.
 
-    It draws the same random numbers again, from the named states too.
+    The recomputation draws the same random numbers, also from the named states.
     """
     return _checkpoint(function, *args, use_reentrant=False, context_fn=_same_draws, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The functions of `deepspeed.comm` whose arguments are not quite those of `hadal.comm`."""
+"""The functions of `deepspeed.comm` whose arguments differ from those of `hadal.comm`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start the process group, unless one runs: see `hadal.init_distributed`.
+    """Start the process group, unless one exists: see `hadal.init_distributed`.
 
-    MPI's variables are read wherever there are some, and `config` says nothing that matters here.
+    MPI's variables are read if they are set; `config` is ignored.
     """
     if dist_init_required is False:
         return
@@ -70,7 +70,7 @@ def reduce_scatter_fn(
 
 
 class TorchBackend:
-    """torch's process group, as programs ask which of its calls there are."""
+    """torch's process group, for programs that ask which collectives it has."""
 
     def __init__(
         self,
@@ -87,23 +87,23 @@ class TorchBackend:
         )
 
     def is_initialized(self) -> bool:
-        """Whether a process group runs."""
+        """Return whether a process group exists."""
         return comm.is_initialized()
 
     def has_all_gather_into_tensor(self) -> bool:
-        """See the function of this name."""
+        """True: torch always has this function."""
         return comm.has_all_gather_into_tensor()
 
     def has_reduce_scatter_tensor(self) -> bool:
-        """The same of the other direction."""
+        """True: torch always has this function."""
         return comm.has_reduce_scatter_tensor()
 
     def get_all_gather_function(self) -> Callable[..., Any]:
-        """The gather into one tensor."""
+        """Return the gather into one tensor."""
         return comm.all_gather_into_tensor
 
     def get_reduce_scatter_function(self) -> Callable[..., Any]:
-        """The reduction from one tensor into shards of it."""
+        """Return the reduction of one tensor into shards."""
         return comm.reduce_scatter_tensor
 
 
@@ -118,8 +118,9 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Start or stop the log; what is not given stays. An engine's own configuration is read by
-    `initialize`, so that `deepspeed_config` need not be.
+    """Start or stop the log; arguments that are not given leave it unchanged.
+
+    `initialize` reads an engine's own configuration, so `deepspeed_config` is not read here.
     """
     now = _log.choice
     is_on = comm.is_logging() if enabled is None else enabled
@@ -134,7 +135,7 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print the log; with `return_dict` return its figures as DeepSpeed arranges them."""
+    """Print the log; with `return_dict` return its figures in DeepSpeed's structure."""
     rows = comm.log_summary(show_straggler)
     return _arranged(rows, show_straggler) if return_dict else None
 
@@ -168,7 +169,7 @@ def _arranged(rows: Sequence[Row], show_straggler: bool) -> dict[str, Any]:
 
 
 def _by_size(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one operation and message as one, whoever took part and called."""
+    """Merge rows with the same operation and message size, regardless of group and call site."""
     joined: dict[tuple[str, int], Row] = {}
     for row in rows:
         known = joined.get((row.operation, row.nbytes))
@@ -184,53 +185,53 @@ def _by_size(rows: Sequence[Row]) -> list[Row]:
 
 
 class CommsLogger:
-    """The log of this process, as programs switch it."""
+    """This process's log, as programs control it."""
 
     @property
     def enabled(self) -> bool:
-        """Whether collectives are recorded."""
+        """True if collectives are recorded."""
         return comm.is_logging()
 
     def start_profiling_comms(self) -> None:
-        """Record all kinds from here on."""
+        """Record all kinds from now on."""
         configure(enabled=True, prof_all=True)
 
     def stop_profiling_comms(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         comm.stop_log()
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Record these kinds too, and only what is named."""
+        """Record these kinds too, and only the named ones."""
         names = dict.fromkeys([*_log.choice.prof_ops, *op_name_list])
         configure(enabled=True, prof_all=False, prof_ops=tuple(names))
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Record these kinds no more."""
+        """Stop recording these kinds."""
         left = tuple(name for name in _log.choice.prof_ops if name not in op_name_list)
         configure(prof_ops=left)
 
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """As `log_summary`, or its figures alone."""
+        """Do as `log_summary`, or only return its figures."""
         if print_log or show_straggler:
             return log_summary(show_straggler, return_dict)
         return _arranged(_log.rows(), False) if return_dict else None
 
     def has_data(self) -> bool:
-        """Whether anything was recorded."""
+        """Return whether anything was recorded."""
         return bool(_log.rows())
 
     def get_operation_names(self) -> list[str]:
-        """The kinds that were recorded."""
+        """Return the kinds that were recorded."""
         return list(dict.fromkeys(row.operation for row in _log.rows()))
 
     def get_total_operations(self) -> int:
-        """How many calls were recorded."""
+        """Return the number of recorded calls."""
         return sum(row.count for row in _log.rows())
 
     def reset_data(self) -> None:
-        """Forget what was recorded."""
+        """Discard everything recorded."""
         comm.reset_log()
 
 

@@ -28,18 +28,18 @@ _PATHS = {
 
 
 class DeepSpeedConfig:
-    """A checked configuration. Its top-level keys are attributes; sections are dicts.
+    """A validated configuration. Its top-level keys are attributes; sections are dicts.
 
-    What ends in `_config` is a section with attributes of its own (`zero_config.stage`). Keys that
-    are not built yet can be read; `initialize` refuses them.
+    Names ending in `_config` are sections with attributes (`zero_config.stage`). Keys that are not
+    built yet can be read; `initialize` refuses them.
 
     Args:
         config: a dict, the path of a JSON file, or its base64 text.
         mpu: an object that knows how many ranks see different samples.
-        mesh_device: another one, by torch's device mesh.
+        mesh_device: the same as a torch device mesh.
 
     Raises:
-        ConfigError: it has faults; all are listed.
+        ConfigError: the configuration has faults; the message lists all of them.
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -55,7 +55,7 @@ class DeepSpeedConfig:
 
     @classmethod
     def of(cls, checked: Config, given: dict[str, Any]) -> DeepSpeedConfig:
-        """What an engine has checked already; `given` is what the program gave it."""
+        """Return an engine's validated configuration; `given` is the program's original."""
         made = cls.__new__(cls)
         made._hold(checked, given)
         return made
@@ -66,7 +66,7 @@ class DeepSpeedConfig:
         self._param_dict = given
 
     def __getattr__(self, name: str) -> Any:
-        """Read a key, or what DeepSpeed calls it."""
+        """Return a key, or the value that DeepSpeed has under this name."""
         if name.startswith("_"):
             raise AttributeError(name)
         path = _PATHS.get(name, name)
@@ -83,24 +83,24 @@ class DeepSpeedConfig:
 
     @property
     def optimizer_name(self) -> str | None:
-        """The type of optimizer that it names, in small letters, as an engine tells it."""
+        """The configured optimizer type in lower case."""
         section = self._checked.optimizer
         return None if section is None else section.type.lower()
 
     @property
     def zero_enabled(self) -> bool:
-        """Whether anything is partitioned."""
+        """True if anything is sharded."""
         return int(self._checked.zero_optimization.stage) > 0
 
 
 def get_gradient_clipping(param_dict: dict[str, Any]) -> float:
-    """The largest norm of all gradients that a configuration names, or the default."""
+    """Return the configured maximum gradient norm, or the default."""
     limit: float = param_dict.get("gradient_clipping", _default("gradient_clipping"))
     return limit
 
 
 def get_log_level(param_dict: dict[str, Any]) -> str | None:
-    """The level of the log that a configuration names, or the default."""
+    """Return the configured log level, or the default."""
     level: str | None = param_dict.get("log_level", _default("log_level"))
     return level
 

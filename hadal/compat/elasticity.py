@@ -21,11 +21,11 @@ class ElasticityError(ConfigError):
 
 
 class ElasticityConfigError(ElasticityError):
-    """The section says too little, or contradicts itself."""
+    """The section is incomplete, or contradicts itself."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """So many ranks cannot train the batch."""
+    """This number of ranks cannot train the batch."""
 
 
 def compute_elastic_config(
@@ -34,10 +34,10 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
-    """The batch, the numbers of ranks, and the micro-batch where it is asked for.
+    """Return the batch, the numbers of ranks, and on request the micro-batch.
 
-    `world_size` counts in two ways, as it always has: as all ranks, of which version 0.2 makes its
-    list, and as a number of that list, which holds data-parallel ranks only.
+    `world_size` has two meanings, as in DeepSpeed: the number of all ranks, from which version 0.2
+    makes its list, and a number in that list, which counts data-parallel ranks only.
     """
     if Version(target_deepspeed_version) < _FIRST:
         raise ElasticityError(

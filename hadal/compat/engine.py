@@ -1,4 +1,4 @@
-"""The engine as programs see it: Hadal's, with the further methods that they call."""
+"""The engine as programs see it: Hadal's, with additional methods that they call."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
 class Norm(float):
-    """A number that may be asked as a tensor is: DeepSpeed gives tensors at some stages."""
+    """A number with `item()`: DeepSpeed returns tensors at some stages."""
 
     def item(self) -> float:
-        """The number."""
+        """Return the number."""
         return float(self)
 
 
 class DeepSpeedEngine(Accessors):
-    """A model under training, under the name and with the methods of DeepSpeed's engine."""
+    """An engine with the name and the methods of DeepSpeed's."""
 
     rounds_early = True
     seeds_data = False  # DeepSpeed's order is that of seed 0, whatever the program's
@@ -89,20 +89,21 @@ class DeepSpeedEngine(Accessors):
 
     @property
     def config(self) -> Any:
-        """The configuration as it was given, the very object; what a file holds, as a dict."""
+        """The configuration as it was given, the same object; a file's content as a dict."""
         return self._told_config
 
     @property
     def _config(self) -> DeepSpeedConfig:
-        """The configuration as it was checked; programs read `_config.zero_config.stage`."""
+        """The validated configuration; programs read `_config.zero_config.stage`."""
         given = self._told_config
         return DeepSpeedConfig.of(self._parts.config, given if isinstance(given, dict) else {})
 
     @property
     def optimizer(self) -> DeepSpeedOptimizer | ParameterOffload | None:  # type: ignore[override]
-        """What `initialize` returned; its `optimizer` is torch's.
+        """The optimizer that `initialize` returned; its `optimizer` is torch's.
 
-        Without one it is None, and at stage 3 what programs take hooks off by while they generate.
+        Without an optimizer it is None or, at stage 3, the object with which programs remove hooks
+        while they generate.
         """
         inner = super().optimizer
         if inner is None:
@@ -120,12 +121,12 @@ class DeepSpeedEngine(Accessors):
 
     @property
     def basic_optimizer(self) -> Optimizer | None:
-        """Torch's optimizer."""
+        """torch's optimizer."""
         return super().optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning-rate schedule; None where the program steps one itself."""
+        """The learning-rate schedule; None if the program steps its own."""
         return super().lr_scheduler
 
     @lr_scheduler.setter
@@ -134,7 +135,7 @@ class DeepSpeedEngine(Accessors):
             self._session.training.schedule = schedule
 
     def destroy(self) -> None:
-        """Take the hooks off, as `hadal.Engine.destroy`; called again it does nothing."""
+        """Remove the hooks, as `hadal.Engine.destroy`; a second call does nothing."""
         super().destroy()
         _engines.discard(self)
         unmark(self._parts.runtime)
@@ -144,12 +145,12 @@ class DeepSpeedEngine(Accessors):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """As `hadal.Engine.backward`; returns the loss as it was divided by the micro-steps."""
+        """Do as `hadal.Engine.backward`; return the loss divided by the micro-steps."""
         given = super().backward(loss, retain_graph, scale_wrt_gas)
         return given / self.gradient_accumulation_steps() if scale_wrt_gas else given
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
-        """As `hadal.Engine.step`.
+        """Do as `hadal.Engine.step`.
 
         Args:
             lr_kwargs: arguments for the schedule's step: `{"metrics": value}`.
@@ -172,7 +173,7 @@ class DeepSpeedEngine(Accessors):
         self.tput_timer.end_update(self.train_batch_size())
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights: not within an accumulation, nor skipped."""
+        """Return whether the last `step` changed the weights: at a boundary, and not skipped."""
         return self._was_applied and not self.overflow
 
     def get_global_grad_norm(self) -> Norm | None:
@@ -189,9 +190,9 @@ class DeepSpeedEngine(Accessors):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """As `hadal.Engine.state_dict`, whole at every stage, with "module." before each name.
+        """Return `hadal.Engine.state_dict`, whole at every stage, with "module." before each name.
 
-        That is what `nn.Module` calls them, and what programs cut off.
+        `nn.Module` produces these names, and programs remove the prefix.
         """
         if args:
             given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
@@ -207,7 +208,7 @@ class DeepSpeedEngine(Accessors):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As `hadal.Engine.load_state_dict`, with "module." before all names or before none."""
+        """Do as `hadal.Engine.load_state_dict`; all names begin with "module.", or none."""
         own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         own |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         if own.isdisjoint(state_dict):
@@ -221,7 +222,7 @@ class DeepSpeedEngine(Accessors):
         exclude_frozen_parameters: bool = False,
         max_shard_size: str | int = sys.maxsize,
     ) -> bool:
-        """As `hadal.Engine.save_16bit_model`, in one file that `torch.load` reads."""
+        """Do as `hadal.Engine.save_16bit_model`, in one file that `torch.load` reads."""
         return super().save_16bit_model(
             save_dir, save_filename, exclude_frozen_parameters, max_shard_size
         )
@@ -249,45 +250,45 @@ class DeepSpeedEngine(Accessors):
     # ---- what the configuration says -------------------------------------------------------------
 
     def zero_optimization_stage(self) -> int:
-        """What is partitioned: 0 to 3."""
+        """Return the ZeRO stage, 0 to 3."""
         return int(self._parts.config.zero_optimization.stage)
 
     def zero_optimization(self) -> bool:
-        """Whether anything is partitioned."""
+        """Return whether anything is sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are partitioned."""
+        """Return whether gradients are sharded."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether weights are partitioned."""
+        """Return whether weights are sharded."""
         return self.zero_optimization_stage() == 3
 
     def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
+        """Return whether the model computes in fp16."""
         return bool(self._parts.config.fp16.enabled)
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
+        """Return whether the model computes in bf16."""
         return bool(self._parts.config.bf16.enabled)
 
     def gradient_clipping(self) -> float:
-        """The largest norm of all gradients; 0.0: any."""
+        """Return the maximum gradient norm; 0.0 means no limit."""
         return self._parts.gradient_clipping
 
     def steps_per_print(self) -> Any:
-        """How many updates lie between two lines of progress; infinity where there are none."""
+        """Return the number of updates between progress lines; infinity if there are none."""
         every = self._parts.config.steps_per_print
         return float("inf") if every is None else every
 
     def optimizer_name(self) -> str | None:
-        """The type that the configuration names, in small letters."""
+        """Return the configured optimizer type in lower case."""
         section = self._parts.config.optimizer
         return None if section is None else section.type.lower()
 
     def scheduler_name(self) -> str | None:
-        """The type of schedule that the configuration names."""
+        """Return the configured schedule type."""
         section = self._parts.config.scheduler
         return None if section is None else section.type
 
@@ -295,37 +296,37 @@ class DeepSpeedEngine(Accessors):
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its host."""
+        """This process's rank on its host."""
         return get_local_rank()
 
     @property
     def global_rank(self) -> int:
-        """This process's number among all."""
+        """This process's rank in the world."""
         return get_rank()
 
     @property
     def dist_backend(self) -> str:
-        """What moves tensors between processes."""
+        """The backend of the process group."""
         return str(dist.get_backend())
 
     @property
     def pipeline_parallelism(self) -> bool:
-        """Whether the layers are spread over ranks: no."""
+        """False: layers are not distributed over ranks."""
         return False
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether there are experts: no."""
+        """False: there are no experts."""
         return False
 
     @property
     def num_experts(self) -> list[int]:
-        """How many experts each layer has: there are none."""
+        """The number of experts in each layer: none."""
         return []
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return get_world_size()
 
     @property
@@ -340,22 +341,22 @@ class DeepSpeedEngine(Accessors):
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks see different samples."""
+        """The number of ranks that see different samples."""
         return self._parts.topology.data_parallel.size
 
     @property
     def seq_dp_world_size(self) -> int:
-        """How many ranks average gradients."""
+        """The number of ranks that average gradients."""
         return self._parts.topology.sharding.size
 
     @property
     def mp_world_size(self) -> int:
-        """How many ranks hold parts of my model."""
+        """The number of ranks that hold parts of this model."""
         return self._parts.topology.model_parallel_size
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many ranks share each sequence."""
+        """The number of ranks that share each sequence."""
         return self._parts.topology.sequence_parallel_size
 
     @property
@@ -364,7 +365,7 @@ class DeepSpeedEngine(Accessors):
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share this one's sequences; None where each has its own."""
+        """Return the ranks that share this rank's sequences; None if none do."""
         shared = self._parts.topology.sequence_parallel
         return None if shared is None else shared.group
 
@@ -384,10 +385,10 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer | ParameterOffload | None, Any, Any]:
-    """Make an engine: see `hadal.initialize`, whose arguments these are.
+    """Create an engine: see `hadal.initialize` for the arguments.
 
-    An engine that trains the same parameters is destroyed before, as programs make a second one of
-    their model and go on with that.
+    An engine that already trains the same parameters is destroyed first, because programs create a
+    second one for their model and continue with that.
     """
     watch_parameters()
     if isinstance(model, nn.Module):

@@ -1,7 +1,7 @@
-"""The files of a checkpoint, for programs that open them themselves.
+"""The files of a checkpoint, for programs that open them directly.
 
-A checkpoint of Hadal's has none of that kind: what is read from them is put into a file for the
-while, in the system's folder for such, which goes when the process ends.
+Hadal's checkpoints have no such files: what programs read from them is written into temporary
+files, which are removed when the process ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The file of rank 0's model states.
+    """Return the file of rank 0's model states.
 
-    Of a checkpoint of Hadal's: the caller's own state, the counters and the ranks, no weights.
+        For a Hadal checkpoint it contains the caller's state, the counters and the ranks, no
+    weights.
 
-    Raises:
-        CheckpointError: this is no folder of a checkpoint.
+        Raises:
+            CheckpointError: this is not a checkpoint directory.
     """
     if _is_own(checkpoint_dir):
         source = StoredSource(Path(checkpoint_dir))
@@ -53,12 +54,12 @@ def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """The files of the optimizer's states, in the order of the ranks.
+    """Return the files of the optimizer's states, ordered by rank.
 
-    Of a checkpoint of Hadal's: one, that says of which stage it is, and no more.
+    For a Hadal checkpoint it is a single file that contains the stage only.
 
     Raises:
-        CheckpointError: this is no folder of a checkpoint, or it is of stage 0.
+        CheckpointError: this is not a checkpoint directory, or its stage is 0.
     """
     if _is_own(checkpoint_dir):
         stage = StoredSource(Path(checkpoint_dir)).stage
@@ -91,7 +92,7 @@ def _written(content: dict[str, Any]) -> str:
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> str:
-    """How the file of whole model states is called."""
+    """Return the name of the file of whole model states."""
     return str(Path(base_folder) / f"mp_rank_{mp_rank_str}_model_states.pt")
 
 

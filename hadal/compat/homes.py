@@ -1,4 +1,4 @@
-"""Where each name of the surface leads: `module:name` in Hadal or torch, or a module of it."""
+"""The home of each name of the surface: `module:name` in Hadal or torch, or a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `import deepspeed` comes to find Hadal: a finder among Python's own."""
+"""The import finder that makes `import deepspeed` find Hadal."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ MARK = "_led_to_hadal.py"
 
 
 def install_as_deepspeed() -> None:
-    """Make `import deepspeed`, and the import of what stands in it, find Hadal in this process.
+    """Make `import deepspeed`, and imports from it, find Hadal in this process.
 
-    Call it before whatever imports deepspeed, or asks whether it is installed (transformers,
-    accelerate and lightning do so when they are imported). Called again, it does nothing.
+    Call it before any import of a library that imports deepspeed or checks whether it is installed
+    (transformers, accelerate and lightning do so when they are imported). A second call does
+    nothing.
 
     Raises:
-        UsageError: DeepSpeed itself is installed here, or imported already.
+        UsageError: DeepSpeed itself is installed, or already imported.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -51,7 +52,7 @@ def install_as_deepspeed() -> None:
 
 
 def lead_to_hadal() -> None:
-    """Put Hadal in the place of a package called `deepspeed` that is being imported."""
+    """Replace a package called `deepspeed` that is being imported by Hadal."""
     install_as_deepspeed()
     module = alias(ROOT)
     module.__spec__ = _spec(ROOT)
@@ -79,27 +80,27 @@ class _Loader(Loader):
         return alias(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs: names are resolved when they are asked for."""
+        """Do nothing: names are resolved on access."""
 
     def get_code(self, name: str) -> CodeType | None:
-        """What `python -m` runs, where a module is a program too."""
+        """Return the code that `python -m` runs, if the module is also a program."""
         does = _PROGRAMS.get(name)
         call = f"import sys\nfrom hadal.cli import deepspeed\nsys.exit(deepspeed.{does}())\n"
         return None if does is None else compile(call, alias(name).__file__ or name, "exec")
 
 
 class _ProgramLoader(Loader):
-    """Loads what runs for `python -m` and the name of a module."""
+    """Loads the code that `python -m` runs for a module."""
 
     def get_code(self, name: str) -> CodeType:
-        """A call of the program's home."""
+        """Return a call of the program's home."""
         program = name.rpartition(".")[0]
         text = f"from hadal.compat.programs import start\nraise SystemExit(start({program!r}))\n"
         return compile(text, __file__, "exec")
 
 
 class _Finder(DistributionFinder):
-    """Finds the modules of the surface, and the distribution that they would come in."""
+    """Finds the modules of the surface, and the distribution they belong to."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -119,11 +120,11 @@ class _Finder(DistributionFinder):
         return [_Told()] if wanted is None or wanted.lower() == ROOT else []
 
     def invalidate_caches(self) -> None:
-        """There are none."""
+        """Do nothing: there are no caches."""
 
 
 class _Told(Distribution):
-    """What `importlib.metadata` is told of a distribution called deepspeed."""
+    """The metadata of a distribution called deepspeed, for `importlib.metadata`."""
 
     _TEXTS = {  # noqa: RUF012 - never written to
         "METADATA": f"Metadata-Version: 2.1\nName: {ROOT}\nVersion: {VERSION}\n"

@@ -1,4 +1,4 @@
-"""The optimizer classes that programs ask for by `isinstance`: what an engine's own stands for."""
+"""The optimizer classes that programs test for by `isinstance`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def unbuilt_method(name: str) -> Any:
 
 
 class _Kind(type):
-    """A class that has no objects of its own: those of an engine are told by what it trains."""
+    """A class without instances: an engine's optimizer counts as one if its training fits."""
 
     def __instancecheck__(cls, thing: Any) -> bool:
-        """Whether an engine's optimizer is of this kind."""
+        """Return whether an engine's optimizer is of this kind."""
         return isinstance(thing, DeepSpeedOptimizer) and cls.fits(thing._engine)  # type: ignore[attr-defined]
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -40,7 +40,7 @@ class _Kind(type):
         raise unbuilt(f"replacing {cls.__name__}.{name}")
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """There is nothing to make."""
+        """Raise: the class cannot be instantiated."""
         raise UsageError(
             f"{cls.__name__} is not made by programs here: deepspeed.initialize returns an"
             " optimizer of which isinstance says so; give it the optimizer and the configuration"
@@ -48,7 +48,7 @@ class _Kind(type):
 
 
 class DeepSpeedZeroOptimizer(metaclass=_Kind):
-    """Of stage 1 or 2."""
+    """The optimizer of stage 1 or 2."""
 
     copy_grads_in_partition = unbuilt_method("DeepSpeedZeroOptimizer.copy_grads_in_partition")
     get_all_grad_tensors = unbuilt_method("DeepSpeedZeroOptimizer.get_all_grad_tensors")
@@ -56,45 +56,45 @@ class DeepSpeedZeroOptimizer(metaclass=_Kind):
 
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
-        """Whether optimizer states are cut and weights are not."""
+        """Return whether optimizer states are sharded and weights are not."""
         return engine.zero_optimization_stage() in (1, 2)
 
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
-    """Of stage 3."""
+    """The optimizer of stage 3."""
 
     __avg_scatter_grads = unbuilt_method("DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads")
 
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
-        """Whether weights are cut."""
+        """Return whether weights are sharded."""
         return engine.zero_optimization_partition_weights()
 
 
 class ZeROOptimizer(metaclass=_Kind):
-    """Of any stage from 1 on."""
+    """The optimizer of stage 1, 2 or 3."""
 
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
-        """Whether anything is cut."""
+        """Return whether anything is sharded."""
         return engine.zero_optimization()
 
 
 class FP16_Optimizer(metaclass=_Kind):
-    """Of a 16-bit model without ZeRO."""
+    """The optimizer of a 16-bit model without ZeRO."""
 
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
-        """Whether masters are kept for 16-bit weights, all of them on each rank."""
+        """Return whether each rank keeps all masters of 16-bit weights."""
         return _is_16_bit_without_zero(engine) and engine.optimizer_name() not in _BY_PARAMETER
 
 
 class FP16_UnfusedOptimizer(metaclass=_Kind):
-    """The same with Lamb, which steps each parameter by itself."""
+    """The same with Lamb, which steps each parameter separately."""
 
     @staticmethod
     def fits(engine: DeepSpeedEngine) -> bool:
-        """Whether it is Lamb that steps such masters."""
+        """Return whether Lamb steps such masters."""
         return _is_16_bit_without_zero(engine) and engine.optimizer_name() in _BY_PARAMETER
 
 

@@ -1,4 +1,4 @@
-"""The further ways of `deepspeed.utils` to name leaf modules: all lead to the house's one."""
+"""Further functions of `deepspeed.utils` to name leaf modules; all use `hadal.zero.leaves`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hadal.zero.leaves import set_z3_leaf_modules, unset_z3_leaf_modules
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked as a leaf module."""
+    """Return whether a module is marked as a leaf module."""
     return model in marked_leaves
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is gathered with a leaf module."""
+    """Return whether a parameter is gathered with a leaf module."""
     return any(parameter is each for module in marked_leaves for each in module.parameters())
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaf modules that a model holds."""
+    """Return the leaf modules of a model."""
     return [module for module in model.modules() if module in marked_leaves]
 
 
@@ -31,7 +31,7 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names; return them, and the names that were not found."""
+    """Mark modules by full name; return them and the names that were not found."""
     known = dict(model.named_modules())
     names = list(module_names)
     return _changed(model, names, [n for n in names if n in known], flag, raise_if_not_found)
@@ -43,7 +43,7 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the ends of their full names; return them, and the ends not found."""
+    """Mark modules by suffix; return them and the suffixes that were not found."""
     ends = list(module_name_suffixes)
     known = [name for name, _ in model.named_modules()]
     ending = {end: [name for name in known if name.endswith(end)] for end in ends}

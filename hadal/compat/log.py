@@ -1,4 +1,4 @@
-"""The logger that programs set the level of, and speak through."""
+"""The logger whose level programs set, and to which they log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def _open(opened: logging.Logger, level: int) -> None:
-    """Let a logger speak on the standard output, as programs expect of it."""
+    """Let a logger write to standard output, as programs expect."""
     if not opened.handlers:
         opened.addHandler(logging.StreamHandler(sys.stdout))
         opened.propagate = False
@@ -21,7 +21,7 @@ def _open(opened: logging.Logger, level: int) -> None:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on some ranks alone: rank 0 by default, all where -1 is among them."""
+    """Log a message on some ranks only: rank 0 by default, all ranks if -1 is given."""
     wanted = [0] if ranks is None else ranks
     if -1 in wanted or get_rank() in wanted:
         logger.log(level, "[Rank %d] %s", get_rank(), message)
@@ -35,23 +35,23 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 def log_dist_once(
     message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """The same, where this process has not logged it before."""
+    """Do as `log_dist`, but only the first time in this process."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
 @cache
 def warning_once(message: str, *args: object) -> None:
-    """Warn, where this process has not warned so before."""
+    """Log a warning, but only the first time in this process."""
     logger.warning(message, *args)
 
 
 def get_current_level() -> int:
-    """The level from which on the logger speaks."""
+    """Return the logger's level."""
     return logger.getEffectiveLevel()
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level, by its name in letters of any size.
+    """Return the number of a level from its name, in any case.
 
     Raises:
         ValueError: there is no such level.
@@ -63,16 +63,16 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger speaks at this level already."""
+    """Return whether the logger logs at this level."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 class LoggerFactory:
-    """Makes loggers that speak as DeepSpeed's does."""
+    """Makes loggers with DeepSpeed's format."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger of this name on the standard output, from `level` on.
+        """Return a logger that writes to standard output from `level` up.
 
         Raises:
             ValueError: no name is given.
@@ -87,7 +87,7 @@ class LoggerFactory:
 def set_log_level_from_string(
     log_level_str: str, custom_logger: logging.Logger | None = None
 ) -> None:
-    """Set a logger's level by its name, in letters of any size.
+    """Set a logger's level by name, in any case.
 
     Raises:
         ValueError: there is no such level.

@@ -1,4 +1,4 @@
-"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own: the house's arithmetic."""
+"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own; the arithmetic is Hadal's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hadal.optim.loss_scale import ScaleRule, ScaleState, first_scale, next_scal
 
 
 class _Scaler:
-    """What a loss is multiplied with, and how that moves."""
+    """A loss scale and its changes."""
 
     dynamic = False
 
@@ -22,20 +22,20 @@ class _Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with."""
+        """The factor of the loss."""
         return self._state.scale
 
     @property
     def cur_scale(self) -> float:
-        """The same, under another name."""
+        """The same as `loss_scale`."""
         return self._state.scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Count an update that did or did not overflow."""
+        """Record an update that overflowed or not."""
         self._state = next_scale(self._state, overflow, self._rule)
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Tensor, ...]:
-        """Multiply gradients with the scale, as a module's backward hook would."""
+        """Multiply gradients by the scale, as a module's backward hook would."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -44,18 +44,18 @@ class _Scaler:
 
 
 class LossScaler(_Scaler):
-    """A scale that stays."""
+    """A fixed loss scale."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(ScaleRule(initial=float(scale)))
 
     def has_overflow(self, params: Any) -> bool:
-        """A scale that stays does not look."""
+        """Return False: a fixed scale does not check."""
         return False
 
 
 class DynamicLossScaler(_Scaler):
-    """A scale that overflows halve and clean updates double."""
+    """A loss scale that halves at overflows and doubles after clean updates."""
 
     dynamic = True
 
@@ -90,10 +90,10 @@ class DynamicLossScaler(_Scaler):
 
     @property
     def cur_hysteresis(self) -> int:
-        """The overflow after so many that halves."""
+        """The number of overflows after which the scale halves."""
         return self._state.spare
 
     def has_overflow(self, params: Any) -> bool:
-        """Whether any of these parameters' gradients is not finite."""
+        """Return whether a gradient of these parameters is not finite."""
         gradients = (each.grad for each in params if each.grad is not None)
         return any(not bool(gradient.isfinite().all()) for gradient in gradients)

@@ -16,20 +16,20 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """What programs tell that weights were read past the mechanism; here it sees that itself."""
+    """Receives reports that weights were read outside the mechanism, which Hadal notices itself."""
 
     def is_invalid_trace(self) -> bool:
-        """Whether there is nothing to forget."""
+        """Return whether there is no trace to discard."""
         return True
 
     def _invalidate_trace(self) -> None:
-        """Forget the order of uses: ranks compare it each time, so none is trusted too long."""
+        """Do nothing: ranks compare the order of uses each time, so no trace is stale."""
 
 
 class ParameterOffload:
-    """What programs take hooks off by while they generate with gathered weights, and on again.
+    """Lets programs remove hooks while they generate with gathered weights, and restore them.
 
-    Hadal's own stay: they do nothing where weights are whole. So there are none to take off.
+    Hadal's hooks stay: they do nothing while weights are whole. So there are none to remove.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,18 +39,18 @@ class ParameterOffload:
         self.param_coordinator = Coordinator()
 
     def get_param_coordinator(self) -> Coordinator:
-        """The same object, asked for in another way."""
+        """Return the coordinator."""
         return self.param_coordinator
 
     def setup_zero_stage3_hooks(self) -> None:
         """Hang all hooks on the model again; none were taken off."""
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Hang hooks on a module again; none were taken off."""
+        """Restore a module's hooks; none were removed."""
 
 
 class EngineScale:
-    """The loss scale of an engine, as programs read it beside its optimizer."""
+    """An engine's loss scale, which programs read from its optimizer."""
 
     def __init__(self, engine: Engine, *, dynamic: bool) -> None:
         self._engine = engine
@@ -59,17 +59,17 @@ class EngineScale:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with."""
+        """The factor of the loss."""
         return self._engine.loss_scale
 
     @property
     def cur_scale(self) -> float:
-        """The same, under an older name."""
+        """The same as `loss_scale`, an older name."""
         return self._engine.loss_scale
 
 
 class DeepSpeedOptimizer:
-    """What `deepspeed.initialize` returns beside the engine; `optimizer` is torch's own inside it.
+    """The optimizer that `deepspeed.initialize` returns; its `optimizer` is torch's own.
 
     Attributes that it does not have are the inner optimizer's.
     """
@@ -83,44 +83,44 @@ class DeepSpeedOptimizer:
         self._stage = stage
 
     def __getattr__(self, name: str) -> Any:
-        """Fall through to the inner optimizer."""
+        """Return the inner optimizer's attribute."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's own list: rates written here count."""
+        """The inner optimizer's own list: rates written here take effect."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """What the inner optimizer remembers."""
+        """The inner optimizer's state."""
         return self.optimizer.state
 
     # ---- what there is at some stages ------------------------------------------------------------
 
     @property
     def parameter_offload(self) -> ParameterOffload:
-        """At stage 3: see `ParameterOffload`."""
+        """The `ParameterOffload`, at stage 3."""
         self._expect_stage("parameter_offload", 3)
         return ParameterOffload(self._engine.module)
 
     @property
     def param_coordinator(self) -> Coordinator:
-        """At stage 3: see `Coordinator`."""
+        """The `Coordinator`, at stage 3."""
         self._expect_stage("param_coordinator", 3)
         return Coordinator()
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """At stage 3: this rank's flat cuts of the masters."""
+        """This rank's flat shards of the masters, at stage 3."""
         self._expect_stage("fp32_partitioned_groups_flat", 3)
         return self._masters
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """At stages 1 and 2: this rank's flat cuts of the masters."""
+        """This rank's flat shards of the masters, at stages 1 and 2."""
         self._expect_stage("single_partition_of_fp32_groups", 1, 2)
         return self._masters
 
@@ -139,29 +139,29 @@ class DeepSpeedOptimizer:
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """What `engine.get_global_grad_norm()` tells."""
+        """The result of `engine.get_global_grad_norm()`."""
         return self._engine.get_global_grad_norm()
 
     def refresh_fp32_params(self) -> None:
-        """Nothing: what programs write into weights reaches the masters before the next update."""
+        """Do nothing: weights that programs write reach the masters before the next update."""
 
     # ---- overflows -------------------------------------------------------------------------------
 
     @property
     def overflow(self) -> bool:
-        """Whether the last update was skipped."""
+        """True if the last update was skipped."""
         return self._engine.overflow
 
     def check_overflow(self, external: bool = False) -> bool:
-        """Whether the next update would be skipped. All ranks must call it.
+        """Return whether the next update would be skipped. All ranks must call it.
 
-        Programs that train two models ask it, to skip the update of one with the other's.
+        Programs that train two models use it to skip the update of one with the other's.
         """
         return self._engine.find_overflow()
 
     @property
     def skip_step(self) -> bool:
-        """Whether the next update is left out; programs set it, on all ranks."""
+        """True if the next update is skipped; programs set it, on all ranks."""
         return self._engine.skips_next_update
 
     @skip_step.setter
@@ -170,21 +170,21 @@ class DeepSpeedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with."""
+        """The factor of the loss."""
         return self.loss_scaler.loss_scale
 
     @property
     def cur_scale(self) -> float:
-        """The same, under an older name."""
+        """The same as `loss_scale`, an older name."""
         return self.loss_scaler.cur_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether overflows move the loss scale."""
+        """True if overflows change the loss scale."""
         return self.loss_scaler.dynamic
 
     def quantize_nontrainable_params(self) -> None:
-        """Programs call it behind `initialize`, which has done so where the configuration asks."""
+        """Do nothing: `initialize` has quantized them if the configuration says so."""
         self._expect_stage("quantize_nontrainable_params", 3)
         zero = self._engine._parts.config.zero_optimization
         if not zero.zero_quantized_nontrainable_weights:
@@ -200,31 +200,31 @@ class DeepSpeedOptimizer:
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected since the last update."""
+        """Discard the gradients collected since the last update."""
         self._engine.zero_grad(set_to_none)
 
 
 class PlainOptimizer(DeepSpeedOptimizer, Optimizer):  # type: ignore[misc, override]
-    """One that is torch's to `isinstance`: programs hang their own schedules on it.
+    """An optimizer that is torch's to `isinstance`: programs attach their own schedules to it.
 
-    All that torch's has is the inner optimizer's.
+    All attributes of torch's class are the inner optimizer's.
     """
 
     # Torch's schedules set it, to tell that they were stepped before the first update.
     _opt_called = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Return the inner optimizer's state dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the inner optimizer."""
+        """Load a state dict into the inner optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Into the inner optimizer."""
+        """Add a param group to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def __repr__(self) -> str:
-        """The inner optimizer's."""
+        """Return the inner optimizer's representation."""
         return repr(self.optimizer)

@@ -1,6 +1,6 @@
-"""The optimizer classes of `deepspeed.ops`: calling one makes the house's own.
+"""The optimizer classes of `deepspeed.ops`: calling one creates one of Hadal's or torch's.
 
-What is made is an object of torch's or of Hadal's class: those are stepped in flat cuts.
+Objects of those classes are elementwise and step flat shards.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _REMEDIES = {
 
 
 class _Maker(type):
-    """A class that is called and makes an optimizer of another one."""
+    """A class whose call creates an optimizer of another class."""
 
     __signature__: Signature
     kind: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Optimizer:
-        """Make it.
+        """Create the optimizer.
 
         Raises:
-            OptimizerError: an option asks for what there is not.
+            OptimizerError: an option requests something that does not exist here.
         """
         bound = cls.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -87,7 +87,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _signature(names: str, **others: Any) -> Signature:
-    """DeepSpeed's: the parameters first, then options in their order; `others`: own defaults."""
+    """Return DeepSpeed's signature: parameters first, then options in order; `others` are own
+    defaults.
+    """
     either = Parameter.POSITIONAL_OR_KEYWORD
     first, *options = names.split()
     defaults = {**_DEFAULTS, **others}
@@ -98,7 +100,7 @@ def _signature(names: str, **others: Any) -> Signature:
 
 
 class FusedAdam(metaclass=_Maker):
-    """Adam, or AdamW, in torch's fused kernels."""
+    """Adam or AdamW, with torch's fused kernels."""
 
     kind: ClassVar[str] = "Adam"
     __signature__ = _signature(
@@ -107,7 +109,7 @@ class FusedAdam(metaclass=_Maker):
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):
-    """Adam, or AdamW, on the host: torch's fused kernels too."""
+    """Adam or AdamW on the host, with torch's fused kernels."""
 
     kind: ClassVar[str] = "Adam"
     __signature__ = _signature(

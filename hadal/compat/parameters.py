@@ -1,8 +1,9 @@
-"""What programs look for on parameters of stage 3: `ds_id`, `ds_shape`, `ds_status` and the like.
+"""The attributes of stage 3 parameters that programs look for: `ds_id`, `ds_shape`, `ds_status`,
+...
 
-They are read from the bucket when they are asked for: a parameter has them while its weights belong
-to stage 3 (or were born sharded), and `hasattr` is False else, as programs expect. Parameters that
-are trained at stages 1 and 2 have `param_idx_in_group` alone.
+They are read from the bucket on access. A parameter has them while its weights are sharded at stage
+3 (or were created sharded); otherwise `hasattr` is False, as programs expect. Parameters trained at
+stages 1 and 2 have `param_idx_in_group` only.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _runtimes: WeakSet[ZeroRuntime] = WeakSet()
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether something is a parameter whose weights are sharded."""
+    """Return whether an object is a parameter whose weights are sharded."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
 def watch_parameters() -> None:
-    """Let every parameter answer for them."""
+    """Add these attributes to `nn.Parameter`."""
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, property(_reader(name, read)))
     nn.Parameter.param_idx_in_group = property(_index_in_group)  # type: ignore[attr-defined]
@@ -64,7 +65,7 @@ def watch_parameters() -> None:
 
 
 def mark_stage_1_or_2(runtime: ZeroRuntime) -> None:
-    """Say that an engine trains the parameters of `runtime` with sharded optimizer states."""
+    """Record that an engine trains the parameters of `runtime` with sharded optimizer states."""
     numbers: Counter[int] = Counter()
     for gradients in runtime.gradients:
         bucket = gradients.bucket
@@ -74,7 +75,7 @@ def mark_stage_1_or_2(runtime: ZeroRuntime) -> None:
 
 
 def mark_stage_3(runtime: ZeroRuntime) -> None:
-    """Say that an engine trains the parameters of `runtime` at stage 3."""
+    """Record that an engine trains the parameters of `runtime` at stage 3."""
     _runtimes.add(runtime)
     for parameter in runtime.bucket_of:
         _of_stage_3[parameter] = True
@@ -98,7 +99,7 @@ def _index_in_group(parameter: nn.Parameter) -> int:
 
 
 def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of other modules that are registered for this one, with a name for each."""
+    """Return the parameters of other modules that are registered for this one, by name."""
     return ((str(number), each) for number, each in enumerate(external_parameters(module)))
 
 
@@ -129,7 +130,9 @@ def _number(parameter: nn.Parameter, bucket: Bucket) -> int:
 
 
 def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
-    """A copy of this rank's part of a parameter, 1-D, with what programs look for on it."""
+    """Return a copy of this rank's fragment of a parameter, 1-D, with the attributes programs
+    expect.
+    """
     place = place_of(parameter)
     assert place is not None  # it lies in this bucket
     with torch.no_grad(), bucket.present(writes=False):
@@ -146,7 +149,7 @@ def _gather(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
         async_op: bool = False,
         hierarchy: int = 0,
     ) -> None:
-        """Let parameters be whole until `partition`; all ranks must call it."""
+        """Make parameters whole until `partition`; all ranks must call it."""
         for each in [parameter] if param_list is None else param_list:
             if each not in _held:
                 _held[each] = GatheredParameters(each)
@@ -162,7 +165,7 @@ def _release(parameter: nn.Parameter, bucket: Bucket) -> Callable[..., None]:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Undo `all_gather`. Each rank keeps its part of what was written, told or not."""
+        """Undo `all_gather`. Each rank keeps its shard of what was written."""
         for each in [parameter] if param_list is None else param_list:
             if each in _held:
                 _held.pop(each).__exit__(None, None, None)

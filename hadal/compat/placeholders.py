@@ -1,4 +1,4 @@
-"""What stands for a name that is not built yet: it can be imported, and says so when it is used."""
+"""Placeholders for names that are not built yet: importable, but they raise when used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hadal.errors import NotBuiltYetError
 
 
 def unbuilt(name: str) -> NotBuiltYetError:
-    """The error of a name that leads nowhere yet."""
+    """Return the error for a name that has no home yet."""
     return NotBuiltYetError(
         f"{name} is not built yet: Hadal knows that programs use it and has nothing behind it."
         " Go without it, or run this program with DeepSpeed itself"
@@ -18,7 +18,7 @@ def unbuilt(name: str) -> NotBuiltYetError:
 
 
 def placeholder(name: str, kind: Kind) -> Any:
-    """Stand for `name` until it is called or used."""
+    """Return an object that stands for `name` until it is called or used."""
     if kind is Kind.FUNCTION:
         return _function(name)
     if kind is Kind.CLASS:
@@ -38,7 +38,7 @@ def _function(name: str) -> Callable[..., NoReturn]:
 
 
 class _UnbuiltType(type):
-    """Lets a class be imported, subclassed and asked for by `isinstance`; else it says no."""
+    """Lets a class be imported, subclassed and tested by `isinstance`; anything else raises."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -47,7 +47,7 @@ class _UnbuiltType(type):
 
 
 class _Unbuilt(metaclass=_UnbuiltType):
-    """An object of a class that is not built; there is none."""
+    """An instance of a class that is not built; there are none."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Unbuilt:
         named = next(c for c in cls.__mro__ if _Unbuilt in c.__bases__)
@@ -55,7 +55,7 @@ class _Unbuilt(metaclass=_UnbuiltType):
 
 
 class _Value:
-    """A value that is not known here; whatever is done with it raises."""
+    """A value that is not known here; using it raises."""
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "_name", name)

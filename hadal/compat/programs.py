@@ -1,4 +1,4 @@
-"""`python -m deepspeed....`: which of DeepSpeed's programs lead to one of Hadal's."""
+"""`python -m deepspeed....`: the programs of DeepSpeed that map to one of Hadal's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def start(name: str) -> int:
     """Run a program; return its exit code.
 
     Raises:
-        NotBuiltYetError: nothing stands behind it.
+        NotBuiltYetError: the program is not built.
     """
     home = _HOMES.get(name)
     if home is None:

@@ -1,4 +1,4 @@
-"""Named random states of the device: Megatron's, so that the parts of a model draw differently."""
+"""Named random states of the device (Megatron's), so that the parts of a model draw differently."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _OFFSET = 2718  # what Megatron adds, so that the parts' seeds are not the next 
 
 
 class CudaRNGStatesTracker:
-    """Random states by name; `fork` draws from one of them for a while."""
+    """Random states by name; `fork` draws from one of them temporarily."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all."""
+        """Remove all states."""
         self.states_ = {}
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of the table: name to state."""
+        """Return a copy of the table from name to state."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Go on from such a table."""
+        """Restore such a table."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state by its seed; the device's generator stays where it is.
+        """Create a state from a seed; the device's generator does not change.
 
-        Raises:
-            UsageError: there is such a name, or seed, already.
+                Raises:
+                    UsageError: the name or the seed is already in use.
         """
         if seed in self.seeds_ or name in self.states_:
             raise UsageError(
@@ -55,10 +55,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a named state inside; afterwards the generator is where it was.
+        """Draw from a named state inside the context; afterwards the generator is as before.
 
-        Raises:
-            UsageError: there is none of that name.
+                Raises:
+                    UsageError: there is no state of that name.
         """
         if name not in self.states_:
             raise UsageError(
@@ -80,12 +80,12 @@ TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The one table of this process."""
+    """Return this process's tracker."""
     return TRACKER
 
 
 def seed_parts(seed: int, part: int) -> None:
-    """Seed the generator alike on all parts of the model, and a named state for each part."""
+    """Seed the generator equally on all parts of the model, and one named state per part."""
     TRACKER.reset()
     torch.manual_seed(seed)
     TRACKER.add(_MODEL_PARALLEL, seed + _OFFSET + part)
@@ -93,7 +93,7 @@ def seed_parts(seed: int, part: int) -> None:
 
 @contextmanager
 def recomputing_from(states: dict[str, Tensor]) -> Iterator[None]:
-    """Draw inside what was drawn from these states on; afterwards they are where they were."""
+    """Redraw inside the context what was drawn from these states; restore them afterwards."""
     before = TRACKER.get_states()
     TRACKER.set_states(states)
     try:

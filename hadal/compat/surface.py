@@ -1,4 +1,4 @@
-"""The surface as data: which modules DeepSpeed has, and what programs take from them."""
+"""The surface as data: the modules of DeepSpeed, and the names that programs use from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = "0.19.8"
 
 
 class Kind(Enum):
-    """What stands behind a name."""
+    """The kind of object behind a name."""
 
     FUNCTION = auto()
     CLASS = auto()
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What programs take from one module of the surface."""
+    """The names that programs use from one module of the surface."""
 
     name: str
     kinds: dict[str, Kind]
@@ -38,7 +38,7 @@ class Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    """Every module of the surface, by its full name."""
+    """Return every module of the surface by its full name."""
     told = json.loads(Path(__file__).with_name("surface.json").read_text("utf-8"))
     children: dict[str, list[str]] = {name: [] for name in told}
     for name in told:

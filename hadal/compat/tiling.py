@@ -13,23 +13,23 @@ from hadal.zero.grouping import marked_leaves
 
 
 class TiledLinear(nn.Module):
-    """What `nn.Linear` computes, by a grid of smaller ones that are gathered one after the other.
+    """A linear layer computed as a grid of smaller ones that are gathered one after another.
 
-    For a layer so large that its gathered weight does not fit beside the rest: each tile is
-    unsharded when it is needed and freed behind its use. Edges that do not divide evenly give
-    tiles that differ by one row or column.
+    For a layer so large that its gathered weight does not fit in memory: each tile is unsharded
+    when it is needed and freed after its use. If sizes do not divide evenly, tiles differ by one
+    row or column.
 
     Args:
-        in_features: numel of an input.
-        out_features: numel of an output.
-        bias: whether a bias is added; the tiles of the last column hold it.
-        in_splits: tiles along the input.
-        out_splits: tiles along the output.
-        input_is_already_split: the input comes as a list of its parts.
-        combine_out_splits: return one tensor; else a list of the output's parts.
+        in_features: size of the input.
+        out_features: size of the output.
+        bias: whether to add a bias; the tiles of the last column hold it.
+        in_splits: number of tiles along the input.
+        out_splits: number of tiles along the output.
+        input_is_already_split: the input is a list of its parts.
+        combine_out_splits: return one tensor; otherwise a list of the output's parts.
         linear_cls: the class of a tile.
-        init_linear: a linear layer whose values the tiles take; by default each draws its own.
-        **kwargs: what `linear_cls` takes besides (`dtype`, `device`).
+        init_linear: a linear layer whose values the tiles copy; by default each draws its own.
+        **kwargs: further arguments of `linear_cls` (`dtype`, `device`).
 
     Raises:
         ModelError: there are more tiles than rows or columns, or `init_linear` has another shape.
@@ -74,7 +74,7 @@ class TiledLinear(nn.Module):
         ]
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """The product, tile by tile."""
+        """Return the product, computed tile by tile."""
         parts = (
             list(input_)
             if self.input_is_already_split
@@ -85,10 +85,10 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take the values of a linear layer of the same shape.
+        """Copy the values of a linear layer of the same shape.
 
         Raises:
-            ModelError: its shape or its bias is another one.
+            ModelError: its shape or its bias differs.
         """
         rows = self._rows()
         shapes = ((self.out_features, self.in_features), rows[0][-1].bias is None)
@@ -120,7 +120,7 @@ def _sum_of(row: Sequence[nn.Linear], parts: Sequence[Tensor]) -> Tensor:
 
 
 def even_parts(numel: int, parts: int) -> list[int]:
-    """Cut `numel` into parts that differ by one at most, the larger ones first.
+    """Split `numel` into parts that differ by at most one, the larger ones first.
 
     Raises:
         ModelError: there are more parts than elements, or none.

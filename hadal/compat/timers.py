@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`: named clocks that wait for the device at both ends."""
+"""`deepspeed.utils.timer`: named timers that synchronize with the device at both ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WARM_UP = 2  # updates that are not counted into a rate
 
 
 class Timer:
-    """A clock that is started and stopped; times are milliseconds."""
+    """A timer that is started and stopped, in milliseconds."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -25,12 +25,12 @@ class Timer:
         self._began = 0.0
 
     def start(self) -> None:
-        """Let it run."""
+        """Start the timer."""
         self.started_ = True
         self._began = _now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stop it; `reset` forgets what was before, `record` counts what was measured in `mean`."""
+        """Stop the timer; `reset` discards earlier time, `record` includes it in `mean`."""
         spent = 1000.0 * (_now() - self._began)
         if record:
             self._records.append(spent)
@@ -38,18 +38,18 @@ class Timer:
         self.started_ = False
 
     def add(self, milliseconds: float) -> None:
-        """Count what another clock has measured."""
+        """Add a time that another timer measured."""
         self._milliseconds += milliseconds
         self._records.append(milliseconds)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self.started_ = False
         self._records.clear()
         self._milliseconds = 0.0
 
     def elapsed(self, reset: bool = True) -> float:
-        """What it has measured; it goes on if it was running."""
+        """Return the measured time; a running timer continues."""
         was_started = self.started_
         if was_started:
             self.stop()
@@ -61,38 +61,38 @@ class Timer:
         return measured
 
     def mean(self) -> float:
-        """The mean of what was recorded, without the outer tenth at both ends."""
+        """Return the trimmed mean of the recorded times, without a tenth at each end."""
         return trim_mean(self._records, 0.1)
 
 
 def _now() -> float:
-    """Seconds, when the device has finished its work so far."""
+    """Return seconds, once the device has finished its queued work."""
     synchronize(current_device())
     return time.perf_counter()
 
 
 class SynchronizedWallClockTimer:
-    """Clocks by name: `timers("forward").start()`."""
+    """Timers by name: `timers("forward").start()`."""
 
     def __init__(self) -> None:
         self.timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
-        """The clock of this name, a new one where there is none."""
+        """Return the timer of this name, a new one if there is none."""
         return self.timers.setdefault(name, Timer(name))
 
     def has_timer(self, name: str) -> bool:
-        """Whether there is one of this name."""
+        """Return whether there is a timer of this name."""
         return name in self.timers
 
     def get_timers(self) -> dict[str, Timer]:
-        """All of them."""
+        """Return all timers."""
         return self.timers
 
     def get_mean(
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """The mean of each that there is, divided by `normalizer`."""
+        """Return the mean of each existing timer, divided by `normalizer`."""
         known = [name for name in names if name in self.timers]
         means = {name: self.timers[name].mean() / normalizer for name in known}
         if reset:
@@ -108,14 +108,14 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool | None = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log what those of `names` have measured that there are."""
+        """Log the times of those of `names` that exist."""
         known = [name for name in names if name in self.timers]
         told = (f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
         log_dist(f"time (ms) | {' | '.join(told)}", ranks)
 
 
 class ThroughputTimer:
-    """Samples per second over the updates of an engine, from the second one's end on."""
+    """Samples per second over an engine's updates, from the end of the second one."""
 
     def __init__(self) -> None:
         self.global_step_count = 0
@@ -124,7 +124,7 @@ class ThroughputTimer:
         self._last = 0.0
 
     def end_update(self, samples: int) -> None:
-        """An update with so many samples of all ranks is over."""
+        """Record an update with this many samples over all ranks."""
         now = time.perf_counter()
         self.global_step_count += 1
         if self.global_step_count > _WARM_UP:
@@ -133,15 +133,15 @@ class ThroughputTimer:
         self._last = now
 
     def avg_samples_per_sec(self) -> float:
-        """The rate so far; -1 while the first updates warm up."""
+        """Return the rate so far; -1 during the first updates."""
         return self._samples / self.total_elapsed_time if self._samples else -1.0
 
     def update_epoch_count(self) -> None:
-        """Nothing: an epoch's end changes no rate."""
+        """Do nothing: the end of an epoch does not change the rate."""
 
 
 class SilentMonitor:
-    """Where scalars would go if monitors were built: a configuration that has one is refused."""
+    """A monitor that writes nothing: a configuration with a monitor is refused."""
 
     enabled = False
 
@@ -160,7 +160,7 @@ _TIMED = {
 
 
 class PhaseTimers(Listener):
-    """Adds the times of each update to clocks by name, once the device has finished it."""
+    """Adds the times of each update to named timers, once the device has finished it."""
 
     def __init__(self, timers: SynchronizedWallClockTimer) -> None:
         self._timers = timers
@@ -176,49 +176,49 @@ class PhaseTimers(Listener):
 
 
 class NoopTimer:
-    """Clocks that measure nothing, under the methods of those that do."""
+    """Timers that measure nothing, with the methods of those that do."""
 
     class Timer:
-        """One of them."""
+        """A timer that measures nothing."""
 
         def start(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def reset(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def stop(self, **kwargs: object) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def elapsed(self, **kwargs: object) -> float:
-            """Nothing: 0.0."""
+            """Return 0.0."""
             return 0.0
 
         def mean(self) -> float:
-            """Nothing: 0.0."""
+            """Return 0.0."""
             return 0.0
 
     def __init__(self) -> None:
         self.timer = self.Timer()
 
     def __call__(self, name: str) -> NoopTimer.Timer:
-        """The one clock."""
+        """Return the one timer."""
         return self.timer
 
     def get_timers(self) -> dict[str, NoopTimer.Timer]:
-        """None."""
+        """Return no timers."""
         return {}
 
     def log(self, *args: object, **kwargs: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def get_mean(self, *args: object, **kwargs: object) -> dict[str, float]:
-        """Nothing."""
+        """Do nothing."""
         return {}
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without so large a share of the values at each end; 0 of none."""
+    """Return the mean without this fraction of the values at each end; 0 if there are none."""
     cut = int(trim_percent * len(data))
     kept = sorted(data)[cut : len(data) - cut]
     return fmean(kept) if kept else 0.0

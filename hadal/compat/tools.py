@@ -26,9 +26,9 @@ from hadal.zero.access import is_kept_by_engine
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy nested tensors so that each owns its memory and no more: a view would save its bucket.
+    """Copy nested tensors so that each owns exactly its memory: a view would save its bucket.
 
-    What is no list, tuple or dict is taken over as it is.
+    Anything that is not a list, tuple or dict is kept as it is.
     """
     return _mapped(item, lambda tensor: tensor.detach().to(device, copy=True))
 
@@ -36,7 +36,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Move nested tensors to a device, or only those of which `criterion_func` is true."""
+    """Move nested tensors to a device, or only those for which `criterion_func` is true."""
     if criterion_func is None:
         return _mapped(item, lambda tensor: tensor.to(device))
     return _mapped(item, lambda tensor: tensor.to(device) if criterion_func(tensor) else tensor)
@@ -57,14 +57,14 @@ def _mapped(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def copy_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]
 ) -> Any:
-    """Copy those of nested tensors of which `criterion_func` is true; the rest is taken over."""
+    """Copy the nested tensors for which `criterion_func` is true; keep the rest."""
     return _mapped(
         item, lambda tensor: tensor.to(device, copy=True) if criterion_func(tensor) else tensor
     )
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log how much memory is in use, with a message; only where `force` is true."""
+    """Log the memory in use, with a message; only if `force` is true."""
     if force:
         log_dist(f"{message}: {memory_use(current_device())}")
 
@@ -72,7 +72,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Whether torch is no older than one release, or no newer than another."""
+    """Return whether torch is at least one version, or at most another."""
     found = Version(torch.__version__).release
     if min_version is not None:
         return found >= Version(str(min_version)).release
@@ -80,7 +80,7 @@ def required_torch_version(
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function's calls be stretches in the profile of torch."""
+    """Show a function's calls as ranges in torch's profile."""
 
     @wraps(func)
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -91,18 +91,18 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """What a full name stands for: `blocks.3.mlp`."""
+    """Return the object with a full name such as `blocks.3.mlp`."""
     return reduce(lambda owner, name: getattr(owner, name), module_name.split("."), model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Put something in the place of a full name."""
+    """Replace the object with a full name."""
     owner, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, name, module)
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Put `nn.Linear` in the place of modules that hold the transpose of its weight (GPT-2's)."""
+    """Replace modules that hold a transposed weight (GPT-2's) by `nn.Linear`."""
     for name, module in list(model.named_modules()):
         if isinstance(module, convert_type):
             weight: Tensor = module.weight  # type: ignore[assignment]
@@ -119,8 +119,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of parameters that no engine trains, as torch does; return their norm.
 
-    With `mpu` it is the norm over all parts of the model: what is marked as a part counts on every
-    model-parallel rank, the rest on the first. All of them must call it.
+    With `mpu` it is the norm over all parts of the model: parameters marked as a part count on
+    every model-parallel rank, the rest on the first. All of these ranks must call it.
 
     Raises:
         UsageError: an engine trains one of them: its gradients are not in `.grad`.
@@ -151,22 +151,22 @@ def _norm_over_parts(parameters: Sequence[Any], norm_type: float, ranks: Ranks) 
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The L2 norm of what has these L2 norms."""
+    """Return the L2 norm of values with these L2 norms."""
     return math.sqrt(sum(norm**2 for norm in norm_list))
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """My number among the ranks that hold a model's parts, by whichever of its names; 0 without."""
+    """Return this rank's index among a model's parts, by any of its names; 0 without an mpu."""
     return int(_told(mpu, "tensor_model_parallel_rank slice_parallel_rank model_parallel_rank", 0))
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    """How many stages of layers there are, as the program's object tells; 1 without."""
+    """Return the number of pipeline stages according to the mpu; 1 without."""
     return int(_told(mpu, "pipeline_model_parallel_world_size pipe_parallel_world_size", 1))
 
 
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    """The ranks of those stages; None without."""
+    """Return the ranks of these stages; None without an mpu."""
     return _told(mpu, "pipeline_model_parallel_group pipe_parallel_group", None)
 
 
@@ -178,10 +178,10 @@ def _told(mpu: Any, names: str, otherwise: Any) -> Any:
 
 
 def get_only_unique_item(items: Sequence[Any]) -> Any:
-    """The one value that all items have.
+    """Return the one value that all items have.
 
     Raises:
-        RuntimeError: they differ, or there is none.
+        RuntimeError: they differ, or there are none.
     """
     different = set(items)
     if len(different) != 1:
@@ -190,32 +190,32 @@ def get_only_unique_item(items: Sequence[Any]) -> Any:
 
 
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself."""
+    """Return the function unchanged."""
     return func
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder in which a file is to lie."""
+    """Create the parent directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def empty_cache() -> None:
-    """Give back the device's memory that nobody uses."""
+    """Release the device's cached memory."""
     get_accelerator().empty_cache()
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """How a call is written: `f(1, x=2)`."""
+    """Format a call: `f(1, x=2)`."""
     given = [repr(value) for value in args]
     given += [f"{name}={value!r}" for name, value in kwargs.items()]
     return f"{base}({', '.join(given)})"
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """The numbers of a list of ranges, in order: `0,2-4` gives 0, 2, 3, 4.
+    """Return the numbers of a list of ranges, in order: `0,2-4` gives 0, 2, 3, 4.
 
     Raises:
-        ValueError: it is no such list, or a number comes twice.
+        ValueError: the text is not such a list, or a number appears twice.
     """
     numbers: list[int] = []
     for part in range_str.split(","):

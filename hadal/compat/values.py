@@ -1,4 +1,4 @@
-"""Enumerations and plain values that programs compare with, under the names that they know."""
+"""Enumerations and constants that programs compare with, under the names they know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter's values can be read (`parameter.ds_status`)."""
+    """Availability of a parameter's values (`parameter.ds_status`)."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -20,7 +20,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """How a parameter is kept between uses (`parameter.ds_param_type`)."""
+    """Storage of a parameter between uses (`parameter.ds_param_type`)."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -28,7 +28,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroStageEnum(IntEnum):
-    """What is partitioned."""
+    """The ZeRO stages."""
 
     disabled = 0
     optimizer_states = 1
@@ -38,7 +38,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """A tier, as the configuration writes it."""
+    """A tier, as spelled in the configuration."""
 
     none = "none"
     cpu = "cpu"
@@ -57,7 +57,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 @dataclass
 class fragment_address:
-    """Where a piece of a parameter lies in a flat buffer."""
+    """The position of a parameter's fragment in a flat buffer."""
 
     numel: int
     start: int

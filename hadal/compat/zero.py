@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: from its import on parameters answer for how they are sharded."""
+"""`deepspeed.zero`: importing it gives parameters the attributes of sharded ones."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ watch_parameters()
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device
 ) -> Callable[..., Tensor]:
-    """Let a function that makes tensors make floating-point ones in a dtype, on a device.
+    """Wrap a tensor constructor so that floating-point tensors have a given dtype and device.
 
-    Programs replace this name while `Init` is entered. Here it calls nobody: `Init` leaves torch's
-    functions as they are, so that positions of a rotary embedding, say, keep their dtype.
+    Programs replace this name while `Init` is entered. Nothing here calls it: `Init` leaves torch's
+    functions unchanged, so that, for example, the positions of a rotary embedding keep their dtype.
     """
 
     def made(*args: object, **kwargs: object) -> Tensor:
@@ -52,18 +52,19 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """A context in which a model's weights are whole, so that it generates without gathers."""
+    """A context in which a model's weights are whole, so that generation needs no gathers."""
     with GatheredParameters(model.parameters()):
         yield model
 
 
 class OnDevice:
-    """A context in which modules are made on a device, in a dtype: on `meta`, say, for a big model.
+    """A context in which modules are created on a device and in a dtype, such as `meta` for a big
+    model.
 
-    Args:
-        dtype: the dtype of their parameters, where nothing else is asked for.
-        device: the device.
-        enabled: False makes it a no-op.
+        Args:
+            dtype: the dtype of parameters that do not request another.
+            device: the device.
+            enabled: False makes it a no-op.
     """
 
     def __init__(
