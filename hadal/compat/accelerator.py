@@ -28,20 +28,20 @@ from hadal.device import (
 )
 from hadal.errors import UsageError
 
-# By which variable each vendor's software is told which devices a process may see.
+# The variable that restricts which devices a process sees, per vendor.
 _VISIBLE = {
     "cuda": ["CUDA_VISIBLE_DEVICES"],
     "xpu": ["ZE_AFFINITY_MASK"],
     "npu": ["ASCEND_RT_VISIBLE_DEVICES"],
 }
-# How the variables begin that launchers hand on to other hosts for it.
+# Prefixes of the variables that launchers pass on to other hosts.
 _HANDED_ON = {"cuda": ["NCCL"], "xpu": ["CCL", "ZE"], "npu": ["ASCEND", "HCCL"]}
 
 
 class Accelerator:
     """The device that this process computes on."""
 
-    # ---- which one -------------------------------------------------------------------------------
+    # ---- the device ------------------------------------------------------------------------------
 
     @property
     def _name(self) -> str:
@@ -90,7 +90,7 @@ class Accelerator:
         """Return the process-group backend for tensors on this device."""
         return collective_backend().rpartition(":")[2]
 
-    # ---- what it can -----------------------------------------------------------------------------
+    # ---- capabilities ----------------------------------------------------------------------------
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes in which models can be trained."""
@@ -160,7 +160,7 @@ class Accelerator:
         made = partial(torch.tensor, dtype=dtype, device=current_device())
         return getattr(home, name, made)
 
-    # ---- work that is queued ---------------------------------------------------------------------
+    # ---- streams and events ----------------------------------------------------------------------
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for all work queued on a device."""
@@ -170,7 +170,7 @@ class Accelerator:
         """Return whether calls return only when their work is done, as on a CPU."""
         return not self._is_there()
 
-    # Programs ask these of a device whose work is queued: none of them of a CPU.
+    # For devices with queued work; programs do not use them on a CPU.
     use_host_timers = resolves_data_dependency = is_synchronized_device
     handles_memory_backpressure = is_synchronized_device
 
@@ -285,7 +285,7 @@ class Accelerator:
             return self.memory_allocated()
         return int(torch.accelerator.max_memory_reserved(self.device(device_index)))
 
-    # Their names in older releases.
+    # The same under older names.
     memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
@@ -384,8 +384,8 @@ def set_accelerator(accel_obj: object) -> None:
     """
     if accel_obj is not _present():
         raise UsageError(
-            f"set_accelerator got a {type(accel_obj).__name__}: the device is torch's own here"
-            " (torch.accelerator); a device of another kind comes in by torch's PrivateUse1"
+            f"set_accelerator got a {type(accel_obj).__name__}: the device is always torch's own"
+            " (torch.accelerator); add another kind of device through torch's PrivateUse1"
         )
 
 

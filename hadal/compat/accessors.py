@@ -13,7 +13,7 @@ from hadal.compat.surface import Kind
 from hadal.config.plain import plain
 from hadal.engine.engine import Engine
 
-# method -> the key that it tells
+# method -> the key that it returns
 _TOP = (
     "dataloader_drop_last dump_state gradient_predivide_factor log_level"
     " managed_gradient_accumulation memory_breakdown wall_clock_breakdown"
@@ -82,7 +82,7 @@ _PATHS: dict[str, str] = {
     ),
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
 }
-# Their ways of reducing, compiling and saving, which are others here.
+# DeepSpeed's ways of reducing, compiling and saving, which differ here.
 _UNBUILT = (
     "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain"
     " buffered_allreduce_fallback checkpoint_serialization_enabled"
@@ -201,7 +201,7 @@ def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
         if value is None and name.endswith("_enabled"):
-            return False  # what stands in a section that is not there is off
+            return False  # a key of an absent section is off
         return plain(value)
 
     tell.__name__ = name

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from hadal.compat.placeholders import unbuilt
 
-# class name -> (name of the operator, whether what it does can be had here)
+# class name -> (name of the operator, whether its functionality is available)
 _KNOWN: dict[str, tuple[str, bool]] = {
     "AsyncIOBuilder": ("async_io", False),
     "CPUAdagradBuilder": ("cpu_adagrad", True),

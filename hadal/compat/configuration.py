@@ -8,7 +8,7 @@ from hadal.comm import get_world_size
 from hadal.config import Config, load_config
 from hadal.config.reading import Source, read
 
-# What a name of DeepSpeed's is called in the JSON, where it is not the same.
+# The JSON key for each DeepSpeed attribute with another name.
 _PATHS = {
     "zero_optimization_stage": "zero_optimization.stage",
     "optimizer_params": "optimizer.params",

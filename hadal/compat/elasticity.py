@@ -47,7 +47,7 @@ def compute_elastic_config(
     ranks = world_size or told_world_size() or 0
     if not ranks and (section.version >= 0.2 or return_microbatch):
         raise ElasticityConfigError(
-            "the number of ranks is not known: give world_size, or set WORLD_SIZE"
+            "the number of ranks is unknown: pass world_size, or set WORLD_SIZE"
         )
     train, valid = choice_of(section, ranks or 1)
     micros, counts = section.micro_batch_sizes, list(valid)
@@ -66,7 +66,7 @@ def compute_elastic_config(
 def _section(ds_config: dict[str, Any]) -> Elasticity:
     told = ds_config.get("elasticity")
     if not isinstance(told, dict) or not told.get("enabled"):
-        raise ElasticityConfigError("the configuration has no `elasticity` that is enabled")
+        raise ElasticityConfigError("the configuration has no enabled `elasticity` section")
     try:
         alone = {"elasticity": {**told, "enabled": False}, "train_batch_size": 1}
         section = load_config(alone).elasticity

@@ -37,7 +37,7 @@ from hadal.engine.assemble import initialize as _initialize
 from hadal.engine.parts import Parts
 from hadal.zero import GatheredParameters
 
-_PREFIX = "module."  # before the names of an engine's state, as before those of its parameters
+_PREFIX = "module."  # prefix of the names in an engine's state dict
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
@@ -53,7 +53,7 @@ class DeepSpeedEngine(Accessors):
     """An engine with the name and the methods of DeepSpeed's."""
 
     rounds_early = True
-    seeds_data = False  # DeepSpeed's order is that of seed 0, whatever the program's
+    seeds_data = False  # DeepSpeed shuffles with seed 0, whatever the program's
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -78,14 +78,14 @@ class DeepSpeedEngine(Accessors):
         remember_groups(parts.topology)
         debug_extract_module_and_param_names(parts.model)
         parts.runtime.leaves_others_gradients = True
-        # Programs ask modules for names in their state, on one rank alone (peft, when it saves).
+        # Programs read the names of a module's state on one rank only (peft, when it saves).
         parts.runtime.gathering.gives_empty_state = True
         if self.zero_optimization_stage() == 3:
             mark_stage_3(parts.runtime)
         elif self.zero_optimization():
             mark_stage_1_or_2(parts.runtime)
 
-    # ---- what it is made of ----------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     @property
     def config(self) -> Any:
@@ -113,7 +113,7 @@ class DeepSpeedEngine(Accessors):
         if self._outer is None or self._outer.optimizer is not inner:
             moves = self._parts.scale_rule.dynamic
             stage = self.zero_optimization_stage()
-            # Where nothing is cut and nothing rounded, programs hang torch's schedules on it.
+            # Without sharding and rounding, programs attach torch's schedules to it.
             is_plain = not (stage or self.fp16_enabled() or self.bfloat16_enabled())
             kind = PlainOptimizer if is_plain else DeepSpeedOptimizer
             self._outer = kind(inner, self, stage=stage, moves_scale=moves)
@@ -169,7 +169,7 @@ class DeepSpeedEngine(Accessors):
             return
         self._was_applied = True
         if isinstance(self._outer, PlainOptimizer):
-            self._outer._opt_called = True  # a schedule that hangs on it asks
+            self._outer._opt_called = True  # an attached schedule checks it
         self.tput_timer.end_update(self.train_batch_size())
 
     def was_step_applied(self) -> bool:
@@ -247,7 +247,7 @@ class DeepSpeedEngine(Accessors):
         """The same as `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
-    # ---- what the configuration says -------------------------------------------------------------
+    # ---- configuration ---------------------------------------------------------------------------
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage, 0 to 3."""
@@ -292,7 +292,7 @@ class DeepSpeedEngine(Accessors):
         section = self._parts.config.scheduler
         return None if section is None else section.type
 
-    # ---- who takes part --------------------------------------------------------------------------
+    # ---- ranks -----------------------------------------------------------------------------------
 
     @property
     def local_rank(self) -> int:
@@ -409,7 +409,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         config_params,
         engine_type=DeepSpeedEngine,
     )
-    assert isinstance(engine, DeepSpeedEngine)  # as was asked for
+    assert isinstance(engine, DeepSpeedEngine)  # the class requested above
     given = choose_config(args, config, config_params)
     engine._told_config = given if isinstance(given, Mapping) else read(given)[1]
     engine.mpu, engine.collate_fn = mpu, collate_fn

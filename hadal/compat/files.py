@@ -99,11 +99,11 @@ def get_model_ckpt_name_for_rank(base_folder: str | Path, mp_rank_str: str) -> s
 def _files(folder: str | Path) -> Files:
     path = Path(folder)
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give the one of a checkpoint's tag")
+        raise CheckpointError(f"{path} is not a directory; pass that of a checkpoint's tag")
     found = files_of(path)
     if not found.model:
         raise CheckpointError(
-            f"{path} is no checkpoint: it has neither {folders.INDEX} nor *_model_states.pt; give"
-            " the folder of a checkpoint's tag"
+            f"{path} is not a checkpoint: it has neither {folders.INDEX} nor *_model_states.pt;"
+            " pass the directory of a checkpoint's tag"
         )
     return found

@@ -45,7 +45,7 @@ _COLLECTIVES = {
     " reduce_scatter reduce_scatter_tensor reset_log scatter send",
 }
 
-# module of the surface -> {module of ours -> names that are the same there}
+# module of the surface -> {module of Hadal -> names that are the same there}
 _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed": {
         "hadal": "add_config_arguments",
@@ -191,7 +191,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         _VALUES: "ZeroParamStatus ZeroParamType",
     },
 }
-# What has another name here.
+# Names that differ here.
 _OTHERS: dict[str, str] = {
     **{
         f"deepspeed.{module}._CUDA_RNG_STATE_TRACKER": "hadal.compat.random_states:TRACKER"

@@ -38,14 +38,14 @@ def install_as_deepspeed() -> None:
     loaded = sys.modules.get(ROOT)
     if loaded is not None and not isinstance(loaded, AliasModule) and not _leads_here(loaded):
         raise UsageError(
-            f"install_as_deepspeed: DeepSpeed is imported already, from {loaded.__file__}; call it"
+            f"install_as_deepspeed: DeepSpeed is already imported, from {loaded.__file__}; call it"
             " before anything that imports deepspeed, in an environment without DeepSpeed"
         )
     found = PathFinder.find_spec(ROOT)
     if found is not None and found.origin is not None and not _is_mark_beside(found.origin):
         raise UsageError(
-            f"install_as_deepspeed: DeepSpeed itself is installed here ({found.origin}), and would"
-            " be hidden without a word; uninstall it (pip uninstall deepspeed), or take another"
+            f"install_as_deepspeed: DeepSpeed itself is installed ({found.origin}) and would"
+            " be hidden silently; uninstall it (pip uninstall deepspeed), or use another"
             " environment"
         )
     sys.meta_path.insert(0, _Finder())
@@ -69,7 +69,7 @@ def _is_mark_beside(origin: str) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec:
-    is_package = name not in _PROGRAMS  # of a package `python -m` would run another module
+    is_package = name not in _PROGRAMS  # for a package, `python -m` would run another module
     spec = ModuleSpec(name, _Loader(), origin=alias(name).__file__, is_package=is_package)
     spec.has_location = True
     return spec

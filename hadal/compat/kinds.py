@@ -42,8 +42,8 @@ class _Kind(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: the class cannot be instantiated."""
         raise UsageError(
-            f"{cls.__name__} is not made by programs here: deepspeed.initialize returns an"
-            " optimizer of which isinstance says so; give it the optimizer and the configuration"
+            f"{cls.__name__} cannot be created by programs: deepspeed.initialize returns an"
+            " optimizer that is an instance of it; pass it the optimizer and the configuration"
         )
 
 

@@ -57,5 +57,5 @@ def _changed(
 ) -> tuple[list[nn.Module], list[str]]:
     change = set_z3_leaf_modules if flag else unset_z3_leaf_modules
     missing = [name for name in asked if name not in found]
-    # The house raises, and says what may have been meant, if none of them is there.
+    # `set_z3_leaf_modules` raises with suggestions if none of them exists.
     return change(model, found or asked, raises), missing

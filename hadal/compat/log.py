@@ -58,7 +58,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """
     number = logging.getLevelName(log_level_str.upper())
     if not isinstance(number, int):
-        raise ValueError(f"{log_level_str!r} is no level of a log; expected debug, info, warning")
+        raise ValueError(f"{log_level_str!r} is not a log level; expected debug, info, warning")
     return number
 
 

@@ -72,8 +72,8 @@ class DynamicLossScaler(_Scaler):
     ) -> None:
         if scale_factor != 2.0:
             raise UsageError(
-                f"DynamicLossScaler(scale_factor={scale_factor:g}): the scale moves by factors of"
-                " 2.0 here; leave it out"
+                f"DynamicLossScaler(scale_factor={scale_factor:g}): the scale changes by factors of"
+                " 2.0 only; remove it"
             )
         super().__init__(
             ScaleRule(

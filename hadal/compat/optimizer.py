@@ -98,7 +98,7 @@ class DeepSpeedOptimizer:
         """The inner optimizer's state."""
         return self.optimizer.state
 
-    # ---- what there is at some stages ------------------------------------------------------------
+    # ---- present at some stages only -------------------------------------------------------------
 
     @property
     def parameter_offload(self) -> ParameterOffload:
@@ -210,7 +210,7 @@ class PlainOptimizer(DeepSpeedOptimizer, Optimizer):  # type: ignore[misc, overr
     All attributes of torch's class are the inner optimizer's.
     """
 
-    # Torch's schedules set it, to tell that they were stepped before the first update.
+    # torch's schedules set it to detect that they were stepped before the first update.
     _opt_called = False
 
     def state_dict(self) -> dict[str, Any]:

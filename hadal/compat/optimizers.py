@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
 
-# Called here as elsewhere in the house.
+# Options that Hadal spells differently.
 _RENAMED = {"adamw_mode": "adam_w_mode"}
 # Gradients are always set to None, and state has the dtype of the master.
 _WITHOUT_EFFECT = frozenset({"set_grad_none", "fp32_optimizer_states", "deepspeed"})
@@ -52,7 +52,7 @@ class _Maker(type):
         return build_optimizer(cls.kind, options, list(parameters))
 
 
-# What an option is where a class has no other default.
+# Defaults of options, unless a class has its own.
 _DEFAULTS: dict[str, Any] = {
     "deepspeed": None,
     "lr": 1e-3,
@@ -71,7 +71,7 @@ _DEFAULTS: dict[str, Any] = {
     # How gradients and state are kept.
     "set_grad_none": True,
     "fp32_optimizer_states": True,
-    # Those that send signs.
+    # For optimizers that send signs.
     "freeze_step": 100000,
     "cuda_aware": False,
     "comm_backend_name": "nccl",

@@ -35,7 +35,7 @@ _STATUS = {
 }
 _numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _next = count()
-# Persistent ones, and all of them where there is one rank, look like any other's; an engine knows.
+# Persistent parameters, and all of them with one rank, look like any others; an engine knows.
 _of_stage_3: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _place_in_group: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _held: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -52,15 +52,15 @@ def watch_parameters() -> None:
     for name, read in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, property(_reader(name, read)))
     nn.Parameter.param_idx_in_group = property(_index_in_group)  # type: ignore[attr-defined]
-    # peft copies modules that it lets train whole, on every rank. It gathers them only where it
-    # sees parameters without elements, and here they keep their shapes.
+    # peft copies modules that it trains as a whole, on every rank. It gathers them only if it
+    # sees parameters without elements, but here they keep their shapes.
     if ROOT in sys.modules:
         gather_to_copy(GatheredParameters)
-    # Programs that run a part of a model several times in one backward set it to False before the
-    # last. Nothing hangs on it: how often gradients come is learned, and late ones are added.
+    # Programs that run part of a model several times in one backward set it to False until the
+    # last time. Hadal ignores it: it learns how often gradients arrive, and adds late ones.
     nn.Parameter.ds_grad_is_ready = True  # type: ignore[attr-defined]
     nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
-    # What autograd saved of a parameter comes back in backward as a tensor of no class of its own.
+    # A parameter saved by autograd comes back in backward as a plain tensor.
     Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ def _index_in_group(parameter: nn.Parameter) -> int:
     found: int | None = _place_in_group.get(parameter)
     if found is None:
         raise AttributeError(
-            "this parameter has no param_idx_in_group: stages 1 and 2 train it not"
+            "this parameter has no param_idx_in_group: it is not trained at stage 1 or 2"
         )
     return found
 
@@ -108,7 +108,7 @@ def _status_of_saved(tensor: Tensor) -> ZeroParamStatus:
     for bucket in (bucket for runtime in _runtimes for bucket in runtime.buckets):
         if place and place == bucket.full.untyped_storage().data_ptr():
             return _STATUS[bucket.state]
-    raise AttributeError("this tensor has no ds_status: it is no part of sharded weights")
+    raise AttributeError("this tensor has no ds_status: it is not part of sharded weights")
 
 
 def _reader(name: str, read: Callable[[nn.Parameter, Bucket], Any]) -> Callable[[Any], Any]:
@@ -134,12 +134,12 @@ def _fragment(parameter: nn.Parameter, bucket: Bucket) -> Tensor:
     expect.
     """
     place = place_of(parameter)
-    assert place is not None  # it lies in this bucket
+    assert place is not None  # the parameter is in this bucket
     with torch.no_grad(), bucket.present(writes=False):
         fragment: Any = place.cut(bucket.shard).clone()
     fragment.ds_numel = fragment.numel()
     fragment.status = _STATUS[bucket.state]
-    fragment.final_location = None  # no tier below this device
+    fragment.final_location = None  # not offloaded
     return fragment  # type: ignore[no-any-return]
 
 

@@ -12,8 +12,8 @@ from hadal.errors import NotBuiltYetError
 def unbuilt(name: str) -> NotBuiltYetError:
     """Return the error for a name that has no home yet."""
     return NotBuiltYetError(
-        f"{name} is not built yet: Hadal knows that programs use it and has nothing behind it."
-        " Go without it, or run this program with DeepSpeed itself"
+        f"{name} is not built yet: the name can be imported, but has no implementation."
+        " Do without it, or run this program with DeepSpeed itself"
     )
 
 
@@ -65,7 +65,7 @@ class _Value:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # what copies, inspects and prints modules asks for these
+            raise AttributeError(name)  # copying, inspecting and printing modules looks these up
         self._refuse()
 
     def __bool__(self) -> bool:

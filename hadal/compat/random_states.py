@@ -12,7 +12,7 @@ from hadal.compat.accelerator import get_accelerator
 from hadal.errors import UsageError
 
 _MODEL_PARALLEL = "model-parallel-rng"
-_OFFSET = 2718  # what Megatron adds, so that the parts' seeds are not the next programs' seeds
+_OFFSET = 2718  # Megatron's offset, so that seeds of parts differ from nearby seeds of programs
 
 
 class CudaRNGStatesTracker:
@@ -43,8 +43,8 @@ class CudaRNGStatesTracker:
         """
         if seed in self.seeds_ or name in self.states_:
             raise UsageError(
-                f"add({name!r}, {seed}): the name or the seed is taken by one of"
-                f" {sorted(self.states_)}; call reset() before states are made anew"
+                f"add({name!r}, {seed}): the name or the seed is already used by one of"
+                f" {sorted(self.states_)}; call reset() before creating states again"
             )
         device = get_accelerator()
         before = device.get_rng_state()
@@ -62,7 +62,7 @@ class CudaRNGStatesTracker:
         """
         if name not in self.states_:
             raise UsageError(
-                f"fork({name!r}): there is no such random state, only {sorted(self.states_)};"
+                f"fork({name!r}): no such random state, only {sorted(self.states_)};"
                 " call model_parallel_cuda_manual_seed(seed) or add(name, seed) before"
             )
         device = get_accelerator()

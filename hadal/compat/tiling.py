@@ -63,7 +63,7 @@ class TiledLinear(nn.Module):
             )
             for rows in self.out_parts
         )
-        # Inside a block of a model too, each is gathered by itself.
+        # Each tile is gathered separately, inside a model's block too.
         marked_leaves.update(tile for row in self._rows() for tile in row)
         if init_linear is not None:
             self.copy_params_from(init_linear)
@@ -126,6 +126,6 @@ def even_parts(numel: int, parts: int) -> list[int]:
         ModelError: there are more parts than elements, or none.
     """
     if not 0 < parts <= numel:
-        raise ModelError(f"{numel} features cannot be cut into {parts} parts; ask for 1 to {numel}")
+        raise ModelError(f"{numel} features cannot be split into {parts} parts; use 1 to {numel}")
     whole, over = divmod(numel, parts)
     return [whole + (place < over) for place in range(parts)]

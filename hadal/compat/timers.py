@@ -11,7 +11,7 @@ from hadal.compat.log import log_dist
 from hadal.device import current_device, synchronize
 from hadal.listener import Listener, Update
 
-_WARM_UP = 2  # updates that are not counted into a rate
+_WARM_UP = 2  # updates left out of the rate
 
 
 class Timer:
@@ -149,7 +149,7 @@ class SilentMonitor:
         """Write nothing."""
 
 
-# What programs call the phases of an update, and what the log does.
+# The names of an update's phases, for programs and in the log.
 _TIMED = {
     "fwd": "forward",
     "bwd": "backward",

@@ -185,7 +185,7 @@ def get_only_unique_item(items: Sequence[Any]) -> Any:
     """
     different = set(items)
     if len(different) != 1:
-        raise RuntimeError(f"expected items that are all the same, found {sorted(different)}")
+        raise RuntimeError(f"expected equal items, found {sorted(different)}")
     return different.pop()
 
 
@@ -222,10 +222,10 @@ def parse_range_list(range_str: str) -> list[int]:
         first, _, last = part.strip().partition("-")
         stop = int(last or first)
         if stop < int(first):
-            raise ValueError(f"{part.strip()!r} in {range_str!r} goes down; write it upwards")
+            raise ValueError(f"{part.strip()!r} in {range_str!r} is descending; write it ascending")
         numbers += range(int(first), stop + 1)
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"a number comes twice in {range_str!r}; name each once")
+        raise ValueError(f"{range_str!r} contains a number twice; name each once")
     return sorted(numbers)
 
 

@@ -451,7 +451,7 @@ def test_weights_are_whole_while_a_model_generates() -> None:
 def test_files_of_deepspeed_are_found(tmp_path: Path) -> None:
     for rank in (1, 0):
         (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         get_optim_files(tmp_path)
     (tmp_path / "mp_rank_00_model_states.pt").touch()
     assert [Path(path).name[:19] for path in get_optim_files(tmp_path)] == [
@@ -460,7 +460,7 @@ def test_files_of_deepspeed_are_found(tmp_path: Path) -> None:
     ]
     assert get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
     assert get_model_state_files(tmp_path) == [str(tmp_path / "mp_rank_00_model_states.pt")]
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a directory"):
         get_optim_files(tmp_path / "nowhere")
     for found in tmp_path.glob("*optim*"):
         found.unlink()

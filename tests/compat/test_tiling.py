@@ -40,7 +40,7 @@ def test_tiles_compute_what_one_layer_does(splits: tuple[int, int], bias: bool) 
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ModelError, match="4 features cannot be cut into 5 parts"):
+    with pytest.raises(ModelError, match="4 features cannot be split into 5 parts"):
         TiledLinear(4, 8, in_splits=5)
     with pytest.raises(ModelError, match=r"shape \(8, 4\) with a bias.*\(8, 4\) without a bias"):
         TiledLinear(4, 8).copy_params_from(nn.Linear(4, 8, bias=False))
