@@ -380,7 +380,7 @@ def test_an_optimizer_is_of_the_class_that_programs_expect(
     )
     assert [each for each in known if isinstance(optimizer, each)] == ([kind] if kind else [])
     assert not isinstance(torch.optim.SGD([torch.ones(1)]), known)
-    with pytest.raises(UsageError, match="FP16_Optimizer is not made by programs"):
+    with pytest.raises(UsageError, match="FP16_Optimizer cannot be created by programs"):
         kinds.FP16_Optimizer(None)
 
 
