@@ -38,8 +38,8 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Create a state from a seed; the device's generator does not change.
 
-                Raises:
-                    UsageError: the name or the seed is already in use.
+        Raises:
+            UsageError: the name or the seed is already in use.
         """
         if seed in self.seeds_ or name in self.states_:
             raise UsageError(
@@ -57,8 +57,8 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
         """Draw from a named state inside the context; afterwards the generator is as before.
 
-                Raises:
-                    UsageError: there is no state of that name.
+        Raises:
+            UsageError: there is no state of that name.
         """
         if name not in self.states_:
             raise UsageError(
