@@ -1,9 +1,9 @@
-"""One process, one file: the whole life of a training run.
+"""A whole training run in one file and one process.
 
     python examples/01_one_process.py
 
-The three calls `engine(batch)`, `engine.backward(loss)`, `engine.step()` stand in for the model,
-`loss.backward()` and `optimizer.step()`. With accumulation they are still called for every
+The calls `engine(batch)`, `engine.backward(loss)` and `engine.step()` replace the model's own call,
+`loss.backward()` and `optimizer.step()`. With gradient accumulation, call them for every
 micro-batch; the engine updates the weights at the boundary.
 """
 

@@ -1,9 +1,10 @@
-"""The stage decides where state lies, never what is computed: the losses are the same at all four.
+"""ZeRO stages: the stage decides what is sharded, and the losses are the same at all four.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/02_zero_stages.py
+    hadal run --num_accelerators 2 examples/02_zero_stages.py
+    torchrun --standalone --nproc_per_node=2 examples/02_zero_stages.py     # works too
 
-Stage 0 keeps everything whole on every rank; 1 shards the optimizer's state, 2 the gradients as
-well, 3 the weights as well.
+Stage 0 keeps everything whole on every rank; stage 1 shards the optimizer's state, stage 2 also the
+gradients, stage 3 also the weights.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Bring your own optimizer and schedule: any torch objects, and no section for them in the config.
+"""Your own optimizer and schedule: any torch objects, without sections in the configuration.
 
     python examples/03_own_optimizer_and_schedule.py
 
-The engine keeps the optimizer's groups and steps it once for each update. A scheduler is best
-given as a function: it is called with the optimizer when that is ready, and stepped with it.
+The engine keeps the optimizer's groups and steps it once per update. Pass a schedule as a function:
+the engine calls it with the optimizer once that is ready, and steps the two together.
 """
 
 import torch

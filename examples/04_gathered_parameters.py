@@ -1,10 +1,9 @@
-"""At stage 3 a rank holds a part of each weight; `GatheredParameters` makes them whole for a while.
+"""Reading and changing sharded weights at stage 3 with `GatheredParameters`.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 \
-        examples/04_gathered_parameters.py
+    hadal run --num_accelerators 2 examples/04_gathered_parameters.py
 
-Reading needs every rank to enter. Writing is done by one rank, `modifier_rank`, and what it wrote
-is on every rank, in the weights and in the optimizer's fp32 values, when the block ends.
+To read, every rank enters the context. To write, one rank, `modifier_rank`, changes the weights;
+when the context ends, every rank has its values, in the weights and in the fp32 masters.
 `hadal.utils` reads and writes the master, gradient and optimizer state of one parameter.
 """
 

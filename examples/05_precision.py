@@ -1,10 +1,10 @@
-"""One model in five precisions: the JSON changes, the program does not.
+"""One model in five precisions: only the configuration changes.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/05_precision.py
+    hadal run --num_accelerators 2 examples/05_precision.py
 
-Weights are fp32, bf16 or fp16 with fp32 masters, bf16 alone, or fp32 under autocast. In step 3 of
-fp16 the loss is made infinite: that update is skipped, the log names the parameter, and the scale
-of the loss is halved.
+Weights are fp32, bf16 or fp16 with fp32 masters, bf16 without masters, or fp32 under autocast. In
+step 3 of fp16 the loss is made infinite: that update is skipped, the log names the parameter, and
+the loss scale is halved. So step 4 has the same loss as step 3.
 """
 
 import logging
@@ -45,7 +45,7 @@ def train(name: str) -> list[float]:
     x = torch.randn(4, 8, generator=data).to(engine.device)
     wanted = torch.randint(4, (4,), generator=data).to(engine.device)
     if "bf16" in PRECISIONS[name]:
-        x = x.bfloat16()  # fp16.auto_cast does this for fp16, autocast by itself
+        x = x.bfloat16()  # fp16.auto_cast does this for fp16; autocast casts by itself
     losses = []
     for step in range(STEPS):
         loss = F.cross_entropy(engine(x).float(), wanted)
@@ -67,6 +67,7 @@ def main() -> None:
     if hadal.comm.get_rank() == 0:
         for name, losses in curves.items():
             print(f"{name:>20}: " + " ".join(f"{loss:.4f}" for loss in losses))
+        print("fp16 repeats a loss: the update before it overflowed and was skipped")
     for name, losses in curves.items():
         assert losses[-1] < losses[0], name
         torch.testing.assert_close(losses[:3], curves["fp32"][:3], rtol=0.05, atol=0.01)

@@ -1,10 +1,11 @@
-"""A learning-rate schedule from the configuration, or from the command line of your script.
+"""A learning-rate schedule from the configuration, or from your script's command line.
 
     python examples/06_schedules.py
     python examples/06_schedules.py --lr_schedule LRRangeTest --lr_range_test_step_size 5
 
-The schedule is stepped once for each update. `hadal plot-schedule FILE --steps N` draws it.
-`--lr_schedule` and its arguments take the place of a `scheduler` section that is left out.
+The schedule is stepped once per update. OneCycle raises the rate and lowers the momentum (Adam's
+first beta), then reverses both. `hadal plot-schedule FILE --steps N` draws a schedule.
+`--lr_schedule` and its arguments replace a `scheduler` section.
 """
 
 import argparse

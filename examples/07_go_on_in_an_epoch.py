@@ -1,9 +1,9 @@
-"""Stop in the middle of an epoch, and go on with exactly the samples that are left.
+"""Resuming in the middle of an epoch with exactly the remaining samples.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/07_go_on_in_an_epoch.py
+    hadal run --num_accelerators 2 examples/07_go_on_in_an_epoch.py
 
-The loader shuffles anew each epoch and gives every rank its own part. A checkpoint holds how much
-of the epoch was handed out, whatever a loader's workers have read ahead.
+The loader shuffles every epoch and gives each rank its own samples. A checkpoint records how much
+of the epoch has been used, regardless of what the loader's workers have read ahead.
 """
 
 import shutil
@@ -26,7 +26,7 @@ CONFIG = {
 
 
 def start() -> tuple[Any, hadal.RepeatingLoader]:
-    """An engine, and its batches for ever: at the end of an epoch the next one begins."""
+    """Return an engine and its endless batches: at the end of an epoch the next one begins."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(50, 3, generator=generator)
     data = TensorDataset(torch.arange(50), inputs, inputs.sum(dim=1, keepdim=True))
@@ -49,9 +49,9 @@ def train(engine: Any, batches: hadal.RepeatingLoader, steps: int) -> list[int]:
 
 
 def main() -> None:
-    """Train ten steps at a stretch, and the same with a break after four."""
+    """Train ten steps without a break, and again with a break after four."""
     engine, batches = start()
-    # One folder that all ranks see: here that where they were started.
+    # A directory that all ranks see; here the one they were started in.
     folder = Path("hadal_example")
     first = train(engine, batches, 4)
     engine.save_checkpoint(folder)
@@ -62,9 +62,12 @@ def main() -> None:
     assert train(again, its_batches, 6) == rest
     assert torch.equal(again.state_dict()["weight"], engine.state_dict()["weight"])
     if hadal.comm.get_rank() == 0:
-        print(f"an epoch has {len(batches)} batches for each rank; rank 0 read")
+        print(f"An epoch has {len(batches)} batches per rank. Rank 0 read these samples:")
         print(f"before the break {first}")
         print(f"after it         {rest}")
+        print(
+            "No sample repeats within the epoch; the new engine read the same ones after loading."
+        )
         shutil.rmtree(folder)
 
 

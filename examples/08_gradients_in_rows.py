@@ -1,10 +1,10 @@
-"""Embeddings' gradients travel as the rows that a batch touched: the same losses, fewer bytes.
+"""Sparse gradients: embeddings send only the rows that a batch used.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/08_gradients_in_rows.py
+    hadal run --num_accelerators 2 examples/08_gradients_in_rows.py
 
-Of a table of 5000 rows each rank touches 8 in a step. `sparse_gradients` sends those, with their
-numbers, where the table would go otherwise. What the ranks send is counted here by watching torch's
-own call; so that they use it, they are kept from reading each other's memory.
+Of a table with 5000 rows, each rank uses 8 per step. `sparse_gradients` sends these rows and their
+indices instead of the table: the same losses with fewer bytes. The example counts what ranks send
+by watching torch's own call, and therefore keeps them from reading each other's memory.
 """
 
 import os
@@ -56,7 +56,7 @@ def train(sparse: bool) -> tuple[list[float], int]:
 
 
 def main() -> None:
-    """Train with whole gradients, then in rows, and compare."""
+    """Train with whole gradients, then with rows, and compare."""
     os.environ["HADAL_CROSS_MEMORY"] = "0"
     hadal.init_distributed(dist_backend="gloo")
     whole, whole_nbytes = train(sparse=False)

@@ -1,9 +1,9 @@
-"""Name the optimizer in the configuration, with its arguments; parameters may come in groups.
+"""The optimizer by name in the configuration, with its arguments and param groups.
 
     python examples/09_optimizer_by_name.py
 
-Built-in names (Adam, AdamW, Lion, Adagrad) are written in any case; any other class of
-torch.optim by its exact name. Each gives the same numbers at every ZeRO stage.
+Built-in names (Adam, AdamW, Lion, Adagrad) are accepted in any case, other classes of torch.optim
+by their exact name. Each gives the same results at every ZeRO stage.
 """
 
 import torch
@@ -22,7 +22,7 @@ SECTIONS = [
 
 
 def train(section: dict) -> None:
-    """Train once; the last layer is one group, with half of the learning rate."""
+    """Train once; the last layer is a group with half the learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
     rate = section["params"]["lr"]

@@ -1,9 +1,9 @@
-"""Two ranks share every sequence: each computes on its half of the tokens, and the parts add up.
+"""Sequence parallelism: two ranks share every sequence, and each computes half of the tokens.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/10_shared_sequences.py
+    hadal run --num_accelerators 2 examples/10_shared_sequences.py
 
-Ranks of one sequence read the same samples and count as one in the batch. Each gives
-`engine.backward` its part of the loss, such that the parts add up to the whole sequence's.
+Ranks of one sequence read the same samples and count as one in the batch. Each passes its part of
+the loss to `engine.backward`; the parts add up to the loss of the whole sequence.
 """
 
 import torch
@@ -39,7 +39,7 @@ def main() -> None:
     for _ in range(STEPS):
         outputs = engine(sequences[:, mine].to(engine.device))
         difference = outputs - wanted[:, mine].to(engine.device)
-        engine.backward(difference.square().sum() / wanted.numel())  # my part of the mean
+        engine.backward(difference.square().sum() / wanted.numel())  # this rank's part of the mean
         engine.step()
 
     alone = make_model()

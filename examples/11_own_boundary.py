@@ -1,9 +1,9 @@
-"""The caller says when an update is due: as many backwards as it likes, then one step.
+"""Your own accumulation boundary: any number of backward passes, then one step.
 
     python examples/11_own_boundary.py
 
-With `managed_gradient_accumulation` false nobody counts micro-steps. Whoever does not know how many
-there will be divides the loss alone, and says so: `scale_wrt_gas=False`.
+With `managed_gradient_accumulation` false, the engine does not count micro-steps. If you do not
+know their number in advance, divide the loss yourself and pass `scale_wrt_gas=False`.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""Two ranks hold two parts of one model; ZeRO works over the ranks that hold the same part.
+"""Model parallelism: two ranks hold two parts of one model.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/12_parts_of_a_model.py
+    hadal run --num_accelerators 2 examples/12_parts_of_a_model.py
 
-`mpu` is any object with Megatron's methods. A parameter that is cut over the parts says so by
-`tensor_model_parallel`; the others are on every rank and count once in the gradient norm.
+ZeRO works over the ranks that hold the same part. `mpu` is any object with Megatron's methods. A
+parameter that is split over the parts has `tensor_model_parallel` set; the others are on every rank
+and count once in the gradient norm.
 """
 
 import torch
@@ -15,7 +16,7 @@ from hadal import comm
 
 
 class Groups:
-    """All ranks hold parts of one model, so each part is alone with its data."""
+    """All ranks hold parts of one model, so each part has one data-parallel rank."""
 
     def __init__(self) -> None:
         alone = [dist.new_group([rank]) for rank in range(comm.get_world_size())]
@@ -39,7 +40,7 @@ class SumOverParts(torch.autograd.Function):
 
 
 class RowParallel(nn.Module):
-    """A linear layer whose inputs are cut over the ranks."""
+    """A linear layer whose inputs are split over the ranks."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Train the head first, and thaw the layers below it one after the other.
+"""Unfreezing layers: train the head first, then one more layer at a time.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/13_thaw_layers.py
+    hadal run --num_accelerators 2 examples/13_thaw_layers.py
 
-Muon steps the matrices and Adam the biases. A param group that is added while training goes on is
-trained from the next update, as in torch: thaw its parameters, then add it on every rank.
+Muon steps the matrices and Adam the biases. A param group added during training is trained from the
+next update on, as in torch: unfreeze its parameters, then add the group on every rank.
 """
 
 import torch
@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Thaw two layers of three, from the top."""
+    """Unfreeze two of three layers, from the top."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)

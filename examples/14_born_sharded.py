@@ -1,9 +1,9 @@
-"""A model too large for one device is born sharded: `zero.Init` cuts each module as it is built.
+"""A model too large for one device: `zero.Init` shards each module as it is built.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/14_born_sharded.py
+    hadal run --num_accelerators 2 examples/14_born_sharded.py
 
-The weights are those that building outside gives on rank 0, bit for bit, whatever initialises them
-and when: constructors, parents, or a function given to `model.apply` afterwards.
+The weights are bit for bit those that rank 0 would have built outside the context, whatever
+initializes them and when: constructors, parents, or a function passed to `model.apply` later.
 """
 
 import torch
@@ -20,20 +20,20 @@ CONFIG = {
 
 
 def build() -> nn.Sequential:
-    """Make a stack of layers."""
+    """Return a stack of layers."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
 
 
 def start(module: nn.Module) -> None:
-    """Initialise a module, as a program of today does it: by its class, in `apply`."""
+    """Initialize a module by its class, for `apply`."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
 
 
 def main() -> None:
-    """Build inside and outside, and compare masters."""
+    """Build inside and outside the context, and compare the masters."""
     hadal.init_distributed()
     hadal.zero.estimate_zero3_model_states_mem_needs_all_live(build(), num_gpus_per_node=2)
     with hadal.zero.Init(config_dict_or_path=CONFIG):

@@ -1,9 +1,9 @@
-"""At stage 3, let a layer of experts be gathered as a whole, whichever expert a rank uses.
+"""Leaf modules: stage 3 gathers a layer of experts as a whole, whichever expert a rank uses.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/15_leaf_modules.py
+    hadal run --num_accelerators 2 examples/15_leaf_modules.py
 
-Without it the ranks' paths differ, and every gather is announced to all ranks. That works too, and
-is told once. A leaf module keeps all ranks on one path, which is planned and gathered ahead of use.
+Otherwise the ranks' paths differ, and every gather is announced to all ranks; this works too, with
+one warning. A leaf module keeps all ranks on one path, which is planned and gathered ahead of use.
 """
 
 import torch
@@ -26,7 +26,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The expert hangs on the values, so ranks choose different ones."""
+        """Choose the expert by the values, so that ranks choose different ones."""
         chosen = int(x.abs().sum() * 100) % len(self.experts)
         return x + self.experts[chosen](x)
 

@@ -1,9 +1,9 @@
-"""Save often, keep a few, and go on with the same random numbers.
+"""Saving often, keeping the newest checkpoints, and resuming with the same random numbers.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/16_keep_checkpoints.py
+    hadal run --num_accelerators 2 examples/16_keep_checkpoints.py
 
-A save that is killed leaves what was complete; a damaged file is refused by its name. What was
-saved with `save_latest=False` is your own, and is never removed.
+A killed save leaves earlier checkpoints intact; a damaged file is refused by name. Checkpoints
+saved with `save_latest=False` are never deleted.
 """
 
 import shutil
@@ -32,11 +32,11 @@ def step(engine: Any) -> float:
 
 
 def main() -> None:
-    """Train nine steps and save after each; go on from the last but one."""
+    """Train nine steps, saving after each; resume from the last but one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     engine, _, _, _ = hadal.initialize(model=model, config=CONFIG)
-    # One folder that all ranks see: here that where they were started.
+    # A directory that all ranks see; here the one they were started in.
     folder = Path("hadal_example")
     losses = []
     for number in range(9):
@@ -46,7 +46,7 @@ def main() -> None:
 
     _, client_state = engine.load_checkpoint(folder, "step7")
     assert client_state["losses"] == losses[:8]
-    assert step(engine) == losses[8]  # the same inputs and dropout: random generators went back
+    assert step(engine) == losses[8]  # the same inputs and dropout: random generators are restored
     if hadal.comm.get_rank() == 0:
         print("kept:", *sorted(path.name for path in folder.iterdir() if path.is_dir()))
         shutil.rmtree(folder)

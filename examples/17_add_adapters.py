@@ -1,9 +1,9 @@
-"""Train a model, then put low-rank adapters beside its frozen layers and train those.
+"""Adapters: train a model, then add low-rank adapters to its frozen layers and train those.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/17_add_adapters.py
+    hadal run --num_accelerators 2 examples/17_add_adapters.py
 
-The layers are wrapped in place while the engine lives. Parameters that come into a model later are
-trained once they are given to the optimizer, on every rank; rank 0's values hold.
+The layers are wrapped in place while the engine is in use. Parameters added to a model later are
+trained once they are passed to the optimizer, on every rank; rank 0's values are used.
 """
 
 import torch
@@ -21,7 +21,7 @@ CONFIG = {
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank update beside it (Hu 2021)."""
+    """A frozen linear layer with a low-rank update (Hu 2021)."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The layer's output and its update."""
+        """Return the layer's output plus its update."""
         outputs: Tensor = self.base(inputs) + self.up(self.down(inputs))
         return outputs
 
 
 def main() -> None:
-    """Learn a sum, then its double."""
+    """Learn a sum, then twice the sum."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     engine, optimizer, _, _ = hadal.initialize(model=model, config=CONFIG)

@@ -1,9 +1,9 @@
-"""On several nodes, keep a second copy of the weights on each: backward gathers inside the node.
+"""hpZ: each node keeps a second copy of the weights, so that backward gathers inside the node.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=4 examples/18_several_nodes.py
+    hadal run --num_accelerators 4 examples/18_several_nodes.py
 
-Here each two ranks stand for a node. With `"mics_shard_size": 2` in its place every node would hold
-a copy of gradients and optimizer state too: less traffic between nodes, more memory.
+Here every two ranks stand for a node. With `"mics_shard_size": 2` instead, each node would also
+hold a copy of gradients and optimizer state: less traffic between nodes, more memory.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Save at one stage, in bf16, while training goes on; load at another stage, in fp32.
+"""Saving at one stage in bf16, in the background, and loading at another stage in fp32.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/19_other_ranks.py
+    hadal run --num_accelerators 2 examples/19_other_ranks.py
 
-Parameters are found by their names, whatever the stage, the number of ranks, the dtypes and the
-buckets were. Start the second half of it with any number of processes: it loads all the same.
+Parameters are found by name, whatever the stage, number of ranks, dtypes and buckets were. The
+loading half works with any number of processes.
 """
 
 import shutil
@@ -31,14 +31,14 @@ LOADED = {
 
 
 def engine_of(config: dict[str, Any]) -> Any:
-    """An engine over a new model."""
+    """Return an engine for a new model."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     engine, _, _, _ = hadal.initialize(model=model, config=config)
     return engine
 
 
 def step(engine: Any) -> float:
-    """One update on random inputs."""
+    """Make one update on random inputs."""
     dtype = next(engine.module.parameters()).dtype
     inputs = torch.randn(4, 8, device=engine.device, dtype=dtype)
     loss = (engine(inputs).float() - 1.0).square().mean()
@@ -48,8 +48,8 @@ def step(engine: Any) -> float:
 
 
 def main() -> None:
-    """Train under one configuration, and go on under the other."""
-    # One folder that all ranks see: here that where they were started.
+    """Train with one configuration, and continue with the other."""
+    # A directory that all ranks see; here the one they were started in.
     folder = Path("hadal_example")
     first = engine_of(SAVED)
     before = [step(first) for _ in range(30)]
@@ -61,7 +61,7 @@ def main() -> None:
     second = engine_of(LOADED)
     second.load_checkpoint(folder)
     for parameter, master in zip(second.module.parameters(), masters, strict=True):
-        assert torch.equal(parameter, master)  # fp32 weights are the masters of before
+        assert torch.equal(parameter, master)  # fp32 weights equal the saved masters
     after = [step(second) for _ in range(10)]
     assert max(after) < before[0]
     if hadal.comm.get_rank() == 0:

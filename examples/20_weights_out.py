@@ -1,9 +1,9 @@
-"""Weights leave a checkpoint in three ways: for the Hugging Face hub, in fp32, as a state dict.
+"""Exporting weights: for the Hugging Face Hub, in fp32, and as a state dict.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/20_weights_out.py
+    hadal run --num_accelerators 2 examples/20_weights_out.py
 
-The same works on folders that DeepSpeed has written, and `engine.load_checkpoint` goes on from
-those: see docs/checkpoints.md.
+The same works with checkpoints of DeepSpeed, which `engine.load_checkpoint` also reads: see
+docs/checkpoints.md.
 """
 
 import shutil
@@ -40,16 +40,16 @@ def hadal_command(*arguments: str) -> str:
 
 
 def main() -> None:
-    """Train, save, and let the weights out."""
+    """Train, save, and export the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     engine, _, _, _ = hadal.initialize(model=model, config=CONFIG)
     train(engine)
     folder = Path("hadal_example")
     engine.save_checkpoint(folder / "run")
-    engine.save_16bit_model(folder / "model")  # while training; all ranks call it
+    engine.save_16bit_model(folder / "model")  # during training; all ranks call it
     if hadal.comm.get_rank() == 0:
-        # Later, without ranks: in a shell, or from Python.
+        # Later, in a single process: in a shell, or from Python.
         print(hadal_command("checkpoint", "inspect", str(folder / "run")))
         hadal_command("checkpoint", "to-fp32", str(folder / "run"), str(folder / "exact"))
         state = get_fp32_state_dict_from_zero_checkpoint(folder / "run")

@@ -1,8 +1,8 @@
-"""A program written for DeepSpeed, as it is but for its first two lines.
+"""A program written for DeepSpeed, unchanged except for its first two lines.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/21_import_deepspeed.py
+    hadal run --num_accelerators 2 examples/21_import_deepspeed.py
 
-Without those two lines: install `compat/deepspeed-stub`, or start it by `-m hadal.compat`.
+Without these lines, start it with `hadal run --as-deepspeed`, or install `compat/deepspeed-stub`.
 """
 
 import hadal

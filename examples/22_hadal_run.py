@@ -1,9 +1,9 @@
-"""What `hadal run` gives to each rank, and how output and ends look.
+"""What `hadal run` sets for each rank, and how it reports output and failures.
 
     hadal run --num_accelerators 2 examples/22_hadal_run.py --steps 30
 
-The same line with `--hostfile hosts` starts it on all hosts of the file. Try `--fail 1`: rank 1
-then raises an error, and the report shows its traceback first, the other rank's end below it.
+The same line with `--hostfile hosts` starts it on all hosts of that file. Try `--fail 1`: rank 1
+raises an error, and the report shows its traceback first and the other rank's end below it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Learn a sum; each rank tells what it sees."""
+    """Learn a sum; each rank prints what it sees."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, help="which rank of this host, by hadal run")
     parser.add_argument("--steps", type=int, default=30)

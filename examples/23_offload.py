@@ -1,9 +1,9 @@
-"""Let optimizer state and weights rest in host memory or on a disk: train what does not fit.
+"""Offloading: optimizer state and weights in host memory or on a disk.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/23_offload.py
+    hadal run --num_accelerators 2 examples/23_offload.py
 
-The disk is a folder for temporary files here; give the path of your NVMe. The numbers are the same,
-wherever state rests.
+The disk is a temporary directory here; use the path of your NVMe. The results are the same in every
+tier.
 """
 
 import tempfile
@@ -15,7 +15,7 @@ import hadal
 
 
 def train(offload: dict[str, object]) -> float:
-    """The loss after a few steps with state resting where `offload` says."""
+    """Return the loss after a few steps with the given offloading."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},

@@ -1,9 +1,9 @@
-"""At stage 3, a linear layer in tiles: only one of them is gathered at a time.
+"""A linear layer in tiles, of which stage 3 gathers only one at a time.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/24_tiled_linear.py
+    hadal run --num_accelerators 2 examples/24_tiled_linear.py
 
-For a layer so wide that its gathered weight does not fit beside the rest. It computes what one
-`nn.Linear` does, and can take its values.
+For a layer so wide that its gathered weight does not fit in memory. It computes the same as one
+`nn.Linear`, and can copy its values.
 """
 
 import torch
@@ -23,7 +23,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Train a few steps, beside the layer that the tiles were cut from."""
+    """Train a few steps alongside the layer whose values the tiles copied."""
     hadal.init_distributed()
     torch.manual_seed(0)
     whole = nn.Linear(64, 256)

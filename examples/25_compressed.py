@@ -1,9 +1,9 @@
-"""On a slow network, let weights travel as int8 and gradients as int4 (ZeRO++).
+"""ZeRO++ for slow networks: int8 weights and int4 gradients on the wire.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=4 examples/25_compressed.py
+    hadal run --num_accelerators 4 examples/25_compressed.py
 
-What is computed with is rounded, on all ranks alike; masters, checkpoints and what you read stay
-exact. Leave out what your network does not need: `benchmarks/codecs.py` tells from when it pays.
+All ranks compute with the same rounded weights; masters, checkpoints and values you read stay
+exact. `benchmarks/codecs.py` measures on which networks this pays.
 """
 
 import torch
@@ -20,15 +20,15 @@ CONFIG = {
         "stage3_param_persistence_threshold": 100,
         "zero_quantized_weights": True,
         "zero_quantized_gradients": True,
-        # What a gradient loses on its way is sent with the next ones (LoCo).
+        # A gradient's quantization error is added to the next one (LoCo).
         "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
-        # With several nodes: "zero_hpz_partition_size": ranks of a node.
+        # On several nodes also "zero_hpz_partition_size": the ranks of a node.
     },
 }
 
 
 def main() -> None:
-    """Train a few steps, and look at a weight from inside forward and from outside."""
+    """Train a few steps, and read a weight inside and outside forward."""
     hadal.init_distributed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))

@@ -1,11 +1,11 @@
-"""Send signs in place of gradients: a sixteenth of the bytes, for slow networks.
+"""1-bit optimizers: signs instead of gradients, a sixteenth of the bytes.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/26_signs.py
+    hadal run --num_accelerators 2 examples/26_signs.py
 
-Each of these optimizers learns the variance of gradients first, and then keeps it: so the momentum
-may travel as signs, and what they lose is sent later. ZeroOneAdam lets ranks make several updates
-by themselves, too, so that weights differ for a while: `engine.eval()`, a checkpoint and whatever
-reads weights make them the same first, and all ranks must call these.
+Each of these optimizers first learns the variance of the gradients and then freezes it. From then
+on the momentum is sent as signs, and the error is sent later. ZeroOneAdam also makes several
+updates without any exchange, so that weights differ between ranks for a while. `engine.eval()`, a
+checkpoint, and anything that reads weights make them equal first: all ranks must call these.
 """
 
 import torch
@@ -28,7 +28,7 @@ SECTIONS = [
 
 
 def train(section: dict) -> None:
-    """Train once, on batches of each rank's own, and look at the same ones on all."""
+    """Train once on each rank's own batches; evaluate the same batches on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
     config = {

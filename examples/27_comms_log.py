@@ -1,9 +1,9 @@
-"""What ranks send to each other: how often, how much, how fast, and who keeps the others waiting.
+"""The log of collectives: how often, how much and how fast ranks send, and who is the straggler.
 
     hadal run --num_accelerators 2 examples/27_comms_log.py
 
-Rank 1 is late to every step here. Bytes are those on the wire: weights travel in bf16, gradients in
-fp32, as the configuration says.
+Rank 1 is late in every step here. Bytes are those on the wire: weights are sent in bf16, gradients
+in fp32, as the configuration says.
 """
 
 import time
@@ -19,7 +19,7 @@ CONFIG = {
     "bf16": {"enabled": True},
     "communication_data_type": "fp32",
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    # With "debug": true each bucket's gather is a row of its own.
+    # "debug": true adds a row for each bucket's gather.
     "comms_logger": {"enabled": True},
 }
 
@@ -34,7 +34,7 @@ def main() -> None:
     )
     for step in range(6):
         if step == 3:
-            hadal.comm.reset_log()  # without what happens once
+            hadal.comm.reset_log()  # leave out the first steps
         if hadal.comm.get_rank() == 1:
             time.sleep(0.01)
         x = torch.randn(2, 64, dtype=torch.bfloat16, device=engine.device)

@@ -1,9 +1,9 @@
-"""Four ranks: a model in two parts, and two replicas of each; saved, loaded, and taken out.
+"""Four ranks hold two replicas of a model in two parts; saved, loaded and exported.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=4 examples/28_model_parts.py
+    hadal run --num_accelerators 4 examples/28_model_parts.py
 
-Ranks 0 and 1 hold the parts, 2 and 3 hold them again. A checkpoint loads with any number of
-replicas (2 processes: one of each part), but with as many parts only.
+Ranks 0 and 1 hold the parts, ranks 2 and 3 hold them again. A checkpoint loads with any number of
+replicas (2 processes: one of each part), but with the same number of parts only.
 """
 
 import shutil
@@ -26,7 +26,7 @@ CONFIG = {
 
 
 def parallel_state() -> SimpleNamespace:
-    """What Megatron-Core's module of this name offers: a program that has it gives it as mpu."""
+    """Return the interface of Megatron-Core's module of this name, which can be passed as mpu."""
     found = SimpleNamespace()
     model, data = comm.Ranks.world().in_blocks(PARTS)
     for kind, group in (("tensor_model_parallel", model.group), ("data_parallel", data.group)):
@@ -37,7 +37,7 @@ def parallel_state() -> SimpleNamespace:
 
 
 class Embedding(nn.Module):
-    """Some columns of an embedding, and those of the head that belong to them."""
+    """Some columns of an embedding, and the matching columns of the head."""
 
     def __init__(self, state: SimpleNamespace) -> None:
         super().__init__()
@@ -51,7 +51,9 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.words[tokens] @ self.head.t()
         dist.all_reduce(whole := logits.detach().clone(), group=self.group)
-        return whole + (logits - logits.detach())  # the parts' sum; gradients go to each part
+        return whole + (
+            logits - logits.detach()
+        )  # the sum of the parts; each part gets its gradient
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Two engines learn from one loss, with plain `loss.backward()`.
+"""Two engines trained by one loss, with plain `loss.backward()`.
 
     python examples/29_a_common_loss.py
 
-A backward of any tensor that an engine's forward gave counts as the engine's own: gradients are
-averaged over the ranks, and `step` updates. In fp16 it is `engine.scale(loss).backward()`.
+A backward of any tensor computed by an engine's forward counts as the engine's own: gradients are
+averaged over the ranks, and `step` updates. In fp16 call `engine.scale(loss).backward()`.
 """
 
 import torch

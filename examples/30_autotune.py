@@ -1,10 +1,10 @@
-"""A search for the fastest micro-batch: `hadal run --autotuning` starts this file for each.
+"""Autotuning: a search for the fastest micro-batch with `hadal run --autotuning`.
 
     python examples/30_autotune.py
 
-Each run is told a configuration, trains three updates and leaves. One of the micro-batches is
-said to be too large here: the table tells why it has no result. `--autotuning run` in the place
-of `tune` would then train with the best. A search of your own:
+Each experiment runs this file with another configuration for three updates. One of the sizes
+simulates running out of memory; the table shows the reason. `--autotuning run` instead of `tune`
+would then train with the best one. Your own search:
 
     hadal run --autotuning run train.py --deepspeed ds_config.json
 """
@@ -25,14 +25,14 @@ CONFIG = {
         "enabled": True,
         "start_profile_step": 2,
         "end_profile_step": 3,
-        # Known, so that no first run is needed to count them.
+        # Given, so that no first run is needed to count them.
         "model_info": {"num_params": 33_088},
     },
 }
 
 
 def train(config: str, largest: int) -> None:
-    """A program as any other: it takes its configuration's name."""
+    """Train like any other program, which takes the name of its configuration."""
     import torch
     from torch import nn
 
@@ -50,7 +50,7 @@ def train(config: str, largest: int) -> None:
 
 
 def search() -> None:
-    """Write a configuration, search, and show what was found."""
+    """Write a configuration, search, and print the result."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "ds_config.json").write_text(json.dumps(CONFIG))
         command = [sys.executable, "-m", "hadal.cli", "run", "--autotuning", "tune"]

@@ -1,13 +1,13 @@
 """Ranks that run different parts of a model train as one process does, bit for bit, at every stage.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/31_ranks_that_differ.py
+    hadal run --num_accelerators 2 examples/31_ranks_that_differ.py
 
-A vision-language model: the ranks have pictures in turns, so its vision tower runs on one of them
-alone. A mixture of experts: each token runs through one expert, and some experts get no token.
+A vision-language model: the ranks take turns in having pictures, so only one of them runs the
+vision tower. A mixture of experts: each token runs through one expert, and some experts get no
+token. One process trains on both ranks' batches for comparison.
 
-One process trains on both ranks' batches beside it. Equal bits are no accident: halving a gradient
-is exact, the order of two summands does not matter, and a missing one counts as zero. The learning
-rate is a power of two, so an update rounds once, whether or not the processor fuses it.
+The bits are equal because halving a gradient is exact, the order of two summands does not matter,
+and a missing gradient counts as zero. The learning rate is a power of two: an update rounds once.
 """
 
 from copy import deepcopy
@@ -22,7 +22,7 @@ ALL = {"stage3_param_persistence_threshold": 0}  # small weights are sharded too
 
 
 class Model(nn.Module):
-    """Words, and a picture before them where there is one; a router chooses each token's expert."""
+    """Words, preceded by a picture if there is one; a router chooses each token's expert."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()

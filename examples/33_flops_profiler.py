@@ -1,9 +1,9 @@
-"""How many operations an update takes, module by module, and how near it comes to the peak.
+"""The flops profiler: operations per module, and how close an update comes to the device's peak.
 
     python examples/33_flops_profiler.py
 
 The profiler counts one update and times the next. Backward is counted as it runs: the block below
-is checkpointed, so its forward runs twice.
+uses activation checkpointing, so its forward runs twice.
 """
 
 import torch
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Train a few updates; the report of the third is printed."""
+    """Train a few updates; print the report of the third."""
     model = Model()
     flops, macs, params = get_model_profile(model, (4, 64), print_profile=False)
     print(f"alone: {flops}flops, {macs}, {params} parameters")

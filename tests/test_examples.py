@@ -32,9 +32,9 @@ def environment() -> dict[str, str]:
 
 def launched(script: Path, *arguments: str, processes: int, folder: Path) -> str:
     """Run one example in a folder as a user would; return what it wrote."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    if "hadal run" in script.read_text():
-        launcher = ["-m", "hadal.cli", "run", "--num_accelerators", str(processes)]
+    launcher = ["-m", "hadal.cli", "run", "--num_accelerators", str(processes)]
+    if "torchrun" in script.read_text():
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
         [sys.executable, *launcher, str(script), *arguments],
         env=environment(),
@@ -97,6 +97,19 @@ def test_example_is_short(script: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_index_names_every_example() -> None:
+    index = (EXAMPLES / "README.md").read_text()
+    linked = set(re.findall(r"\]\(([^)]+)\)", index))
+    assert all((EXAMPLES / target).exists() for target in linked)
+    assert {script.name for script in SMALL} <= linked
+    for script in SMALL:
+        (row,) = [line for line in index.splitlines() if f"({script.name})" in line]
+        wanted = processes_wanted(script)
+        assert row.endswith(
+            f"| `hadal run --num_accelerators {wanted}` |" if wanted > 1 else "`python` |"
+        )
+
+
 def test_gpt_trains_and_goes_on(tmp_path: Path) -> None:
     short = ["--steps=3", "--width=48", "--depth=2", "--sample=8", f"--folder={tmp_path / 'demo'}"]
     train = EXAMPLES / "gpt" / "train.py"

@@ -1,11 +1,11 @@
-"""A program that may be stopped anywhere and started anew on another number of ranks.
+r"""A program that can be stopped at any time and restarted on another number of ranks.
 
-    hadal run --num_accelerators 2 examples/clusters/train.py \\
+    hadal run --num_accelerators 2 examples/clusters/train.py \
         --deepspeed_config examples/clusters/ds_config.json --folder /tmp/clusters
 
-`elasticity` in ds_config.json names no batch size: one is chosen that many numbers of ranks can
-train. So the same program runs under Slurm (`slurm.sh`), Kubernetes (`pytorchjob.yaml`), and with
-`hadal run --hostfile hosts --elastic_training`, which goes on without hosts that are lost.
+`elasticity` in ds_config.json contains no batch size: Hadal chooses one that many numbers of ranks
+can train. The same program runs under Slurm (`slurm.sh`), Kubernetes (`pytorchjob.yaml`), and with
+`hadal run --hostfile hosts --elastic_training`, which continues without lost hosts.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import hadal
 
 
 def main() -> None:
-    """Train from the last checkpoint on, if there is one."""
+    """Train from the last checkpoint, if there is one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, help="which rank of this host, by hadal run")
     parser.add_argument("--steps", type=int, default=20)

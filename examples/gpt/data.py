@@ -1,4 +1,4 @@
-"""Text that every machine has: the source files of Python's own standard library."""
+"""Text that every machine has: the source files of Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Text:
-    """The bytes of both halves. No file has a part in each."""
+    """The bytes of the training and the validation half, which share no file."""
 
     train: Tensor
     validation: Tensor
 
     def unigram_entropy(self) -> float:
-        """Nats for each validation byte: what the best model without any context would pay."""
+        """Return nats per validation byte of the best model without context."""
         counts = np.bincount(self.validation.numpy(), minlength=256)
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
@@ -43,7 +43,7 @@ def read_standard_library() -> Text:
 
 
 def batch(text: Tensor, count: int, context: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Cut `count` windows at places that `seed` decides: the bytes, and the bytes that follow."""
+    """Return `count` windows at positions chosen by `seed`: the bytes, and the next bytes."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context - 1, (count, 1), generator=generator)
     windows = text[starts + torch.arange(context + 1)].long()

@@ -13,7 +13,7 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """How large the model is. The default has 10.8 million parameters."""
+    """The size of the model. The default has 10.8 million parameters."""
 
     width: int = 384
     depth: int = 6
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let each position look at itself and at what came before it."""
+        """Let each position attend to itself and to earlier positions."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then a two-layer perceptron, each on normalised input."""
+    """A transformer block: attention and a two-layer perceptron, each on normalized input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what this block has to say to the stream."""
+        """Add the block's output to the residual stream."""
         x = x + self.attention(self.norm_1(x))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
@@ -81,7 +81,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Return the mean loss in nats if the next bytes `y` are given, else the logits."""
+        """Return the mean loss in nats if the next bytes `y` are given, otherwise the logits."""
         places = torch.arange(x.shape[1], device=x.device)
         stream = self.bytes(x) + self.places(places)
         for block in self.blocks:
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, *, heat: float = 0.8, seed: int = 0) -> bytes:
-        """Continue `prompt` by `count` bytes; a lower `heat` is more careful."""
+        """Continue `prompt` by `count` bytes; a lower `heat` samples more cautiously."""
         device = self.bytes.weight.device
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)

@@ -1,13 +1,13 @@
 """Train a small GPT on the source text of Python's standard library, with ZeRO-2 in bf16.
 
-    make demo          # or, by hand, with one process for each GPU or CPU core:
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/gpt/train.py
+    make demo          # or, by hand, with one process per GPU or CPU core:
+    torchrun --standalone --nproc_per_node=2 examples/gpt/train.py
 
-How it trains is in `ds_config.json` beside this file; change the stage, the precision or the
+`ds_config.json` beside this file holds the configuration: change the stage, the precision or the
 schedule there. `model.py` is plain torch, `data.py` reads the text. The run shows the loss, the
 validation loss beside the text's unigram entropy, tokens per second, learning rate and gradient
-norm; it writes `demo/loss.png` and `demo/checkpoint`, and ends with a sample of generated code.
-A second run goes on from the checkpoint; `make demo-clean` starts anew.
+norm. It writes `demo/loss.png` and `demo/checkpoint`, and ends with a sample of generated code. A
+second run resumes from the checkpoint; `make demo-clean` starts over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VALIDATION_WINDOWS = 16
 
 @dataclass
 class Curve:
-    """What a run remembers of its losses: pairs of (step, nats for each byte)."""
+    """The losses of a run: pairs of (step, nats per byte)."""
 
     train: list[tuple[int, float]] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -81,7 +81,7 @@ def train_one_step(engine: Any, text: Text, context: int) -> float:
 
 @torch.no_grad()
 def validate(engine: Any, text: Text, context: int, windows: int = VALIDATION_WINDOWS) -> float:
-    """Return the loss on the same windows of unseen files each time; each rank takes its own."""
+    """Return the loss on the same unseen windows each time; each rank evaluates its own."""
     engine.eval()
     x, y = batch(text.validation, windows, context, seed=dist.get_rank())
     loss = engine(x.to(engine.device), y.to(engine.device))
@@ -90,7 +90,7 @@ def validate(engine: Any, text: Text, context: int, windows: int = VALIDATION_WI
 
 
 def progress_bar(console: Console) -> Progress:
-    """Lay out the line that is drawn while the model trains."""
+    """Return the line that is drawn during training."""
     return Progress(
         BarColumn(bar_width=12),
         TextColumn("{task.completed}/{task.total}"),
@@ -163,7 +163,7 @@ def draw(curve: Curve, entropy: float, file: Path) -> None:
 
 
 def finish(engine: Any, text: Text, curve: Curve, args: argparse.Namespace) -> None:
-    """Save the checkpoint and the picture, and show what the model has learnt."""
+    """Save the checkpoint and the picture, and print a sample."""
     held_out = validate(engine, text, engine.module.shape.context, 4 * VALIDATION_WINDOWS)
     engine.save_checkpoint(
         str(args.folder / "checkpoint"),

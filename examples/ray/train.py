@@ -1,10 +1,10 @@
-"""Ray Train starts two workers, and each of them trains with what `import deepspeed` finds.
+"""Ray Train with two workers, each of which trains with `import deepspeed` (Hadal).
 
     pip install "ray[train]"
     python examples/ray/train.py
 
-It trains for three epochs; then for two, and goes on from the checkpoint that Ray has kept: the
-last loss is the same. Hadal needs no word of its own for Ray, and has no part of it installed.
+It trains three epochs; then two, and continues from the checkpoint that Ray has kept: the last loss
+is the same. Hadal has no special support for Ray, and does not need it.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ CONFIG = {
 
 
 def train_func(config: dict) -> None:
-    """What each worker runs."""
+    """Train in each worker."""
     import hadal
 
     hadal.install_as_deepspeed()  # not needed where the stub is installed
@@ -58,7 +58,7 @@ def train_func(config: dict) -> None:
 
 
 def fit(storage: str, **config: object) -> train.Result:
-    """Run it on two workers."""
+    """Run the training on two workers."""
     trainer = TorchTrainer(
         train_func,
         train_loop_config=config,
@@ -69,7 +69,7 @@ def fit(storage: str, **config: object) -> train.Result:
 
 
 def main() -> None:
-    """Train at one stretch, then with a break."""
+    """Train without a break, then with one."""
     ray.init(num_cpus=2, include_dashboard=False)
     with tempfile.TemporaryDirectory() as storage:
         whole = fit(storage, epochs=3)
