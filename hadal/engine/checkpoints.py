@@ -15,10 +15,12 @@ from hadal.checkpoint.background import Saver
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
 from hadal.checkpoint.saving import SaveRequest
-from hadal.checkpoint.together import compare_tags, together
+from hadal.checkpoint.together import compare_tags
+from hadal.comm.faults import told_to_all
 from hadal.engine.collector import collector_at_rest
 from hadal.engine.parts import Counters
 from hadal.engine.session import Session
+from hadal.errors import CheckpointError
 from hadal.optim.loss_scale import ScaleState
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class Checkpoints:
                 every rank, with the file and the reason. Also where the save begun before this one
                 failed after it had returned; this one is then not begun.
             MismatchError: another rank goes on without saving.
+            ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
+                `CheckpointError` that says so).
         """
         self._session.expect_alive()
         self._session.parts.runtime.meet_at_checkpoint()
@@ -80,7 +84,8 @@ class Checkpoints:
         order = SaveRequest(
             Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
         )
-        with together(self._session.parts.world, f"checkpoint {name} was not saved"):
+        world, where = self._session.parts.world, f"the save of checkpoint {name}"
+        with told_to_all(world, where, CheckpointError):
             self._session.parts.runtime.check_freed()
         self._saver.save(order, self._session.live())
         return True

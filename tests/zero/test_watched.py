@@ -190,7 +190,8 @@ def save_what_was_written(folder: str) -> str:
     engine.save_checkpoint(folder)
     if comm.get_rank() == 1:
         engine.module[3].weight.data.fill_(1.0)
-    with pytest.raises(CheckpointError) as caught:
+    mine = ShardedAccessError if comm.get_rank() == 1 else CheckpointError
+    with pytest.raises(mine) as caught:
         engine.save_checkpoint(folder)
     return str(caught.value)
 
@@ -199,8 +200,7 @@ def test_a_write_to_a_freed_parameter_is_told_by_the_next_save(
     ranks: RankPools, tmp_path: Path
 ) -> None:
     for told in ranks(2).run(save_what_was_written, str(tmp_path)):
-        assert "checkpoint global_step0 was not saved: rank 1: " in told
-        assert "parameter 3.weight was written to while its values were spread" in told
+        assert "rank 1: parameter 3.weight was written to while its values were spread" in told
 
 
 def print_freed_weights() -> tuple[str, str]:
