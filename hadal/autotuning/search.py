@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hadal.autotuning.space import Trial
+from hadal.autotuning.space import TuningTrial
 
 GAIN = 0.05
 """The relative gain that a larger micro-batch must bring for the climb to continue."""
 _SEED = 0
 
-Scores = Mapping[Trial, float | None]
+Scores = Mapping[TuningTrial, float | None]
 """The score of each finished trial; more is better, None is a failure."""
 
 
@@ -44,7 +44,7 @@ def is_over(scores: Sequence[float | None], patience: int, most: int) -> bool:
     return len(scores) >= most or since >= patience
 
 
-def next_trial(kind: str, space: Sequence[Trial], done: Scores) -> Trial | None:
+def next_trial(kind: str, space: Sequence[TuningTrial], done: Scores) -> TuningTrial | None:
     """Return the next trial of a space in the order of `tuner_type`; None if all are done."""
     left = [trial for trial in space if trial not in done]
     if not left:
@@ -57,7 +57,7 @@ def next_trial(kind: str, space: Sequence[Trial], done: Scores) -> Trial | None:
     return left[0]
 
 
-def _promising(left: Sequence[Trial], scores: Mapping[Trial, float]) -> Trial:
+def _promising(left: Sequence[TuningTrial], scores: Mapping[TuningTrial, float]) -> TuningTrial:
     """Return the best trial by a linear model of the scores; with too few, the first or last."""
     if len(scores) < 2:
         return left[-1] if scores else left[0]
@@ -72,7 +72,7 @@ def _promising(left: Sequence[Trial], scores: Mapping[Trial, float]) -> Trial:
     return left[int(np.argmax(wanted @ weights))]
 
 
-def _features(trials: Sequence[Trial]) -> list[list[float]]:
+def _features(trials: Sequence[TuningTrial]) -> list[list[float]]:
     """Return features of trials: logarithms, as the effect of sizes depends on their ratios."""
     keys = sorted({key for trial in trials for key, _ in trial.others})
     return [

@@ -72,7 +72,7 @@ class SearchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TuningTrial:
     """One set of settings."""
 
     stage: int
@@ -247,7 +247,7 @@ def _usual(stage: int, section: Autotuning) -> dict[str, tuple[Any, ...]]:
     return usual
 
 
-def config_of(wish: SearchRequest, trial: Trial) -> dict[str, Any]:
+def config_of(wish: SearchRequest, trial: TuningTrial) -> dict[str, Any]:
     """Return the configuration of a trial, without an autotuning section."""
     config = {key: value for key, value in wish.raw.items() if key != "autotuning"}
     config["zero_optimization"] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from hadal.autotuning.runs import Outcome
 from hadal.autotuning.search import score
-from hadal.autotuning.space import Trial
+from hadal.autotuning.space import TuningTrial
 
 SUMMARY, BEST_CONFIG, BEST_COMMAND = "summary.txt", "ds_config_optimal.json", "cmd_optimal.txt"
 TITLES = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")
@@ -20,7 +20,7 @@ UNITS = {"throughput": "samples/s", "latency": "ms", "FLOPS_per_gpu": "operation
 class Result:
     """The result of one experiment of a search."""
 
-    trial: Trial
+    trial: TuningTrial
     outcome: Outcome
     value: float | None
     """The metric's value; None if the experiment failed."""

@@ -12,7 +12,7 @@ from hadal.autotuning.files import write_json
 from hadal.autotuning.memory import Need
 from hadal.autotuning.runs import METRICS, MODEL_INFO, Outcome, Runner, forget
 from hadal.autotuning.search import has_gained, is_over, next_trial, score
-from hadal.autotuning.space import Others, SearchRequest, Trial, combinations, config_of
+from hadal.autotuning.space import Others, SearchRequest, TuningTrial, combinations, config_of
 from hadal.autotuning.summary import (
     BEST_COMMAND,
     BEST_CONFIG,
@@ -60,7 +60,7 @@ class Tuner:
         self._say = say
         self._began = time.monotonic()
         self._look = ModelProfile(0, 0)
-        self._scores: dict[Trial, float | None] = {}
+        self._scores: dict[TuningTrial, float | None] = {}
 
     def run(self) -> Result:
         """Search, write the findings, and return the best result.
@@ -121,7 +121,7 @@ class Tuner:
         if info is not None and info.num_params is not None:
             num_params = info.num_params // wish.section.mp_size
             return ModelProfile(num_params, num_params)
-        trial = Trial(max(self._stages()), self._first_micro_batch())
+        trial = TuningTrial(max(self._stages()), self._first_micro_batch())
         section: dict[str, Any] = {"profile": True}
         if info is not None:
             section |= {"hidden_size": info.hidden_size, "num_layers": info.num_layers}
@@ -163,7 +163,7 @@ class Tuner:
         else:
             self._climb(stage, self._within(start), others[0])
             sizes = self._fastest(stage)
-        space = [Trial(stage, size, settings) for settings in others for size in sizes]
+        space = [TuningTrial(stage, size, settings) for settings in others for size in sizes]
         while True:
             scores = [self._scores[r.trial] for r in self.findings.of(stage)]
             done = is_over(scores, section.tuner_early_stopping, section.tuner_num_trials)
@@ -181,9 +181,9 @@ class Tuner:
         if not wish.smallest <= micro_batch <= wish.largest:
             why = f"the limits allow micro-batches from {wish.smallest} to {wish.largest}"
         else:
-            why = self._lack(Trial(stage, micro_batch))
+            why = self._lack(TuningTrial(stage, micro_batch))
         if why:
-            name = Trial(stage, micro_batch).name(wish.accumulation or 1)
+            name = TuningTrial(stage, micro_batch).name(wish.accumulation or 1)
             self.findings.left_out[name] = why
             self._say(f"{name} is left out: {why}")
         return not why
@@ -207,7 +207,7 @@ class Tuner:
         size, before, peaks = start, None, list[tuple[int, int]]()
         least_failed = self._wish.largest + 1
         for _ in range(self._wish.section.tuner_num_trials):
-            result = self._try_if_it_fits(Trial(stage, size, others), memory.fitted(peaks))
+            result = self._try_if_it_fits(TuningTrial(stage, size, others), memory.fitted(peaks))
             if result is None or result.value is None:
                 is_short = result is None or memory.is_exhausted(result.outcome.reason)
                 if not is_short:
@@ -235,7 +235,7 @@ class Tuner:
 
     # ---- one experiment ------------------------------------------------------------------------
 
-    def _try_if_it_fits(self, trial: Trial, need: Need | None) -> Result | None:
+    def _try_if_it_fits(self, trial: TuningTrial, need: Need | None) -> Result | None:
         why = self._lack(trial, need)
         if not why:
             return self._try(trial)
@@ -244,7 +244,7 @@ class Tuner:
         self._say(f"{name} is left out: {why}")
         return None
 
-    def _lack(self, trial: Trial, need: Need | None = None) -> str:
+    def _lack(self, trial: TuningTrial, need: Need | None = None) -> str:
         """Describe the memory that a trial lacks; empty if it fits, or if that is unknown."""
         look = self._look
         if look.memory_nbytes is None:
@@ -258,7 +258,7 @@ class Tuner:
         wanted = need.at(trial.micro_batch) / _GB
         return f"it needs {wanted:.3g} GB, but a rank has {look.memory_nbytes / _GB:.3g} GB"
 
-    def _try(self, trial: Trial) -> Result:
+    def _try(self, trial: TuningTrial) -> Result:
         wish, section = self._wish, self._wish.section
         name = trial.name(wish.accumulation or 1)
         self._say(f"experiment {len(self.findings.results) + 1}: {name}")

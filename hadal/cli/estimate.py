@@ -243,7 +243,7 @@ def _buffers(config: Config, cost: Cost) -> Buffers:
 
     from hadal.autotuning.estimate import Buffers
     from hadal.engine.tiers import disk_steps_of, weight_buffers_of
-    from hadal.optim.desk import block_numel
+    from hadal.optim.workspace import block_numel
 
     steps = disk_steps_of(config)
     runs = 1 + cost.state // cost.moment  # the master, and each value that is remembered

@@ -21,10 +21,10 @@ from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.listener import Listener
-from hadal.optim.desk import Multiplier
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.norm import RowNorms, clip_coefficient
 from hadal.optim.step import OptimizerStepper
+from hadal.optim.workspace import Multiplier
 from hadal.zero.hooks import Hooks
 from hadal.zero.runtime import ZeroRuntime
 

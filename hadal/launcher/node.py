@@ -39,7 +39,7 @@ _PIECE_NBYTES = 1 << 16
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Node:
+class HostProcess:
     """The processes of one host."""
 
     def __init__(self, *, may_fall_silent: bool) -> None:
@@ -212,7 +212,7 @@ def main(words: list[str]) -> int:
     if parsed.job:
         job = job_in(parsed.job)
         share = share_of(job, list(job.pool)[parsed.node_rank], parsed.address)
-    return Node(may_fall_silent=parsed.may_fall_silent).run(share)
+    return HostProcess(may_fall_silent=parsed.may_fall_silent).run(share)
 
 
 if __name__ == "__main__":

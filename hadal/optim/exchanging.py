@@ -15,11 +15,11 @@ from hadal.comm.codecs.sign import Sign
 from hadal.comm.compressed import CompressedMean
 from hadal.comm.pending import Pending
 from hadal.errors import OptimizerError
-from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.one_bit import SignOptimizer, begin_state, learn_second, move
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import HeldTensor
 from hadal.optim.step import BaseStepper, as_one_step, refresh
+from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.views import flattened

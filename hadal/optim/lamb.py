@@ -31,7 +31,6 @@ from hadal.errors import MismatchError, OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import DiskTensor
 from hadal.offload.walk import Stop
-from hadal.optim.desk import Multiplier, block_numel, blocks, scale_
 from hadal.optim.elementwise import Zeros
 from hadal.optim.norm import is_model_part
 from hadal.optim.on_disk import (
@@ -47,6 +46,7 @@ from hadal.optim.own import Group, OwnOptimizer, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import DiskState
 from hadal.optim.step import DISK_STEPS, BaseStepper, as_one_step, refresh, sending_of
+from hadal.optim.workspace import Multiplier, block_numel, blocks, scale_
 from hadal.zero.bucket import refresh_all
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hadal.errors import OptimizerError
-from hadal.optim.desk import Multiplier, block_numel, scale_
 from hadal.optim.elementwise import Block, Scaling, count_up
 from hadal.optim.fused import begin_adam
 from hadal.optim.own import Group, OwnOptimizer
 from hadal.optim.step import BaseStepper, as_one_step
+from hadal.optim.workspace import Multiplier, block_numel, scale_
 from hadal.zero.gradients import Gradients
 
 _MUON_LR, _ADAM_LR = 0.02, 3e-4

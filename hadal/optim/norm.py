@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hadal.comm import Ranks
 from hadal.comm.collectives import slice_of, sum_
 from hadal.device import read_on_host, widest_float
-from hadal.optim.desk import growth
+from hadal.optim.workspace import growth
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.sharing import Sharing

@@ -17,11 +17,11 @@ from hadal.offload.buffers import BufferPool, LooseBuffers
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import UNIT_NUMEL, DiskTensor, one_update
 from hadal.offload.walk import Pace, Stop, walk
-from hadal.optim.desk import Desk, Desks, Item, blocks
 from hadal.optim.elementwise import Beginner, SliceUpdate, Zeros, count_up
 from hadal.optim.own import Group, State
 from hadal.optim.pieces import Piece
 from hadal.optim.state_on_disk import BegunT, DiskState
+from hadal.optim.workspace import Item, Workspace, Workspaces, blocks
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 
@@ -130,7 +130,7 @@ class Deferred:
 def step_on_disk(
     on_disk: Mapping[Gradients, DiskState],
     begin: Beginner,
-    desks: Desks,
+    workspaces: Workspaces,
     steps: DiskSteps,
     buffers: PartBuffers,
 ) -> None:
@@ -140,16 +140,16 @@ def step_on_disk(
         OffloadError: the disk failed on some rank; nothing has changed on any rank.
     """
     with update_on_disk([*on_disk.values()]):
-        begun, desk = begin_on_disk(on_disk, begin, steps), desks.on(torch.device("cpu"))
+        begun, workspace = begin_on_disk(on_disk, begin, steps), workspaces.on(torch.device("cpu"))
         count_up(update for pieces in begun.values() for _, update, _ in pieces)
         whole = {one: state.stop() for one, state in on_disk.items()}
         with rewriting_in_turn() as rewriting:
-            for one, stop, values in walk_parts(whole, desk.numel, steps, buffers):
+            for one, stop, values in walk_parts(whole, workspace.numel, steps, buffers):
                 rewriting(one.bucket)
                 one.bucket.absorb_edits_into(values[0], stop.start)
                 for piece, update, runs in begun[one]:
                     start, owned = of_piece(stop, values, piece, runs)
-                    _step_owned(one, update, start, owned, desk, desks.sending)
+                    _step_owned(one, update, start, owned, workspace, workspaces.sending)
 
 
 def _runs_of(states: Iterable[DiskState]) -> Iterator[DiskTensor]:
@@ -274,13 +274,13 @@ def _step_owned(
     update: SliceUpdate,
     start: int,
     owned: Sequence[Tensor],
-    desk: Desk,
+    workspace: Workspace,
     sending: Crossing | None,
 ) -> None:
     """Step masters and state, which start at `start` of the span, block by block."""
-    for low, high in blocks(start, start + owned[0].numel(), desk.numel):
+    for low, high in blocks(start, start + owned[0].numel(), workspace.numel):
         block = [run[low - start : high - start] for run in owned]
-        desk.apply([Item(update, one.mean[low:high], block)])
+        workspace.apply([Item(update, one.mean[low:high], block)])
         one.bucket.put_weights(low, block[0], sending)
 
 

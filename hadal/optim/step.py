@@ -15,7 +15,6 @@ from hadal.device import has_fused_kernels, is_host_memory
 from hadal.errors import OptimizerError
 from hadal.offload.crossing import Crossing
 from hadal.offload.tensors import StoredSlice
-from hadal.optim.desk import Desks, Item, Multiplier, block_numel, blocks, scale_
 from hadal.optim.elementwise import Beginner, ElementwiseOptimizer, SliceUpdate, count_up
 from hadal.optim.fused import BEGINNERS
 from hadal.optim.on_disk import (
@@ -32,6 +31,7 @@ from hadal.optim.own import Group
 from hadal.optim.pieces import HeldTensor, Piece, lay_pieces
 from hadal.optim.state_on_disk import DiskState, DiskStates
 from hadal.optim.whole import WholeParameters, hand_over
+from hadal.optim.workspace import Item, Multiplier, Workspaces, block_numel, blocks, scale_
 from hadal.zero import place
 from hadal.zero.bucket import Bucket, refresh_all, write_back_all
 from hadal.zero.gradients import Gradients
@@ -284,21 +284,23 @@ class FlatStepper(BaseStepper):
             )
             return
         ordered = _in_order(self._gradients)
-        desks = Desks(multiplier, sending_of(ordered), overflowed)
+        workspaces = Workspaces(multiplier, sending_of(ordered), overflowed)
         known = self._on_disk()
         on_disk = {one: known[one] for one in ordered if one in known}
         if on_disk:
-            step_on_disk(on_disk, begin, desks, self._steps, self._part_buffers)
+            step_on_disk(on_disk, begin, workspaces, self._steps, self._part_buffers)
             for one in on_disk:
                 one.bucket.start_refresh()
         in_memory = [one for one in ordered if one not in on_disk]
         if any(one.bucket.disk_weights is not None for one in in_memory):
-            bring_weights_to_disk(in_memory, lambda one: self._step_buckets([one], begin, desks))
+            bring_weights_to_disk(
+                in_memory, lambda one: self._step_buckets([one], begin, workspaces)
+            )
             for one in in_memory:
                 one.bucket.start_refresh()
         else:
             for some in _together(in_memory):
-                self._step_buckets(some, begin, desks)
+                self._step_buckets(some, begin, workspaces)
                 for one in some:
                     one.bucket.start_refresh()
         if overflowed is not None:
@@ -316,7 +318,9 @@ class FlatStepper(BaseStepper):
             # A list, as torch would read a single tensor on the host.
             torch._foreach_sub_(counts, [overflowed.to(torch.float32)] * len(counts))
 
-    def _step_buckets(self, gradients: Sequence[Gradients], begin: Beginner, desks: Desks) -> None:
+    def _step_buckets(
+        self, gradients: Sequence[Gradients], begin: Beginner, workspaces: Workspaces
+    ) -> None:
         """Cast, scale, step and write back: a cache-sized block at a time, or several buckets."""
         begun = [
             (one, piece, self._begun(one, piece, begin))
@@ -324,21 +328,21 @@ class FlatStepper(BaseStepper):
             for piece in self._pieces[one]
         ]
         count_up(update for *_, update in begun)
-        desk = desks.on(gradients[0].bucket.steps_on)
+        workspace = workspaces.on(gradients[0].bucket.steps_on)
         if len(gradients) > 1:
-            desk.apply(
+            workspace.apply(
                 [_item(one, piece, update, piece.start, piece.stop) for one, piece, update in begun]
             )
             write_back_all([(one.bucket, piece.start, piece.stop) for one, piece, _ in begun])
             return
         for one, piece, update in begun:
             bucket = one.bucket
-            for start, stop in blocks(piece.start, piece.stop, desk.numel):
+            for start, stop in blocks(piece.start, piece.stop, workspace.numel):
                 item = _item(one, piece, update, start, stop)
                 if is_host_memory(bucket.device):
                     bucket.absorb_edits_into(item.owned[0], start)
-                desk.apply([item])
-                bucket.write_back(start, stop, desks.sending)
+                workspace.apply([item])
+                bucket.write_back(start, stop, workspaces.sending)
 
     def _begun(self, one: Gradients, piece: Piece, begin: Beginner) -> SliceUpdate:
         dtype = one.bucket.precision.state_dtype

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hadal.comm.collectives import max_, start_exchange
-from hadal.optim.desk import Multiplier, scale_
 from hadal.optim.pieces import HeldTensor, Piece
+from hadal.optim.workspace import Multiplier, scale_
 from hadal.zero.bucket import Bucket
 from hadal.zero.gradients import Gradients
 from hadal.zero.layout import Fragment, share_out

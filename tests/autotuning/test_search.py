@@ -12,19 +12,19 @@ from hadal.autotuning.measuring import numbers_of
 from hadal.autotuning.memory import Need, fitted, is_exhausted, largest, predicted
 from hadal.autotuning.runs import Outcome
 from hadal.autotuning.search import has_gained, is_over, next_trial, score
-from hadal.autotuning.space import Trial
+from hadal.autotuning.space import TuningTrial
 from hadal.autotuning.summary import Findings, Result
 
 SPACE = [
-    Trial(1, size, (("reduce_bucket_size", f"{bucket}"),))
+    TuningTrial(1, size, (("reduce_bucket_size", f"{bucket}"),))
     for bucket in (10**6, 10**8)
     for size in (1, 2, 4, 8)
 ]
 
 
-def order(kind: str, worth: dict[Trial, float]) -> list[Trial]:
+def order(kind: str, worth: dict[TuningTrial, float]) -> list[TuningTrial]:
     """Return all trials of a space in the order of the search."""
-    done: dict[Trial, float | None] = {}
+    done: dict[TuningTrial, float | None] = {}
     while (trial := next_trial(kind, SPACE, done)) is not None:
         assert trial not in done
         done[trial] = worth[trial]
@@ -48,7 +48,7 @@ def test_each_order_tries_all_trials() -> None:
 
 
 def test_failures_are_ignored_by_the_model() -> None:
-    done: dict[Trial, float | None] = dict.fromkeys(SPACE[:3])
+    done: dict[TuningTrial, float | None] = dict.fromkeys(SPACE[:3])
     assert next_trial("model_based", SPACE, done) == SPACE[3]
 
 
@@ -126,7 +126,7 @@ def test_out_of_memory_is_recognized() -> None:
 
 def test_the_summary_lists_the_best_and_every_failure() -> None:
     def result(stage: int, value: float | None, why: str = "") -> Result:
-        trial = Trial(stage, 3)
+        trial = TuningTrial(stage, 3)
         return Result(trial, Outcome(trial.name(1), {}, why, "z.log" if why else ""), value)
 
     results = [result(0, 59.0229), result(1, 87.30171), result(3, None, "rank 0: OSError: no")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hadal.autotuning.space import SearchRequest, Trial, combinations, config_of, read_request
+from hadal.autotuning.space import SearchRequest, TuningTrial, combinations, config_of, read_request
 from hadal.autotuning.words import config_flag, found_at, mapped, value_of, with_value
 from hadal.config import load_config
 from hadal.errors import ConfigError, LaunchError
@@ -120,7 +120,7 @@ def test_other_settings(wish: Reader) -> None:
     assert combinations(wish({}), 1) == [()]
     lists = {"reduce_bucket_size": [1e6, 2e6], "offload_optimizer": [None, {"device": "cpu"}]}
     four = combinations(wish({"zero_optimization": lists}), 1)
-    assert [Trial(1, 2, others).name(3) for others in four] == [
+    assert [TuningTrial(1, 2, others).name(3) for others in four] == [
         "z1_tmbspg2_gas3_rbs1e6_oonull",
         "z1_tmbspg2_gas3_rbs1e6_oocpu",
         "z1_tmbspg2_gas3_rbs2e6_oonull",
@@ -144,7 +144,7 @@ def test_the_configuration_of_a_trial(wish: Reader) -> None:
         "zero_optimization": {"stage": [0, 2], "overlap_comm": [True, False]},
         "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
     }
-    found = config_of(wish(own), Trial(2, 5, (("overlap_comm", "false"),)))
+    found = config_of(wish(own), TuningTrial(2, 5, (("overlap_comm", "false"),)))
     assert found == {
         "train_batch_size": 30,
         "train_micro_batch_size_per_gpu": 5,
@@ -155,7 +155,7 @@ def test_the_configuration_of_a_trial(wish: Reader) -> None:
     assert load_config(found, world_size=2).train_batch_size == 30
     # Where only the program knows its accumulation, it fills in what follows from it.
     auto = {key: "auto" for key in ("train_batch_size", "gradient_accumulation_steps")}
-    assert "train_batch_size" not in config_of(wish(auto), Trial(0, 5))
+    assert "train_batch_size" not in config_of(wish(auto), TuningTrial(0, 5))
 
 
 # ---- words -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hadal
 import npu
-from hadal.optim import desk
+from hadal.optim import workspace
 from hadal.zero import gradients
 
 from . import runs
@@ -99,7 +99,7 @@ def _in_two_groups(numel: int) -> list[Tensor]:
     optimizer = torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
     config = runs.config(2, "bf16")
     del config["optimizer"]
-    before, desk._ACCELERATOR_BLOCK_NUMEL = desk._ACCELERATOR_BLOCK_NUMEL, numel
+    before, workspace._ACCELERATOR_BLOCK_NUMEL = workspace._ACCELERATOR_BLOCK_NUMEL, numel
     try:
         with npu.asynchronous(), npu.with_float64():
             engine, *_ = hadal.initialize(model=model, optimizer=optimizer, config=config)
@@ -107,7 +107,7 @@ def _in_two_groups(numel: int) -> list[Tensor]:
             found = [*runs.weights(engine).values()]
             engine.destroy()
     finally:
-        desk._ACCELERATOR_BLOCK_NUMEL = before
+        workspace._ACCELERATOR_BLOCK_NUMEL = before
     return found
 
 

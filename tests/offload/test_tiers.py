@@ -22,7 +22,7 @@ from hadal.config import load_config
 from hadal.engine import tiers
 from hadal.engine.tiers import tiers_of
 from hadal.errors import OffloadError, OptimizerError, UnbuiltConfigError
-from hadal.optim import desk
+from hadal.optim import workspace
 from hadal.optim.one_bit import OneBitAdam
 from hadal.zero import offload, stored
 from hadal.zero.policy import Tier
@@ -94,12 +94,12 @@ def config_of(
 @contextmanager
 def small_blocks() -> Iterator[None]:
     """Make parts on the disk as short as possible."""
-    before = desk._CPU_BLOCK_NUMEL
-    desk._CPU_BLOCK_NUMEL = PART
+    before = workspace._CPU_BLOCK_NUMEL
+    workspace._CPU_BLOCK_NUMEL = PART
     try:
         yield
     finally:
-        desk._CPU_BLOCK_NUMEL = before
+        workspace._CPU_BLOCK_NUMEL = before
 
 
 def inputs_of(engine: Any, step: int) -> Tensor:

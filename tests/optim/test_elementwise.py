@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hadal.comm import Ranks
 from hadal.errors import OptimizerError
-from hadal.optim import desk, norm
+from hadal.optim import norm, workspace
 from hadal.optim.fused import UncorrectedAdam
 from hadal.optim.lion import Lion
 from hadal.optim.norm import global_norm
@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: (2e-6, 1e-7), torch.float64: (1e-12, 1e-13)}
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut slices often, and never at the end of a parameter."""
-    monkeypatch.setattr(desk, "_CPU_BLOCK_NUMEL", BLOCK)
+    monkeypatch.setattr(workspace, "_CPU_BLOCK_NUMEL", BLOCK)
 
 
 def values_of(seed: int, scale: float = 1.0) -> list[Tensor]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ranks import RankPools
 
 from hadal import comm
-from hadal.optim.desk import block_numel
 from hadal.optim.norm import clip_coefficient
 from hadal.optim.step import FlatStepper, WholeStepper
+from hadal.optim.workspace import block_numel
 
 UPDATES = 4
 ODD = ((5, 3), (), (7,), (0, 2), (1,), (2, 3, 4), (33,))

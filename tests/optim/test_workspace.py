@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hadal.offload.tensors import UNIT_NUMEL
-from hadal.optim import desk, norm
+from hadal.optim import norm, workspace
 from hadal.optim.fused import begin_adam
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_blocks_grow_with_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for threads in (1, 2, 3, 4, 16, 96):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append(desk.block_numel(CPU))
+        found.append(workspace.block_numel(CPU))
     assert found == [1 << 19, 1 << 21, 1 << 21, 1 << 22, 1 << 22, 1 << 22]
     assert all(numel % UNIT_NUMEL == 0 for numel in found)  # parts on a disk are whole blocks
 
@@ -41,10 +41,10 @@ def stepped(threads: int) -> list[Tensor]:
     group |= {"amsgrad": False, "maximize": False}
     state = {"exp_avg": first, "exp_avg_sq": second, "step": torch.tensor(3.0)}
     update = begin_adam(group, state, lambda: torch.zeros(0), decoupled=True)
-    place = desk.Desk(CPU, 0.3)
-    for start, stop in desk.blocks(0, NUMEL, place.numel):
+    place = workspace.Workspace(CPU, 0.3)
+    for start, stop in workspace.blocks(0, NUMEL, place.numel):
         owned = [one[start:stop] for one in (values, first, second)]
-        place.apply([desk.Item(update, gradient[start:stop], owned)])
+        place.apply([workspace.Item(update, gradient[start:stop], owned)])
         weights[start:stop].copy_(values[start:stop])
     return [values, first, second, weights]
 
@@ -70,7 +70,9 @@ def test_gradients_that_are_not_scaled_are_not_rewritten(
     update = begin_adam(
         {**group, "amsgrad": False, "maximize": False}, {}, lambda: torch.zeros(64), decoupled=True
     )
-    desk.Desk(CPU, multiplier).apply([desk.Item(update, gradient, [values, *update.state])])
+    workspace.Workspace(CPU, multiplier).apply(
+        [workspace.Item(update, gradient, [values, *update.state])]
+    )
     assert [scale is not None for scale in scales] == [divides]
     assert bool((gradient == multiplier).all())
 

@@ -73,7 +73,7 @@ class Item(NamedTuple):
     """The block's values and state."""
 
 
-class Desk:
+class Workspace:
     """The workspace of one update on a device, with a buffer for each tensor that must be cast."""
 
     def __init__(
@@ -149,8 +149,8 @@ def _aligned(numel: int) -> int:
     return -(-numel // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
 
 
-class Desks:
-    """The desks of one update, one for each device that makes updates."""
+class Workspaces:
+    """The workspaces of one update, one for each device that makes updates."""
 
     def __init__(
         self,
@@ -162,10 +162,10 @@ class Desks:
         self._overflowed = overflowed
         self.sending = sending
         """The path of new weights to the device, if updates are made on the host."""
-        self._desks: dict[torch.device, Desk] = {}
+        self._workspaces: dict[torch.device, Workspace] = {}
 
-    def on(self, device: torch.device) -> Desk:
-        """Return the desk of a device."""
-        if device not in self._desks:
-            self._desks[device] = Desk(device, self._multiplier, self._overflowed)
-        return self._desks[device]
+    def on(self, device: torch.device) -> Workspace:
+        """Return the workspace of a device."""
+        if device not in self._workspaces:
+            self._workspaces[device] = Workspace(device, self._multiplier, self._overflowed)
+        return self._workspaces[device]
