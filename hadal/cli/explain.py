@@ -37,7 +37,7 @@ _STYLES = {
 REFUSED = "refused"
 
 
-class Row(NamedTuple):
+class ExplainedValue(NamedTuple):
     """One value of the effective configuration."""
 
     path: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     origin: str
 
 
-class Line(NamedTuple):
+class ExplainedLine(NamedTuple):
     """One printed line; a section's name has neither value nor origin."""
 
     name: str
@@ -54,11 +54,11 @@ class Line(NamedTuple):
 
 
 @dataclass(slots=True)
-class Node:
+class SectionTree:
     """A section as it is printed: its values, then the sections below it."""
 
-    values: dict[str, Row] = field(default_factory=dict)
-    below: dict[str, Node] = field(default_factory=dict)
+    values: dict[str, ExplainedValue] = field(default_factory=dict)
+    below: dict[str, SectionTree] = field(default_factory=dict)
 
 
 def add_to(group: Any) -> None:
@@ -167,19 +167,19 @@ def _types_faults(config: Config) -> Iterator[Fault]:
 # ---- values --------------------------------------------------------------------------------------
 
 
-def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> list[Row]:
+def rows(config: Config, raw: Mapping[str, Any], faults: Iterable[Fault]) -> list[ExplainedValue]:
     """List all values in the order of their declaration; what is refused, as it was given."""
     from hadal.config.plain import leaves
 
     refused = {_key_of(fault.path) for fault in faults}
     values = dict(leaves(config.as_dict()))
     found = {
-        path: Row(path, values.get(path, _LEFT_OPEN), origin)
+        path: ExplainedValue(path, values.get(path, _LEFT_OPEN), origin)
         for path, origin in config.origins.items()
     }
     for path in refused:
         default = found[path].value if path in found else None
-        found[path] = Row(path, _given(raw, path, default), REFUSED)
+        found[path] = ExplainedValue(path, _given(raw, path, default), REFUSED)
     return list(found.values())
 
 
@@ -225,7 +225,7 @@ def _is_below(path: str, sections: Iterable[str]) -> bool:
 
 
 def _told(
-    found: Examined, world_size: int, table: Iterable[Row], faults: Iterable[Fault]
+    found: Examined, world_size: int, table: Iterable[ExplainedValue], faults: Iterable[Fault]
 ) -> dict[str, Any]:
     return {
         "config": found.name,
@@ -236,7 +236,7 @@ def _told(
     }
 
 
-def _show(found: Examined, world_size: int, table: Iterable[Row]) -> None:
+def _show(found: Examined, world_size: int, table: Iterable[ExplainedValue]) -> None:
     from rich.text import Text
 
     show(Text(f"{found.name} on {world_size} rank{'s' * (world_size > 1)}", "heading"), "")
@@ -247,19 +247,19 @@ def _show(found: Examined, world_size: int, table: Iterable[Row]) -> None:
         show(Text.assemble(("note: ", "warning"), text))
 
 
-def tree_of(table: Iterable[Row]) -> Node:
+def tree_of(table: Iterable[ExplainedValue]) -> SectionTree:
     """Sort rows into the sections in which they stand."""
-    root = Node()
+    root = SectionTree()
     for row in table:
         *sections, name = row.path.split(".")
         node = root
         for section in sections:
-            node = node.below.setdefault(section, Node())
+            node = node.below.setdefault(section, SectionTree())
         node.values[name] = row
     return root
 
 
-def _listed(lines: list[Line]) -> Text:
+def _listed(lines: list[ExplainedLine]) -> Text:
     """Lines as long as they are; a long value moves its own origin only."""
     from rich.text import Text
 
@@ -275,7 +275,7 @@ def _listed(lines: list[Line]) -> Text:
     return made
 
 
-def _drawn(lines: list[Line]) -> Table:
+def _drawn(lines: list[ExplainedLine]) -> Table:
     """A table as wide as the terminal, in which values are folded."""
     from rich.table import Table
     from rich.text import Text
@@ -290,15 +290,15 @@ def _drawn(lines: list[Line]) -> Table:
     return made
 
 
-def _style_of_name(line: Line) -> str:
+def _style_of_name(line: ExplainedLine) -> str:
     return _STYLES[line.origin] if line.origin in ("", "default", REFUSED) else ""
 
 
-def lines_of(node: Node, depth: int = 0) -> Iterator[Line]:
+def lines_of(node: SectionTree, depth: int = 0) -> Iterator[ExplainedLine]:
     """Yield a tree's lines: keys are indented below the name of their section."""
     indent = "  " * depth
     for name, row in node.values.items():
-        yield Line(indent + name, _text_of(row.value), row.origin)
+        yield ExplainedLine(indent + name, _text_of(row.value), row.origin)
     for name, below in node.below.items():
         # A section with one value takes one line.
         while not below.values and len(below.below) == 1:
@@ -306,9 +306,9 @@ def lines_of(node: Node, depth: int = 0) -> Iterator[Line]:
             name = f"{name}.{inner}"
         if len(below.values) == 1 and not below.below:
             ((key, row),) = below.values.items()
-            yield Line(f"{indent}{name}.{key}", _text_of(row.value), row.origin)
+            yield ExplainedLine(f"{indent}{name}.{key}", _text_of(row.value), row.origin)
         else:
-            yield Line(indent + name, "", "")
+            yield ExplainedLine(indent + name, "", "")
             yield from lines_of(below, depth + 1)
 
 

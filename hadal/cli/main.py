@@ -16,6 +16,7 @@ from hadal.cli import (
     elastic,
     estimate,
     explain,
+    init,
     plot_schedule,
     report,
     run,
@@ -29,6 +30,7 @@ from hadal.cli.terminal import FAILED, fail
 from hadal.errors import HadalError
 
 SUBCOMMANDS = (
+    init,
     run,
     explain,
     estimate,

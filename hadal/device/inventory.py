@@ -32,6 +32,18 @@ def devices() -> list[str]:
     return found
 
 
+def memories() -> list[int]:
+    """Return the bytes of memory of each accelerator, as far as torch knows them."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.get_device_module(current_device())
+    if not hasattr(kind, "get_device_properties"):
+        return []
+    count = torch.accelerator.device_count()
+    found = (getattr(kind.get_device_properties(i), "total_memory", None) for i in range(count))
+    return [nbytes for nbytes in found if nbytes]
+
+
 def backends() -> list[str]:
     """Return the process-group backends that this torch was built with."""
     if not dist.is_available():

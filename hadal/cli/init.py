@@ -1,0 +1,238 @@
+"""`hadal init`: a few questions, and a ds_config.json to start from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hadal.cli.arguments import expected, numel, positive, size
+from hadal.cli.draft import HOST, NOTHING, PRECISIONS, Answers, draft, usual_batch
+from hadal.cli.parser import add_command
+from hadal.cli.terminal import CommandError, aligned, console, fail, key, note, show, write_file
+from hadal.errors import nearest
+
+T = TypeVar("T")
+_QUESTIONS = 5
+_USUAL_MODEL, _USUAL_DEVICES, _USUAL_MEMORY = "7B", 8, "80GB"
+_DEVICES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\S+)", re.IGNORECASE)
+# The size in a model's name: the last number that B or M follows, unless experts multiply it.
+_SIZE_IN_NAME = re.compile(r"(?<![\d.x])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+_EXPERTS = re.compile(r"\d+x\d", re.IGNORECASE)
+
+
+def add_to(group: Any) -> None:
+    """Add the subcommand."""
+    parser = add_command(
+        group,
+        "init",
+        help="Write a first ds_config.json, after five questions",
+        description="Ask for the model's size, the devices, precision, batch and offloading, and"
+        " write a commented ds_config.json whose model states fit. Comments are keys that begin"
+        " with `//`, which Hadal, DeepSpeed and plain JSON readers accept; an answer given by a"
+        " flag is not asked for.",
+        examples=(
+            "hadal init",
+            "hadal init --yes --model 7B --devices-per-node 8 --memory 80GB",
+        ),
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("ds_config.json"),
+        metavar="FILE",
+        help="The file to write (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="Overwrite the file if it exists already"
+    )
+    parser.add_argument(
+        "-y", "--yes", action="store_true", help="Ask nothing: use defaults for what no flag says"
+    )
+    answers = parser.add_argument_group("Answers")
+    answers.add_argument(
+        "--model",
+        type=_model,
+        metavar="SIZE",
+        help="Parameters such as 7B, or a model's name that has them: Qwen2.5-7B",
+    )
+    answers.add_argument("--nodes", type=positive, metavar="N", help="Nodes")
+    answers.add_argument(
+        "--devices-per-node", type=positive, metavar="N", help="Devices of each node"
+    )
+    answers.add_argument("--memory", type=size, metavar="SIZE", help="Memory of one device")
+    answers.add_argument("--precision", choices=PRECISIONS, help="dtype of weights and gradients")
+    answers.add_argument("--batch", type=positive, metavar="N", help="Samples per update")
+    answers.add_argument(
+        "--micro-batch", type=positive, metavar="N", help="Samples on a device at a time"
+    )
+    answers.add_argument(
+        "--offload",
+        metavar="WHERE",
+        help="Where to put what does not fit: nothing, cpu, or a directory on an NVMe disk",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Ask, and write the file.
+
+    Raises:
+        CommandError: the file exists, or cannot be written; or answers are missing.
+    """
+    if parsed.output.exists() and not parsed.force:
+        raise CommandError(f"{parsed.output} exists; --force overwrites it, --output names another")
+    answers = _answers(parsed)
+    made = draft(answers)
+    write_file(parsed.output, json.dumps(made.config, indent=2, ensure_ascii=False) + "\n")
+    if not made.fits:
+        note(
+            "model states do not fit; this is the plan that takes the least memory of a device."
+            " Use more devices, or allow offloading (--offload)",
+            label="warning",
+        )
+    show(f"{parsed.output}: {made.summary}", "")
+    hosts = "" if answers.nodes == 1 else "--hostfile hosts "
+    rows = [
+        (key("check it"), f"hadal explain {parsed.output} --world-size {answers.ranks}"),
+        (key("train"), f"hadal run {hosts}--num_gpus {answers.devices} train.py"),
+    ]
+    show(aligned(rows))
+    return 0
+
+
+# ---- questions -----------------------------------------------------------------------------------
+
+
+def _answers(parsed: argparse.Namespace) -> Answers:
+    model = parsed.model or _asked(
+        parsed,
+        1,
+        "Model: parameters, or a name that has them",
+        _USUAL_MODEL,
+        _model,
+    )
+    nodes, devices, memory = _devices(parsed)
+    precision = parsed.precision or _asked(
+        parsed, 3, f"Precision: {', '.join(PRECISIONS)}", PRECISIONS[0], _precision
+    )
+    batch, micro_batch = _batch(parsed, nodes * devices)
+    offload = parsed.offload or _asked(
+        parsed,
+        5,
+        f"Offload what does not fit to: {NOTHING}, {HOST}, or a directory on an NVMe disk",
+        HOST,
+        str,
+    )
+    return Answers(model, nodes, devices, memory, precision, batch, micro_batch, offload)
+
+
+def _devices(parsed: argparse.Namespace) -> tuple[int, int, int]:
+    given = (parsed.nodes, parsed.devices_per_node, parsed.memory)
+    count, memory = (0, 0) if all(given) else _found()
+    usual = (parsed.nodes or 1, parsed.devices_per_node or count, parsed.memory or memory)
+    if any(given):
+        return usual
+    nodes, devices, nbytes = usual
+    told = f"{nodes} x {devices} x {nbytes / 1e9:.4g}GB"
+    return _asked(parsed, 2, "Nodes x devices of each x memory of one", told, _hardware)
+
+
+def _found() -> tuple[int, int]:
+    """How many devices this machine has, and the memory of one; usual ones where it has none."""
+    from hadal.launcher.choices import devices_here
+
+    count = devices_here()
+    if count:
+        from hadal.device.inventory import memories
+
+        return count, min(memories(), default=size(_USUAL_MEMORY))
+    return _USUAL_DEVICES, size(_USUAL_MEMORY)
+
+
+def _batch(parsed: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    batch, micro = usual_batch(ranks)
+    if parsed.batch or parsed.micro_batch:
+        micro = parsed.micro_batch or min(micro, max(1, (parsed.batch or 1) // ranks))
+        batch = parsed.batch or micro * ranks * max(1, batch // (micro * ranks))
+        try:
+            return _samples(ranks)(f"{batch} / {micro}")
+        except argparse.ArgumentTypeError as error:
+            raise CommandError(f"--batch: {error}") from None
+    question = "Samples per update / on a device at a time"
+    return _asked(parsed, 4, question, f"{batch} / {micro}", _samples(ranks))
+
+
+def _asked(
+    parsed: argparse.Namespace, number: int, question: str, usual: str, read: Callable[[str], T]
+) -> T:
+    """Ask until the answer can be read; an empty one means what is usual."""
+    from rich.text import Text
+
+    if parsed.yes:
+        return read(usual)
+    while True:
+        prompt = Text.assemble((f"{number}/{_QUESTIONS} ", "faint"), question)
+        console().print(prompt.append(f" [{usual}]", "hint").append(": "), end="", soft_wrap=True)
+        sys.stdout.flush()
+        line = sys.stdin.readline()
+        if not line:
+            print()
+            raise CommandError("the answers have ended; --yes uses defaults for the rest")
+        try:
+            return read(line.strip() or usual)
+        except argparse.ArgumentTypeError as error:
+            fail(str(error))
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+def _model(text: str) -> int:
+    """Read a number of parameters, or find it in a model's name."""
+    if _EXPERTS.search(text):
+        raise argparse.ArgumentTypeError(f"{text} has experts: give the number of all parameters")
+    found = _SIZE_IN_NAME.findall(text)
+    return numel("".join(found[-1])) if found else numel(text)
+
+
+def _hardware(text: str) -> tuple[int, int, int]:
+    """Read "2 x 8 x 80GB", or "8 x 80GB" for one node."""
+    found = _DEVICES.fullmatch(text)
+    if found is None:
+        raise expected("nodes x devices x memory, such as 2 x 8 x 80GB", text)
+    nodes, devices, memory = found.groups()
+    return positive(nodes or "1"), positive(devices), size(memory)
+
+
+def _precision(text: str) -> str:
+    if text.lower() not in PRECISIONS:
+        near = nearest(text, PRECISIONS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise argparse.ArgumentTypeError(f'expected {", ".join(PRECISIONS)}, got "{text}"{hint}')
+    return text.lower()
+
+
+def _samples(ranks: int) -> Callable[[str], tuple[int, int]]:
+    """A reader of "256 / 4", or "256" for the usual number on a device."""
+
+    def read(text: str) -> tuple[int, int]:
+        whole, slash, part = text.partition("/")
+        batch = positive(whole.strip())
+        usual = min(usual_batch(ranks)[1], max(1, batch // ranks))
+        micro = positive(part.strip()) if slash else usual
+        step = micro * ranks
+        if batch % step:
+            below = batch // step * step
+            near = f"{below} or {below + step}" if below else str(step)
+            raise argparse.ArgumentTypeError(
+                f"{batch} samples cannot be shared evenly by {ranks} ranks, {micro} at a time;"
+                f" take {near}"
+            )
+        return batch, micro
+
+    return read
