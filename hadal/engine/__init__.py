@@ -1,1 +1,1 @@
-"""The user's object, and the one place that turns a configuration into policies and parts."""
+"""The engine, and the one place that turns a configuration into policies and parts."""

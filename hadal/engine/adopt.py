@@ -1,4 +1,4 @@
-"""Taking a model over: its parameters into buckets, the rest as rank 0 has it; later ones too."""
+"""Adoption of a model: parameters into buckets, rank 0's values for the rest; later ones too."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from hadal.zero.sharing import Sharing
 
 
 class Adopter:
-    """Takes over what one model is made of, as one configuration says.
+    """Adopter of a model's modules and parameters, as one configuration says.
 
-    Remembers which modules and parameters it has seen: what comes into the model afterwards is
-    taken over in the same way, when it is asked to.
+    Remembers which modules and parameters it has seen: those added to the model later are taken
+    over in the same way, on request.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Adopter:
         self._model = model
         self._config = config
         self.sharing = sharing
-        """The ranks among which every bucket is shared."""
+        """The ranks that share every bucket."""
         self._ranks = sharing.ranks
         self._device = device
         self.offloading = Offloading(config, device)
-        """Where the buckets are stored between uses."""
+        """The storage of each bucket between uses."""
         self._partition = partition_of(
             config,
             sharing.ranks.size,
@@ -61,7 +61,7 @@ class Adopter:
         return self._config.zero_optimization
 
     def newcomers(self) -> dict[str, nn.Parameter]:
-        """By full name, the model's parameters that have not been taken over."""
+        """Return, by full name, the model's parameters that have not been taken over."""
         return {n: p for n, p in self._model.named_parameters() if p not in self._parameters}
 
     def buckets(
@@ -69,7 +69,7 @@ class Adopter:
         group_of: Mapping[nn.Parameter, int],
         precisions: Callable[[nn.Parameter], Precision] | None = None,
     ) -> list[Bucket]:
-        """Buckets for all newcomers that can lie in one; all ranks must call it together.
+        """Make buckets for all newcomers that fit in one. All ranks must call it together.
 
         `group_of`: the param group of each parameter that will be trained.
         """
@@ -100,21 +100,21 @@ class Adopter:
         return buckets
 
     def _use_up_room(self, buckets: list[Bucket]) -> None:
-        """What stays whole although weights are sharded counts for those that come later too."""
+        """Count weights that stay whole against the limit, also for buckets made later."""
         whole = [b for b in buckets if self._partition.weights and not b.partition.weights]
         room = self._limits.persistent_total_numel - sum(b.layout.numel for b in whole)
         self._limits = replace(self._limits, persistent_total_numel=max(0, room))
 
     def uses(self) -> list[Unit]:
-        """Every unit of the model as it stands, with whatever else was announced to be read."""
+        """Return every unit of the model as it is now, plus announced reads of other weights."""
         managed = {p: -1 for p in self._model.parameters() if not is_foreign(p)}
         units = find_units(self._model, managed, leaves_of(self._config))
         return [*units, *announced_uses(self._model, units)]
 
     def spread_the_rest(self) -> None:
-        """Buffers, and parameters that lie in no bucket: rank 0's values, on this rank's device.
+        """Move buffers and parameters outside buckets to this rank's device, with rank 0's values.
 
-        Everything has been taken over then.
+        Everything has been taken over after this.
         """
         for name, parameter in self.newcomers().items():
             if is_foreign(parameter):

@@ -26,7 +26,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def choose_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among those that a caller may give in several ways.
+    """Return the one configuration among those that a caller may give in several ways.
 
     Raises:
         UsageError: none was given, or more than one.
@@ -48,7 +48,7 @@ def choose_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 class _Argument(NamedTuple):
-    """One tuning argument: its default, its meaning, and the value that leaves the key out."""
+    """Tuning argument: its default, its meaning, and the value that leaves the key out."""
 
     default: Any
     meaning: str
@@ -86,8 +86,8 @@ _TUNING: dict[str, _Argument] = {
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--lr_schedule` and the arguments of each schedule to a parser, and return it.
 
-    Give what is parsed to `initialize(args=...)`: where `--lr_schedule` is given it takes the place
-    of a `scheduler` section. `schedule_from_args` returns that section itself.
+    Pass the parsed arguments to `initialize(args=...)`: if `--lr_schedule` is given, it replaces
+    the `scheduler` section. `schedule_from_args` returns that section itself.
     """
     group = parser.add_argument_group("learning-rate schedule", "used where --lr_schedule is given")
     group.add_argument("--lr_schedule", default=None, choices=tuple(PARAMS), help="the schedule")
@@ -113,7 +113,7 @@ def _truth(text: str) -> bool:
 
 
 def schedule_from_args(args: Any) -> dict[str, Any] | None:
-    """The `scheduler` section that parsed arguments name; None where `lr_schedule` is not given.
+    """Return the `scheduler` section of parsed arguments; None if `lr_schedule` is not given.
 
     Raises:
         UsageError: no such schedule.
@@ -133,9 +133,9 @@ def schedule_from_args(args: Any) -> dict[str, Any] | None:
 
 
 def with_schedule(args: Any, source: Any, brings_schedule: bool) -> Any:
-    """The configuration with the schedule of the command line, if one was named there.
+    """Return the configuration with the schedule of the command line, if one was named there.
 
-    A namespace without the arguments of `add_tuning_arguments` is the script's own: what it calls
+    A namespace without the arguments of `add_tuning_arguments` is the script's own: its
     `lr_schedule` may be anything.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From a configuration and a user's objects to an engine: the only reader of the whole config."""
+"""Assembly of an engine from a configuration and a user's objects; reads the whole config."""
 
 from __future__ import annotations
 
@@ -96,34 +96,34 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
 
     Args:
         args: a namespace whose `deepspeed_config` may name the configuration, and whose
-            `lr_schedule` a schedule where nothing else does (see `add_tuning_arguments`).
-        model: the module to train; its weights and buffers on rank 0 are given to all ranks.
+            `lr_schedule` a schedule if nothing else does (see `add_tuning_arguments`).
+        model: the module to train; its weights and buffers on rank 0 are sent to all ranks.
         optimizer: an optimizer over the model's parameters, or a callable that makes one from
-            `model_parameters`; it takes the place of the `optimizer` section.
+            `model_parameters`; it replaces the `optimizer` section.
         model_parameters: parameters, or param groups, to train; by default all that require
             gradients.
         training_data: a data set to shard over the ranks.
         lr_scheduler: a schedule of the given optimizer, or a callable that makes one from it.
-        distributed_port: rank 0's port, where no launcher names one.
-        mpu: the ranks' groups, where parts of the model lie on several ranks (the methods of
+        distributed_port: rank 0's port, if no launcher names one.
+        mpu: the ranks' groups, if the model is split over several ranks (the methods of
             Megatron's `parallel_state`: `get_data_parallel_group`, `_world_size` and `_rank`, and
-            the same of `model_parallel` or `tensor_model_parallel`), or where several ranks share
+            the same of `model_parallel` or `tensor_model_parallel`), or if several ranks share
             a sequence (`get_sequence_parallel_*`).
-        dist_init_required: False where the caller has started the process group.
+        dist_init_required: False if the caller has started the process group.
         collate_fn: how the loader makes a batch of samples.
         config: the configuration: a dict, the path of a JSON file, or its base64 text.
         mesh_param: (data_parallel, sequence_parallel), whose product is the number of ranks; the
             second says how many consecutive ranks share each sequence.
         config_params: an older name of `config`.
-        engine_type: the class of the engine, where a program has methods of its own for it.
+        engine_type: the class of the engine, if a program adds methods of its own.
 
     Returns:
-        The engine, its optimizer, the loader over `training_data` and the schedule; None for what
-        there is not.
+        The engine, its optimizer, the loader over `training_data` and the schedule; None for each
+        that does not exist.
 
     Raises:
         ConfigError: the configuration has faults; all are listed.
-        ModelError, OptimizerError, UsageError: something given cannot be trained with.
+        ModelError, OptimizerError, UsageError: an argument cannot be used for training.
         MismatchError: the ranks were given different models or configurations.
         CommunicationError: the ranks cannot reach each other.
     """
@@ -142,13 +142,13 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     is_kept = not memory_is_tuned() and keep_freed_memory(current_device())
     engine = _assemble(admitted, wishes, topology, world, engine_type)
     if is_kept:
-        # Whole weights were moved through here once; the steps ask for other sizes.
+        # Whole weights passed through this memory once; the steps ask for other sizes.
         give_back_freed_memory()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _log_collectives(config: Config) -> None:
-    """Record from here on what ranks send, where that is asked for."""
+    """Start recording collectives if the configuration asks for it."""
     log = config.comms_logger
     if log is not None and log.enabled:
         start_log(log.verbose, log.prof_all, log.prof_ops, log.debug)
@@ -156,14 +156,14 @@ def _log_collectives(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """What has passed the door: checked on this rank alone, before ranks talk to each other."""
+    """Arguments that were checked on this rank alone, before ranks talk to each other."""
 
     model: nn.Module
     config: Config
     optimizer: Optimizer | None
-    """None where nothing can be trained."""
+    """None if nothing can be trained."""
     is_chosen: bool
-    """Whether the caller or the configuration named the optimizer; else it is the default one."""
+    """True if the caller or the configuration named the optimizer; else it is the default one."""
     groups: list[list[nn.Parameter]]
     precisions: Callable[[nn.Parameter], Precision]
 
@@ -220,7 +220,7 @@ def _assemble(
     setting = setting_of(config, model, world, device, batches, topology)
     listeners = tuple(filter(None, (make(setting) for make in LISTENERS.values())))
     with told_to_all(world, "initialize"):
-        # Parts of a model need not be alike; each speaks among its own ranks.
+        # Parts of a model need not be alike; each is compared among its own ranks.
         check_same(model, groups, _described(admitted, wishes), ranks)
     adopter = Adopter(model, config, topology.sharing, device)
     with told_to_all(world, "initialize", OffloadError):
@@ -231,7 +231,7 @@ def _assemble(
     if setting.clocks.reducing is not None:
         runtime.reducing = setting.clocks.reducing
     readers = topology.data_parallel
-    # Ranks may be seeded differently, and look at one order.
+    # Ranks may be seeded differently, but must follow one order.
     seed = gather_objects(seed_of_program(), world)[0] if engine_type.seeds_data else 0
     loading = make_loading(wishes, config, readers.size, readers.rank, seed)
     loader = make_loader(wishes, loading)
@@ -242,7 +242,7 @@ def _assemble(
         assert optimizer is not None  # there are gradients, so there is something to train
         parts, steps = topology.model_parallel, disk_steps_of(config)
         with told_to_all(ranks, "making the optimizer's state", OffloadError):
-            # Also where that is in the first backward: state may come to rest on a disk.
+            # Also if that is in the first backward: state may be offloaded to a disk.
             stepper = build_stepper(optimizer, runtime.gradients, groups, steps, parts)
         if isinstance(stepper, ExchangingStepper):
             runtime.exchange = stepper
@@ -285,14 +285,14 @@ def _assemble(
 
 
 def _among_parts(topology: Topology, world: Ranks) -> AbstractContextManager[None]:
-    """Around what fails on all ranks of a part: the other parts then fail, too."""
+    """Return a context that spreads a part's failure to all other parts."""
     if topology.model_parallel is None:
         return nullcontext()
     return told_to_all(world, "initialize", OffloadError)
 
 
 def _common(config: Config) -> dict[str, Any]:
-    """What of a configuration must be the same on all ranks; each may have a disk of its own."""
+    """Return the keys that must be the same on all ranks; each rank may have its own disk."""
     values = config.as_dict()
     zero = values["zero_optimization"]
     for name in ("offload_param", "offload_optimizer"):
@@ -302,7 +302,7 @@ def _common(config: Config) -> dict[str, Any]:
 
 
 def _described(admitted: _Admitted, wishes: Wishes) -> dict[str, Any]:
-    """What must be the same on all ranks and is not in the configuration."""
+    """Describe whatever must match on all ranks and is not in the config."""
     groups = admitted.optimizer.param_groups if admitted.optimizer else []
     options = [{k: repr(v) for k, v in group.items() if k != "params"} for group in groups]
     return {

@@ -1,4 +1,4 @@
-"""An engine's backwards: those that it runs, and those that the caller starts."""
+"""Backward passes of an engine: those that it runs, and those that the caller starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hadal.errors import HadalError, LossError, UsageError
 
 
 class Backwards:
-    """Checks a loss on all ranks, runs its backward, and tells listeners."""
+    """Runner of backward passes: checks a loss on all ranks and calls listeners."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -26,8 +26,8 @@ class Backwards:
         with session.listeners:
             boundary = self._expect(
                 lambda: self._check_loss(loss),
-                "engine.backward(loss) was refused, or left out, on another rank, which tells why;"
-                " no rank has computed gradients",
+                "engine.backward(loss) was refused or not called on another rank, whose error says"
+                " why; no rank has computed gradients",
             )
             factor = session.scale.scale
             self._count_factor(factor)
@@ -40,7 +40,7 @@ class Backwards:
 
     @contextmanager
     def direct(self) -> Iterator[None]:
-        """Around a backward that the caller has started on a tensor."""
+        """Wrap a backward that the caller has started on a tensor."""
         session, cycle = self._session, self._session.cycle
         where = f"rank {session.parts.ranks.rank}: loss.backward()"
         scaled, cycle.scaled = cycle.scaled, None
@@ -54,17 +54,17 @@ class Backwards:
                     f"{where} leaves out the loss scale ({scale}), without which fp16 gradients"
                     " vanish; call engine.scale(loss).backward(), or engine.backward(loss)"
                 )
-            # Nobody divides the loss by the micro-steps, as `run` does: the update does.
+            # The update divides by the micro-steps; only `run` divides the loss itself.
             self._count_factor(scale * session.batches.accumulation)
 
         with session.listeners:
-            elsewhere = f"{where} was refused on another rank, which tells why"
+            elsewhere = f"{where} was refused on another rank, whose error says why"
             with self._around(self._expect(check, elsewhere), scaled):
                 yield
 
     @contextmanager
     def _around(self, boundary: bool, loss: Tensor | None) -> Iterator[None]:
-        """Around a backward of `loss`, detached, if it is known; counts it at the end."""
+        """Wrap a backward of `loss` (detached; None if unknown), and count it at the end."""
         session, cycle = self._session, self._session.cycle
         session.expect_training()
         for listener in session.listeners:
@@ -79,7 +79,7 @@ class Backwards:
             listener.after_backward(loss)
 
     def _expect(self, check: Callable[[], None], elsewhere: str) -> bool:
-        """Raise on every rank where `check` does on one: none may wait for it.
+        """Raise on every rank if `check` raises on one, so that no rank waits for it.
 
         Returns whether the backward is the last of an update, as far as that is known.
         """
@@ -95,7 +95,7 @@ class Backwards:
         return boundary
 
     def _is_refused(self, fault: HadalError | None, boundary: bool) -> bool:
-        """Whether any rank is known to be at fault where this one begins a backward."""
+        """Return whether any rank is known to be at fault when this one begins a backward."""
         session, cycle = self._session, self._session.cycle
         runtime = session.parts.runtime
         cycle.counts_refused = False
@@ -109,14 +109,14 @@ class Backwards:
         return is_refused
 
     def _count_factor(self, factor: float) -> None:
-        """Say what this backward's gradients are multiplied with."""
+        """Note the factor that this backward's gradients carry."""
         session = self._session
         known = session.cycle.factor
         if known is not None and known != factor:
             raise UsageError(
                 f"rank {session.parts.ranks.rank}: gradients of one update came from"
                 " engine.backward(loss), which divides by the micro-steps, and from"
-                " loss.backward(), which does not; take one of the two for all of its micro-steps"
+                " loss.backward(), which does not; use one of the two for all of its micro-steps"
             )
         session.cycle.factor = factor
 
@@ -125,8 +125,8 @@ class Backwards:
         where = f"rank {session.parts.ranks.rank}: engine.backward(loss)"
         if not session.parts.runtime.gradients:
             raise UsageError(
-                f"{where} has nothing to train: no parameter of the model that requires a gradient"
-                " is given to the optimizer"
+                f"{where} has nothing to train: the optimizer has no parameter of the model that"
+                " requires a gradient"
             )
         if not session.cycle.backwards:
             self._newcomers.check(where)

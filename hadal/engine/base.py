@@ -1,4 +1,4 @@
-"""What an engine tells of itself: its parts, its counters, and the findings of the last update."""
+"""Read access to an engine: its parts, its counters, and the findings of the last update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hadal.order import Order
 
 
 class EngineBase(nn.Module):
-    """An engine's parts, counters and findings, as users read them."""
+    """Engine's parts, counters and findings, as users read them."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class EngineBase(nn.Module):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer; its param groups hold this rank's flat cuts of the master weights."""
+        """The optimizer; its param groups hold this rank's flat slices of the master weights."""
         return self._session.optimizer
 
     @property
     def stepper(self) -> OptimizerStepper | None:
-        """What steps the optimizer; None until there is something to train with."""
+        """The stepper of the optimizer; None until there is something to train with."""
         return self._session.training.stepper if self._session.training else None
 
     @property
@@ -50,7 +50,7 @@ class EngineBase(nn.Module):
 
     @property
     def training_dataloader(self) -> ShardedLoader | None:
-        """The loader over `training_data`, or else the first that `deepspeed_io` made to train."""
+        """The loader over `training_data`, or else the first training loader of `deepspeed_io`."""
         return self._session.loader
 
     def deepspeed_io(  # noqa: PLR0913 - the first arguments are DeepSpeed's
@@ -69,25 +69,25 @@ class EngineBase(nn.Module):
     ) -> ShardedLoader:
         """Make a loader over a data set, sharded over the ranks.
 
-        Where the engine has no training loader yet, the first one of route "train" becomes it:
-        checkpoints hold its place in the data.
+        If the engine has no training loader yet, the first one of route "train" becomes it:
+        checkpoints save its position in the data.
 
         Args:
             dataset: a data set with length and items, or an `IterableDataset`.
             batch_size: samples of one batch on one rank; by default those of a micro-step.
-            route: "train" shuffles, each epoch anew; "eval" and "predict" keep the order.
-            pin_memory: pin batches in host memory where there is an accelerator.
+            route: "train" shuffles anew each epoch; "eval" and "predict" keep the order.
+            pin_memory: pin batches in host memory if there is an accelerator.
             data_sampler: this rank's samples in order, or an `Order` (`hadal.order`), in
                 place of the sharded one.
             collate_fn: makes a batch of samples; by default the one given to `initialize`.
-            num_local_io_workers: processes of this rank that read ahead; None: none, it reads
-                itself. (DeepSpeed takes two for each device where None is given.)
+            num_local_io_workers: worker processes of this rank that read ahead; None: no
+                workers. (DeepSpeed starts two for each device if None is given.)
             prefetch_factor: batches that each worker reads ahead; None: torch's default.
             persistent_workers: keep the workers from one epoch to the next.
             worker_init_fn: called in each worker with its number, before it reads.
 
         Raises:
-            UsageError: no such route, or what is given does not make a loader.
+            UsageError: no such route, or the arguments do not make a loader.
         """
         if route not in ("train", "eval", "predict"):
             raise UsageError(
@@ -115,7 +115,7 @@ class EngineBase(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self._parts.device
 
     # ---- counters --------------------------------------------------------------------------------
@@ -142,19 +142,19 @@ class EngineBase(nn.Module):
         return self._session.counters.skipped_steps
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one rank in one micro-step."""
+        """Return the samples of one rank in one micro-step."""
         return self._session.batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps of one update."""
+        """Return the micro-steps of one update."""
         return self._session.batches.accumulation
 
     def train_batch_size(self) -> int:
-        """Samples of all ranks in one update."""
+        """Return the samples of all ranks in one update."""
         return self._session.batches.train
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of one update, by way of the micro-steps alone.
+        """Change the samples of one update by changing its micro-steps alone.
 
         Raises:
             UsageError: not a multiple of the samples of one micro-step on all ranks, or called in
@@ -167,15 +167,15 @@ class EngineBase(nn.Module):
         self._session.begin_accumulation()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-step ends in an update.
+        """Return whether the current micro-step ends in an update.
 
-        Where the caller owns the boundary (`managed_gradient_accumulation` false) that is so
-        only while `step` makes the update: nobody knows it before.
+        If the caller owns the boundary (`managed_gradient_accumulation` false), that is true
+        only while `step` makes the update: it is not known before.
         """
         return self._session.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next backwards and `step` end an update; None counts again.
+        """Set whether the next backwards and `step` end an update; None counts again.
 
         Raises:
             UsageError: `managed_gradient_accumulation` is false: every `step` is an update.
@@ -190,9 +190,9 @@ class EngineBase(nn.Module):
     # ---- what the last update found --------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """The L2 norm of the last update's gradients before clipping.
+        """Return the L2 norm of the last update's gradients before clipping.
 
-        None before the first update, and where `compute_grad_norm` is false; infinity where the
+        None before the first update, and if `compute_grad_norm` is false; infinity if the
         update was skipped because they overflowed.
         """
         self._session.learn_of_skip()
@@ -200,39 +200,39 @@ class EngineBase(nn.Module):
 
     @property
     def clip_coefficient(self) -> float:
-        """What the last update's gradients were multiplied with to clip them; 1.0: nothing."""
+        """The factor that clipped the last update's gradients; 1.0 if they were not clipped."""
         self._session.learn_of_skip()
         return self._session.cycle.last.clip
 
     @property
     def overflow(self) -> bool:
-        """Whether the last update was skipped because gradients were not finite."""
+        """True if the last update was skipped because gradients were not finite."""
         self._session.learn_of_skip()
         return self._session.cycle.last.overflow
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before backward (1.0 where nothing is fp16)."""
+        """The factor of the loss in backward (1.0 if nothing is fp16)."""
         return self._session.scale.scale
 
     @property
     def gradient_factor(self) -> float:
-        """What the gradients that wait for an update are multiplied with."""
+        """The factor in the gradients that wait for an update."""
         return self._session.gradient_factor
 
     def get_lr(self) -> list[float]:
-        """The present learning rate of each param group."""
+        """Return the current learning rate of each param group."""
         return [float(rate) for rate in options_of(self._session.optimizer).rates]
 
     def get_mom(self) -> list[Any]:
-        """The present betas, or momentum, of each param group; 0.0 where it has neither."""
+        """Return the current betas, or momentum, of each param group; 0.0 if it has neither."""
         return list(options_of(self._session.optimizer).momenta)
 
     def wall_clock_times(self) -> dict[str, float]:
-        """Milliseconds of the last update on this rank; empty without `wall_clock_breakdown`.
+        """Return the last update's milliseconds on this rank; {} without `wall_clock_breakdown`.
 
-        On an accelerator they are measured in its own work, without waiting for it: of the last
-        update that it has finished.
+        An accelerator times its own work, without a wait: these are the times of the last update
+        that it has finished.
 
         `forward` and `backward` are summed over the micro-steps; `backward` is `backward_inner`
         plus `backward_allreduce`, the work on and the wait for reductions; `step` is the update.

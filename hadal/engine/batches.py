@@ -1,4 +1,4 @@
-"""How many samples make one update, and how they are cut: the arithmetic of the batch."""
+"""Arithmetic of the batch: the samples of one update, per rank and micro-step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hadal.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """The samples of one update. All numbers are whole: whatever does not divide is refused."""
+    """Samples of one update. All numbers are integers: a batch that does not divide is refused."""
 
     micro: int
     """Samples of one rank's forward and backward."""
@@ -18,7 +18,7 @@ class BatchSizes:
     data_parallel_size: int
     """Ranks that see different samples."""
     managed: bool = True
-    """Whether the engine counts micro-steps; else every `engine.step()` is an update."""
+    """True if the engine counts micro-steps; else every `engine.step()` is an update."""
 
     @property
     def micro_step(self) -> int:
@@ -31,18 +31,18 @@ class BatchSizes:
         return self.micro_step * self.accumulation
 
     def ends_update(self, micro_steps: int) -> bool:
-        """Whether the micro-step that follows `micro_steps` others ends in an update."""
+        """Return whether the micro-step that follows `micro_steps` others ends in an update."""
         return (micro_steps + 1) % self.accumulation == 0
 
     def consumed(self, backwards: int) -> int:
-        """Samples of all ranks in one update that took so many backwards.
+        """Return the samples of all ranks in one update of that many backwards.
 
-        Where the engine counts micro-steps that is always the whole batch.
+        If the engine counts micro-steps, that is always the whole batch.
         """
         return self.train if self.managed else self.micro_step * backwards
 
     def with_train(self, train: object) -> BatchSizes:
-        """The same cut for another number of samples in all: only the accumulation changes.
+        """Return a copy for another number of samples: only the accumulation changes.
 
         Raises:
             UsageError: not a multiple of the samples of one micro-step.

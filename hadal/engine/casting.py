@@ -1,4 +1,4 @@
-"""What dtype inputs, outputs and operations of a forward pass have: casts, and autocast."""
+"""The dtypes of a forward pass's inputs, outputs and operations: casts, and autocast."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Casting:
-    """What is cast around and inside a forward pass; None leaves it."""
+    """Casts around and inside a forward pass; None means no cast."""
 
     inputs: torch.dtype | None = None
     """Floating-point tensors among the arguments."""
     outputs: torch.dtype | None = None
-    """Floating-point tensors in what the module returns."""
+    """Floating-point tensors in the module's output."""
     autocast: torch.dtype | None = None
     """Operations that are safe at lower precision, by torch's own list."""
 
@@ -36,8 +36,8 @@ class Casting:
     def _around(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
-        # Casts of weights are remembered until the outermost autocast ends. Were that the caller's,
-        # around several updates, a forward would compute with the weights of an earlier one.
+        # Casts of weights are cached until the outermost autocast ends. If that is the caller's,
+        # around several updates, a forward would compute with stale weights.
         torch.clear_autocast_cache()
         return torch.autocast(device.type, dtype=self.autocast)
 
@@ -45,8 +45,8 @@ class Casting:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in `value`, also those in nested lists, tuples and mappings.
 
-    Containers are copied where something in them changes; the caller's stay as they are. Anything
-    else is handed on.
+    Containers are copied if something in them changes; the caller's stay as they are. Anything
+    else is passed through.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -64,12 +64,12 @@ def _differ(before: Any, after: Any) -> bool:
 
 
 def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """A sequence of the same kind; a named tuple takes its fields one by one."""
+    """Return a sequence of the same type; a named tuple takes its fields one by one."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _updated(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A mapping of the same kind: one that is more than a dict (an output object) stays that."""
+    """Return a mapping of the same type, also if it is more than a dict (an output object)."""
     if not isinstance(value, MutableMapping):
         return changed
     twin = copy.copy(value)

@@ -1,4 +1,4 @@
-"""The part of an engine that saves all that training needs, and goes on from it."""
+"""The part of an engine that saves checkpoints and resumes from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Checkpoints:
-    """An engine's checkpoints. All ranks must call each method."""
+    """Checkpoints of an engine. All ranks must call each method."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -45,27 +45,27 @@ class Checkpoints:
     ) -> bool:
         """Save all that training needs under `save_dir`/`tag`. All ranks must call it.
 
-        The place in the training loader is among it: how much of its epoch was handed out.
-        Gradients are not: where some wait for an update, that is told, and a load begins it anew.
+        This includes the position in the training loader: how much of its epoch was consumed.
+        It excludes gradients: if some wait for an update, rank 0 warns, and a load restarts it.
 
         Args:
-            save_dir: the folder; it is made where it does not exist.
+            save_dir: the directory; created if it does not exist.
             tag: the checkpoint's name; `global_step<N>` by default.
             client_state: the caller's own values: numbers, text, lists, tuples, dicts, tensors
-                and arrays of numpy. Those of rank 0 are saved.
+                and numpy arrays. Those of rank 0 are saved.
             save_latest: whether `load_checkpoint` should find this one without a tag.
             exclude_frozen_parameters: leave out parameters that are not trained; the checkpoint
                 then loads with `load_module_strict=False`, into a model that has their values.
 
-        A save that fails, or is killed, leaves what was there: the checkpoint of this tag, if there
-        was one, and `latest`. See `checkpoint.keep_last` for how old ones go, and
-        `checkpoint.async_save` for saves that are written while training goes on.
+        A save that fails, or is killed, leaves the previous files: the checkpoint of this tag, if
+        there was one, and `latest`. See `checkpoint.keep_last` for how old ones are removed, and
+        `checkpoint.async_save` for saves that are written while training continues.
 
         Raises:
-            CheckpointError: the folder cannot be written, or `client_state` cannot be saved; on
-                every rank, with the file and the reason. Also where the save begun before this one
-                failed after it had returned; this one is then not begun.
-            MismatchError: another rank goes on without saving.
+            CheckpointError: the directory cannot be written, or `client_state` cannot be saved; on
+                every rank, with the file and the reason. Also if the previous save failed after
+                it had returned; this one is then not started.
+            MismatchError: another rank continues without saving.
             ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
                 `CheckpointError` that says so).
         """
@@ -76,8 +76,8 @@ class Checkpoints:
         compare_tags(name, self._session.parts.saving.tag_validation, self._session.parts.world)
         if self._session.parts.runtime.holds_gradients and self._session.parts.world.rank == 0:
             _log.warning(
-                "checkpoint %s is saved in the middle of an update: what its micro-steps so far"
-                " have brought is not saved, and their samples are not read again; save after an"
+                "checkpoint %s is saved in the middle of an update: its gradients so far are not"
+                " saved, and their samples are not read again; save after an"
                 " engine.step() that ended in an update",
                 name,
             )
@@ -91,17 +91,17 @@ class Checkpoints:
         return True
 
     def _forget_residuals(self) -> None:
-        """What error feedback holds is not saved: a run that goes on begins as a resumed one."""
+        """Drop error feedback, which is not saved: this run then continues as a resumed one."""
         if self._session.parts.runtime.forget_residuals() and not self._has_told_of_residuals:
             self._has_told_of_residuals = True
             if self._session.parts.world.rank == 0:
                 _log.warning(
-                    "error feedback (zero_optimization.zeropp_loco_param) begins anew at each"
+                    "error feedback (zero_optimization.zeropp_loco_param) is reset at each"
                     " checkpoint, so that a resumed run gives the same numbers"
                 )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a save that goes on by itself has ended. All ranks must call it.
+        """Wait until the asynchronous save under way has ended. All ranks must call it.
 
         Raises:
             CheckpointError: it failed; on every rank.
@@ -118,27 +118,27 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint. All ranks must call it.
+        """Resume from a checkpoint. All ranks must call it.
 
         It may have been saved by another number of ranks, at another stage, in another dtype or
         other buckets and param groups: parameters are found by their names. The program's random
-        generators (Python's, numpy's, torch's) and the training loader go on where they stood, too.
+        generators (Python's, numpy's, torch's) and the training loader resume too.
 
         Args:
-            load_dir: the folder that it was saved in.
+            load_dir: the directory that it was saved in.
             tag: its name; by default the latest.
-            load_module_strict: raise where the checkpoint lacks a parameter or buffer of the
-                model, or has others; else these keep their values and are told.
+            load_module_strict: raise if the checkpoint lacks a parameter or buffer of the
+                model, or has others; else these keep their values, with a warning.
             load_optimizer_states: load moments, the options of param groups and the loss scale;
-                else they stay as they are. Masters go with the weights.
+                else they stay as they are. Masters are loaded with the weights.
             load_lr_scheduler_states: load the learning-rate schedule.
             load_module_only: load weights and buffers, and nothing else.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to put weights
                 and buffers into the module, in place of loading them by name.
 
         Returns:
-            The checkpoint's folder and the `client_state` saved with it, its tensors on the host;
-            (None, None) where `load_dir` holds none.
+            The checkpoint's directory and the `client_state` saved with it, its tensors on the
+            host; (None, None) if `load_dir` holds none.
 
         Raises:
             CheckpointError: it is damaged, or was saved by another model; on every rank, and
@@ -152,7 +152,7 @@ class Checkpoints:
         if folder is None:
             if self._session.parts.world.rank == 0:
                 _log.warning(
-                    "engine.load_checkpoint: nothing to load in %s%s: training starts anew",
+                    "engine.load_checkpoint: nothing to load in %s%s: training starts from scratch",
                     Path(load_dir).absolute(),
                     "" if Path(load_dir).is_dir() else " (no such directory)",
                 )
@@ -164,7 +164,7 @@ class Checkpoints:
             module_only=load_module_only,
             custom=custom_load_fn,
         )
-        # What is loaded is trained on, whatever mode the caller is in.
+        # Training continues with the loaded tensors, whatever mode the caller is in.
         with torch.inference_mode(False), torch.no_grad(), collector_at_rest():
             if self._session.parts.runtime.gradients:
                 self._session.expect_training()
@@ -174,11 +174,11 @@ class Checkpoints:
             known = {one.name for one in fields(Counters)}
             self._session.counters = Counters(**{k: v for k, v in saved.items() if k in known})
             scale = ScaleState(*loaded.scalars["scale"])
-            # One that has never moved tells nothing: what was saved may have had none.
+            # A scale that has never moved is no information: the saved run may have had none.
             if load_optimizer_states and self._session.parts.scale_rule.dynamic and scale.iteration:
                 self._session.scale = scale
         self._session.cycle.begin_anew()
         if self._session.is_inside_accumulation:
-            # Gradients are not saved, and today's accumulation may be another one.
+            # Gradients are not saved, and the accumulation may have changed.
             self._session.begin_accumulation()
         return str(folder), loaded.client_state

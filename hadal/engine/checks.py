@@ -1,4 +1,4 @@
-"""What is checked before an engine is made: on each rank alone, then between the ranks."""
+"""Checks before an engine is made: on each rank alone, then between the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCHEDULED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
 
 def check_model(model: object) -> None:
-    """Raise `UsageError` unless `model` is a module that an engine may be made of."""
+    """Raise `UsageError` unless `model` is a module that an engine can train."""
     if isinstance(model, type):
         hint = f" (did you mean {model.__name__}()?)" if issubclass(model, nn.Module) else ""
         raise UsageError(
@@ -45,7 +45,7 @@ def check_model(model: object) -> None:
 def check_parameters(
     named: Iterable[tuple[str, nn.Parameter]], device: torch.device, ranks: Ranks
 ) -> None:
-    """Raise `ModelError` for a parameter that no rank, or not this one, can hold or train."""
+    """Raise `ModelError` for a parameter that ranks, or this one, cannot hold or train."""
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
@@ -53,7 +53,7 @@ def check_parameters(
             )
         if access.is_kept_by_engine(parameter):
             raise UsageError(
-                f"rank {ranks.rank}: parameter {name} is in another engine's hands; call that"
+                f"rank {ranks.rank}: parameter {name} belongs to another engine; call that"
                 " engine's destroy() first"
             )
         refusal = refusal_of(parameter, trains=parameter.requires_grad)
@@ -82,7 +82,7 @@ def check_parameters(
 
 
 def _has_holes(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's elements do not fill a stretch of memory, each in its own place."""
+    """Return whether a parameter's elements leave gaps in memory or overlap."""
     if is_foreign(parameter) or init.born_among(parameter) is not None:
         return False
     return order_of(parameter.shape, parameter.stride()) is None
@@ -91,7 +91,7 @@ def _has_holes(parameter: nn.Parameter) -> bool:
 def check_birth(
     named: Iterable[tuple[str, nn.Parameter]], sharing: Sharing, zero: ZeroOptimization
 ) -> None:
-    """Raise `UsageError` for a parameter that was born sharded for another training."""
+    """Raise `UsageError` for a parameter created sharded for a different setup."""
     ranks = sharing.ranks
     for name, parameter in named:
         born = init.born_among(parameter)
@@ -117,7 +117,7 @@ def check_birth(
 
 
 def check_same_keys(configuration: dict[str, Any], ranks: Ranks) -> None:
-    """All ranks must have been given the same configuration."""
+    """Raise MismatchError if ranks have different configurations."""
     _compare("configuration", _texts(configuration), ranks)
 
 
@@ -127,7 +127,7 @@ def check_same(
     described: dict[str, Any],
     ranks: Ranks,
 ) -> None:
-    """All ranks that hold the same must have been given the same model, and what belongs to it."""
+    """Raise MismatchError if ranks of the same part have different models, groups or arguments."""
     group_of = {id(p): number for number, members in enumerate(groups) for p in members}
     parameters = {
         name: f"{described_parameter(p)} in param group {group_of.get(id(p))}"
@@ -138,7 +138,7 @@ def check_same(
 
 
 def described_parameter(parameter: nn.Parameter) -> str:
-    """A description of all that must be the same on every rank."""
+    """Describe everything that must be the same on every rank."""
     strides = "" if parameter.is_contiguous() else f" strides {parameter.stride()}"
     return (
         f"{tuple(parameter.shape)}{strides} {parameter.dtype}"
@@ -163,14 +163,14 @@ def _first_difference(what: str, by_rank: Sequence[dict[str, str]], numbers: Seq
             here, there = first.get(name, "nothing"), other.get(name, "nothing")
             if here != there:
                 return (
-                    f"the ranks were given different {what}s: {name} is {here} on rank {numbers[0]}"
+                    f"the ranks have different {what}s: {name} is {here} on rank {numbers[0]}"
                     f" and {there} on rank {rank}. Build the same {what} on every rank."
                 )
-    return f"the ranks were given the same {what} in different orders; build it alike on every rank"
+    return f"the ranks have the same {what} in different orders; build it the same on every rank"
 
 
 def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int) -> None:
-    """Raise `OptimizerError` where the optimizer holds a parameter that the model does not have."""
+    """Raise `OptimizerError` if the optimizer holds a parameter that the model does not have."""
     in_model = {id(parameter) for parameter in known}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -185,13 +185,13 @@ def check_groups(optimizer: Optimizer, known: Sequence[nn.Parameter], rank: int)
 def members_of_groups(
     model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
 ) -> list[list[nn.Parameter]]:
-    """Per param group, the model's parameters that will be trained."""
+    """Return the model's parameters that will be trained, per param group."""
     everything = list(model.parameters())
     if optimizer is None:
         return []
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
-            f"the optimizer callable gave a {type(optimizer).__name__}, expected a"
+            f"the optimizer callable returned a {type(optimizer).__name__}, expected a"
             " torch.optim.Optimizer"
         )
     check_groups(optimizer, everything, ranks.rank)
@@ -204,12 +204,12 @@ def members_of_groups(
 def tell_untrained(
     model: nn.Module, groups: Sequence[Sequence[nn.Parameter]], *, is_chosen: bool
 ) -> None:
-    """Warn of parameters that ask for gradients and are not trained, and of a model with none.
+    """Warn of parameters that require gradients but are not trained, and of a model with none.
 
     Args:
         model: the model.
         groups: per param group, the parameters that are trained.
-        is_chosen: whether the caller or the configuration names an optimizer.
+        is_chosen: True if the caller or the configuration names an optimizer.
     """
     trained = {id(parameter) for members in groups for parameter in members}
     named = list(model.named_parameters())
@@ -243,7 +243,7 @@ def tell_untrained(
 
 
 def check_scheduler(config: Config, told: str | None) -> None:
-    """Raise where a scheduler of elastic jobs counts on another batch than the configuration's."""
+    """Raise if a scheduler of elastic jobs expects another batch than the configuration's."""
     section = config.elasticity
     if section is None or not section.enabled or told is None:
         return
@@ -261,6 +261,6 @@ def check_scheduler(config: Config, told: str | None) -> None:
         own = list(own) if isinstance(own, tuple) else own
         if own != value:
             raise ConfigError(
-                f"elasticity.{key}: {own}, but the scheduler counts on {value} ({name}); make them"
+                f"elasticity.{key}: {own}, but the scheduler expects {value} ({name}); make them"
                 " equal"
             )

@@ -1,4 +1,4 @@
-"""How long each phase of an update takes, what memory it needs, and how many samples a second."""
+"""Time and memory of each phase of an update, and samples per second."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hadal.device import MemoryUse, Stamp, memory_use, reset_peak_memory, synchr
 from hadal.listener import Forward, Listener, Update
 
 PHASES = ("forward", "backward", "reduce", "step")
-# What the first updates do besides training (take memory, compile) says nothing about the others.
+# The first updates also allocate memory and compile, so their times do not represent the others.
 _WARM_UP_UPDATES = 2
 
 
 class Stopwatch:
-    """Times a phase by stamps in the device's work: nothing waits for the device."""
+    """Timer of a phase by events on the device: nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,39 +27,39 @@ class Stopwatch:
         self._stops: list[Stamp] = []
 
     def start(self) -> None:
-        """The phase begins where the device's work so far ends."""
+        """Record the start of the phase on the device."""
         self._starts.append(Stamp(self._device))
 
     def stop(self) -> None:
-        """It ends where the device's work so far ends."""
+        """Record the end of the phase on the device."""
         self._stops.append(Stamp(self._device))
 
     def take(self) -> list[tuple[Stamp, Stamp]]:
-        """The two ends of each time since the last call."""
+        """Return start and stop of each run since the last call."""
         spans = list(zip(self._starts, self._stops, strict=True))
         self._starts, self._stops = [], []
         return spans
 
 
 class MemoryGauge:
-    """What memory was in use around the last run of a phase, and the device's peak in it."""
+    """Memory in use before and after the last run of a phase, and the device's peak in it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.before = self.after = MemoryUse(0, 0, 0)
 
     def start(self) -> None:
-        """Forget earlier peaks."""
+        """Reset the peak, and read the memory in use."""
         reset_peak_memory(self._device)
         self.before = memory_use(self._device)
 
     def stop(self) -> None:
-        """Read what is in use now."""
+        """Read the memory in use."""
         self.after = memory_use(self._device)
 
 
 class Lap:
-    """The phases of one update, as stamps in the device's work."""
+    """Phases of one update, as events on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,13 +68,13 @@ class Lap:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has come to all stamps."""
+        """True if the device has reached all stamps."""
         return all(
             stamp.is_reached for each in self.spans.values() for span in each for stamp in span
         )
 
     def milliseconds(self) -> Mapping[str, float]:
-        """Milliseconds by event name. Waits for the device."""
+        """Return milliseconds by event name. Waits for the device."""
         if not self.is_reached:
             synchronize(self._device)
         spent = {
@@ -91,7 +91,7 @@ class Lap:
 
 
 class Reducing:
-    """Around reductions, which may begin others inside. Without a backward they count as one."""
+    """Context around reductions, which may nest. Outside a backward they count as one."""
 
     def __init__(self, watches: Mapping[str, Stopwatch], running: set[str]) -> None:
         self._watches = watches
@@ -113,11 +113,11 @@ class Reducing:
 
 
 class Clocks(Listener):
-    """Times the phases of an update, and reads memory around them.
+    """Timer of an update's phases, which also reads memory around them.
 
     `forward`, `backward` (with its reductions), `reduce` (the part of backward in which this rank
-    starts reductions and waits for them) and `step` (the update itself). Reductions that no
-    backward made, because none was known to be the last, count as backward too.
+    starts reductions and waits for them) and `step` (the update itself). Reductions outside any
+    backward, because none was known to be the last, count as backward too.
     """
 
     def __init__(self, device: torch.device, *, times: bool, memory: bool) -> None:
@@ -127,9 +127,9 @@ class Clocks(Listener):
         self.measures = times or memory
         self._running: set[str] = set()
         self.reducing = Reducing(self._watches, self._running) if times else None
-        """Around reductions."""
+        """Context for reductions."""
         self.lap = Lap(device) if times else None
-        """The update under way; None where nothing is timed."""
+        """The update under way; None if nothing is timed."""
         self._device = device
         self._unread: deque[Lap] = deque()
         self._last: Mapping[str, float] = {}
@@ -139,27 +139,27 @@ class Clocks(Listener):
     # ---- phases --------------------------------------------------------------------------------
 
     def before_forward(self, forward: Forward) -> None:
-        """Begin `forward`."""
+        """Start `forward`."""
         self._start("forward")
 
     def after_forward(self, output: Any) -> None:
-        """End it."""
+        """Stop `forward`."""
         self._stop("forward")
 
     def before_backward(self) -> None:
-        """Begin `backward`."""
+        """Start `backward`."""
         self._start("backward")
 
     def after_backward(self, loss: Tensor | None) -> None:
-        """End it."""
+        """Stop `backward`."""
         self._stop("backward")
 
     def before_update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Begin `step`."""
+        """Start `step`."""
         self._start("step")
 
     def after_update(self, update: Update) -> None:
-        """End it, and with it the update: the next one's times begin at nothing."""
+        """Stop `step`, and start the next update's times at zero."""
         self._stop("step")
         if self.lap is not None:
             self.lap.spans = {name: watch.take() for name, watch in self._watches.items()}
@@ -168,7 +168,7 @@ class Clocks(Listener):
             self._read()
 
     def on_error(self, error: BaseException) -> None:
-        """End what is running."""
+        """Stop every running phase."""
         for name in tuple(self._running):
             self._stop(name)
 
@@ -187,13 +187,13 @@ class Clocks(Listener):
             if name in self.memory:
                 self.memory[name].stop()
 
-    # ---- what they tell ------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     @property
     def last(self) -> Mapping[str, float]:
         """Milliseconds by event name, of the last update that the device has finished.
 
-        Empty before there is one, and where nothing is timed.
+        Empty before there is one, and if nothing is timed.
         """
         self._read()
         return self._last
@@ -207,7 +207,7 @@ class Clocks(Listener):
             self._updates += 1
 
     def take_means(self) -> dict[str, float]:
-        """The mean milliseconds of the updates read since the last call, by event name."""
+        """Return the mean milliseconds by event name of the updates read since the last call."""
         self._read()
         means = {name: total / self._updates for name, total in self._totals.items()}
         self._totals, self._updates = {}, 0
@@ -217,8 +217,8 @@ class Clocks(Listener):
 class Throughput:
     """Samples per second between two readings, counted from boundary to boundary.
 
-    The clock is looked at when a rate is asked for and behind the warm-up, never in between: what
-    is measured costs nothing. The first two updates are not counted.
+    The clock is read after the warm-up and when a rate is requested, never in between: measuring
+    costs nothing. The first two updates are not counted.
     """
 
     def __init__(self, device: torch.device, *, synchronized: bool) -> None:
@@ -229,7 +229,7 @@ class Throughput:
         self._began = 0.0
 
     def end_update(self, samples: int) -> None:
-        """An update with so many samples of all ranks is over."""
+        """Count an update of `samples` samples on all ranks."""
         self._updates += 1
         if self._updates < _WARM_UP_UPDATES:
             return
@@ -239,7 +239,7 @@ class Throughput:
             self._samples += samples
 
     def take_rate(self) -> float | None:
-        """The samples per second since the last call; None while warming up."""
+        """Return samples per second since the last call; None while warming up."""
         if not self._samples:
             return None
         now = self._now()

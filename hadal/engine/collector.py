@@ -1,4 +1,4 @@
-"""Python's cycle collector, held still by engines that ask for it (`disable_python_gc`)."""
+"""Python's garbage collector, disabled by engines that ask for it (`disable_python_gc`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _Hold:
-    """Counts who wants the collector to stand still; the last one gives it back as it was."""
+    """Count of holders that disable the collector; the last one restores it."""
 
     def __init__(self) -> None:
         self._holders = 0
@@ -32,9 +32,9 @@ _hold = _Hold()
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Hold the collector still for a while: work that leaves no cycles behind, but many objects.
+    """Disable the collector around work that makes many objects, but no cycles.
 
-    A look at all objects of a program that has imported torch takes a tenth of a second.
+    Scanning all objects of a program that has imported torch takes a tenth of a second.
     """
     _hold.take()
     try:
@@ -44,6 +44,6 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def hold_collector(owner: object) -> weakref.finalize:  # type: ignore[type-arg]
-    """Hold the collector still until the result is called, or until `owner` is gone."""
+    """Disable the collector until the result is called, or until `owner` is gone."""
     _hold.take()
     return weakref.finalize(owner, _hold.give_back)

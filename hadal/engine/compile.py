@@ -1,4 +1,4 @@
-"""Compiling the model under an engine."""
+"""Compilation of an engine's model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compile_module(
     """Compile `module` in place with `torch.compile(backend=backend, **options)`.
 
     Raises:
-        UsageError: `torch.compile` takes no such option.
+        UsageError: `torch.compile` has no such option.
     """
     taken = set(inspect.signature(torch.compile).parameters) - {"model", "backend"}
     unknown = sorted(set(options) - taken)

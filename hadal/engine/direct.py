@@ -1,4 +1,4 @@
-"""A backward that the caller starts on a tensor, `loss.backward()`, in place of the engine's.
+"""Backward that the caller starts on a tensor, `loss.backward()`, instead of the engine's.
 
 It begins with the first gradient that reaches a trained parameter, and ends with torch's backward.
 """
@@ -13,7 +13,7 @@ from hadal.zero.runtime import ZeroRuntime
 
 
 class DirectBackward:
-    """Knows when one runs; `around` is what stands around each."""
+    """Detector of such backwards; each runs inside the context `around`."""
 
     def __init__(
         self, around: Callable[[], AbstractContextManager[None]], runtime: ZeroRuntime
@@ -37,13 +37,13 @@ class DirectBackward:
         at_end_of_backward(self._end)
 
     def _end(self) -> None:
-        # The inner backward of a reentrant recomputation is through before the whole is.
+        # The inner backward of a reentrant recomputation ends before the outer one does.
         self._is_through = True
         if not is_in_node():
             self._close(None)
 
     def end_left(self) -> None:
-        """End one that is through, or that has raised: torch tells nobody."""
+        """End a backward that is over or has raised: torch does not report it."""
         if self._stack is not None and not is_in_backward():
             self._close(None if self._is_through else RuntimeError("the backward has raised"))
 

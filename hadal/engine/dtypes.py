@@ -8,5 +8,5 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """The dtype of this name; None where none is named."""
+    """Return the dtype of this name; None for None."""
     return None if name is None else _DTYPES[name]

@@ -1,4 +1,4 @@
-"""The user's object: a module that trains itself with forward, backward and step."""
+"""The engine: a module that trains itself with forward, backward and step."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from hadal.zero import access, place
 if TYPE_CHECKING:
     from hadal.profiling import FlopsProfiler
 
-# A part of what torch says where a transform of torch.func meets hooks on saved tensors.
+# A part of torch's message if a transform of torch.func meets hooks on saved tensors.
 _NO_SAVED_HOOKS = "don't yet support saved tensor hooks"
 
 _Engine = TypeVar("_Engine", bound="Engine")
 
 
 class Engine(EngineBase):
-    """A model under training. Made by `hadal.initialize`; one class for every configuration.
+    """Model in training, made by `hadal.initialize`; one class for every configuration.
 
-    Attributes that it does not have are the module's.
+    Attributes that it does not have are looked up in the module.
     """
 
     rounds_early: ClassVar[bool] = False
     """The default of `data_types.early_rounding`."""
     seeds_data: ClassVar[bool] = True
-    """Whether loaders follow `torch.manual_seed`; else their seed is 0, until it is set."""
+    """True if loaders follow `torch.manual_seed`; else their seed is 0, until it is set."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -62,7 +62,7 @@ class Engine(EngineBase):
         place.attend(parts.runtime, self)
 
     def __getattr__(self, name: str) -> Any:
-        """Fall through to the module."""
+        """Look the attribute up in the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -77,7 +77,7 @@ class Engine(EngineBase):
             raise AttributeError(missing_attribute(name, module), name=name, obj=self) from None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse `copy.deepcopy` and `pickle`: an engine holds processes and a place among them."""
+        """Refuse `copy.deepcopy` and `pickle`: an engine is bound to its process groups."""
         raise UsageError(
             f"rank {self._parts.ranks.rank}: an engine cannot be copied or pickled. Copy its"
             " module, inside `with hadal.zero.GatheredParameters(engine.module.parameters()):`, or"
@@ -95,18 +95,18 @@ class Engine(EngineBase):
     ) -> None:
         """Compile the module in place with `torch.compile`; it happens at the next forward.
 
-        What gathers, frees and reduces stays outside of the graphs. Called again, the last call
+        Gathers, releases and reductions stay outside the graphs. If called again, the last call
         counts.
 
         Args:
-            backend: torch's name of a backend, or a backend.
+            backend: a backend, or torch's name for it.
             compile_kwargs: more arguments of `torch.compile` (mode, dynamic, fullgraph, options).
             schedule: passes over the graphs; not built yet.
             compiled_autograd_enabled: trace the backward as well; not built yet.
 
         Raises:
             NotBuiltYetError: `schedule` or `compiled_autograd_enabled` is given.
-            UsageError: `compile_kwargs` names something that `torch.compile` does not take.
+            UsageError: `compile_kwargs` has a name that `torch.compile` does not take.
         """
         self._session.expect_alive()
         if schedule is not None:
@@ -124,7 +124,7 @@ class Engine(EngineBase):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
+        """True if `compile` was called."""
         return self._is_compiled
 
     # ---- training --------------------------------------------------------------------------------
@@ -173,33 +173,33 @@ class Engine(EngineBase):
         """Compute gradients of `loss`, the mean over this rank's micro-batch, and return it.
 
         The engine divides by the micro-steps of an update, unless `scale_wrt_gas` is false, and by
-        the number of ranks that see different samples. Each of them counts alike, whatever the
-        number of its samples. Ranks that share a sequence each give their part of its loss; the
+        the number of ranks that see different samples. Each rank has the same weight, whatever the
+        number of its samples. Ranks that share a sequence each pass their part of its loss; the
         parts add up. `retain_graph` keeps the graph for another backward through it.
 
         Raises:
             LossError: `loss` is not a scalar that depends on trainable parameters.
-            UsageError: nothing is trainable, or the model has a parameter since `initialize` that
-                asks for gradients and is not trained.
+            UsageError: nothing is trainable, or a parameter added to the model since `initialize`
+                requires gradients and is not trained.
         """
         self._session.expect_alive()
         self._backwards.run(loss, retain_graph, divides=scale_wrt_gas)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale (fp16), for a backward without the engine's.
+        """Return the loss times the loss scale (fp16), for the caller's own backward.
 
-        `engine.scale(loss).backward()` is then what `engine.backward(loss)` is; where nothing is
-        fp16, `loss.backward()` is too.
+        `engine.scale(loss).backward()` then equals `engine.backward(loss)`; if nothing is
+        fp16, `loss.backward()` does too.
         """
         self._session.cycle.scaled = loss.detach()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     def train(self: _Engine, mode: bool = True) -> _Engine:
-        """Set the module's mode, as torch does. All ranks must call it where `mode` is false.
+        """Set the module's mode, as torch does. All ranks must call it if `mode` is false.
 
-        Where the optimizer lets weights differ between ranks for a while (ZeroOneAdam), they are
-        made the same before they are evaluated.
+        If the optimizer lets weights differ between ranks for a while (ZeroOneAdam), they are
+        synchronized before they are evaluated.
         """
         if not mode:
             self._parts.runtime.bring_together()
@@ -208,16 +208,16 @@ class Engine(EngineBase):
     def step(self, metric: float | Tensor | None = None) -> None:
         """End a micro-step; at the boundary, update the weights and the learning rate.
 
-        Every call is a boundary where `managed_gradient_accumulation` is false.
+        Every call is a boundary if `managed_gradient_accumulation` is false.
 
         Args:
             metric: the value that a `ReduceLROnPlateau` schedule follows, such as a validation
-                loss. The schedule takes a step in the updates that are given one: by all ranks,
-                whose mean it is given.
+                loss. The schedule steps in the updates that get one. All ranks must pass it; the
+                schedule gets their mean.
 
         Raises:
             UsageError: no backward came before, or called inside `no_sync`; or `metric` is given
-                and the step ends no update, or the schedule takes none.
+                but the step ends no update, or the schedule takes none.
             LossScaleError: fp16 gradients overflow at the floor of the loss scale.
         """
         session, cycle = self._session, self._session.cycle
@@ -231,7 +231,7 @@ class Engine(EngineBase):
             cycle.counts_refused = False
             return
         if not cycle.backwards:
-            # Ranks that do call backward ask there whether anybody is at fault: answer them.
+            # Ranks that do call backward ask there whether any rank is at fault: answer them.
             self._parts.runtime.any_fault(True)
             raise UsageError(
                 f"rank {self._parts.ranks.rank}: engine.step() has no gradients: no backward came"
@@ -249,7 +249,7 @@ class Engine(EngineBase):
                     self._updates.make(session.batches.consumed(backwards), value)
         finally:
             if cycle.stepping:
-                # An update that failed was one all the same: the next accumulation begins anew.
+                # An update that failed still ends its accumulation: the next one starts afresh.
                 cycle.stepping, cycle.collected, cycle.losses = False, 0, []
             session.counters.micro_steps += 1 if managed else backwards
 
@@ -268,10 +268,10 @@ class Engine(EngineBase):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Say that more backwards follow before the next step: reductions may wait for them.
+        """Announce more backwards before the next step, so that reductions may wait for them.
 
-        A hint, legal at every stage. Where gradients are partitioned they are reduced all the same;
-        the numbers do not change.
+        A hint, allowed at every stage. Partitioned gradients are reduced anyway; the numbers do
+        not change.
         """
         before = self._session.cycle.unsynchronized
         self._session.cycle.unsynchronized = True
@@ -281,16 +281,16 @@ class Engine(EngineBase):
             self._session.cycle.unsynchronized = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last update; `step` requires a new backward then."""
+        """Drop all gradients since the last update; `step` then requires a new backward."""
         self._parts.runtime.clear_gradients()
         self._session.cycle.begin_anew()
         super().zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
     def find_overflow(self) -> bool:
-        """Whether gradients collected so far are such that their update would be skipped.
+        """Return whether an update with the gradients so far would be skipped.
 
-        All ranks must call it. Behind an update it says what that one found.
+        All ranks must call it. Right after an update it returns that update's result.
         """
         if not self._session.cycle.backwards:
             return self.overflow
@@ -300,7 +300,7 @@ class Engine(EngineBase):
 
     @property
     def skips_next_update(self) -> bool:
-        """Whether the next update is skipped as if its gradients overflowed; set on all ranks."""
+        """True if the next update is skipped as if its gradients overflowed; set on all ranks."""
         return self._session.cycle.skips_next
 
     @skips_next_update.setter
@@ -327,7 +327,7 @@ class Engine(EngineBase):
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
-        """The configuration's listeners and those added, in the order in which they are called."""
+        """The configuration's listeners and the added ones, in call order."""
         return tuple(self._session.listeners)
 
     def add_listener(self, listener: Listener) -> None:
@@ -336,7 +336,7 @@ class Engine(EngineBase):
         Its state is saved in checkpoints and loaded from them: add it before `load_checkpoint`.
 
         Raises:
-            UsageError: it is not a `hadal.Listener`, or the engine has one of its name.
+            UsageError: it is not a `hadal.Listener`, or the engine has one of this name.
         """
         self._session.listeners.add(listener)
 
@@ -350,7 +350,7 @@ class Engine(EngineBase):
 
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
-        """The profiler of `flops_profiler.enabled` on rank 0; None otherwise."""
+        """The profiler on rank 0 if `flops_profiler.enabled`; None otherwise."""
         named = {one.name: one for one in self._session.listeners}
         found: FlopsProfiler | None = getattr(named.get("flops_profiler"), "profiler", None)
         return found
@@ -359,19 +359,19 @@ class Engine(EngineBase):
 
     @torch.no_grad()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's whole state, in memory of its own, on every rank. All ranks must call it."""
+        """Return a copy of the module's whole state on every rank. All ranks must call it."""
         return self._session.whole_state(*args, **kwargs)
 
     @torch.no_grad()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Put whole values, as `state_dict` gives them, into weights and masters.
+        """Load whole values, as `state_dict` returns them, into weights and masters.
 
         All ranks must call it, with the same values.
 
         Raises:
-            UsageError: `assign` would replace the parameters, which lie in buckets.
+            UsageError: `assign` would replace the parameters, which are views of buckets.
         """
         self._session.expect_alive()
         if assign:
@@ -385,7 +385,7 @@ class Engine(EngineBase):
 
     @torch.no_grad()
     def destroy(self) -> None:
-        """Take the hooks off and give every parameter whole memory of its own. All ranks must.
+        """Remove the hooks and give every parameter its own whole memory. All ranks must call it.
 
         Raises:
             OffloadError: weights cannot be read from their disk; files are removed all the same.
@@ -403,7 +403,7 @@ class Engine(EngineBase):
         try:
             runtime.release()
         finally:
-            # Also where weights can be read from their disk no more: nothing of it stays behind.
+            # Also if weights can no longer be read from their disk: no file is left behind.
             try:
                 self._parts.offloading.close()
             finally:

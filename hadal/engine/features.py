@@ -1,4 +1,4 @@
-"""The features that a configuration asks for, as listeners: one maker for each section or key."""
+"""Features that a configuration asks for, as listeners: one factory for each section or key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hadal.listener import Listener
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What listeners are made of."""
+    """Arguments of the listeners' factories."""
 
     config: Config
     model: nn.Module
@@ -40,7 +40,7 @@ def setting_of(
     batches: BatchSizes,
     topology: Topology,
 ) -> Setting:
-    """The setting of an engine; its clocks measure what some listener needs."""
+    """Return the setting of an engine; its clocks measure what listeners need."""
     others = config.autotuning.enabled or config.flops_profiler.enabled
     clocks = Clocks(
         device, times=config.wall_clock_breakdown or others, memory=config.memory_breakdown
@@ -94,4 +94,4 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "flops_profiler": _profiler,
     "autotuning": _experiment,
 }
-"""By the section or key that asks for them, in the order in which they are called."""
+"""By the section or key that asks for them, in call order."""

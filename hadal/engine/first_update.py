@@ -24,7 +24,7 @@ _SPARE_BACKWARDS = 8
 
 
 class FirstUpdate(Listener):
-    """Watches an engine until its first update, then leaves it.
+    """Watcher of an engine until its first update.
 
     It compares the first batch in training with the configured micro-batch, and counts backwards
     that no `engine.step` follows.
@@ -70,11 +70,11 @@ class FirstUpdate(Listener):
         self.close()
 
     def close(self) -> None:
-        """Nothing is reported at the program's end."""
+        """Stop watching: nothing is reported at exit."""
         _watching.discard(self)
 
     def report(self) -> None:
-        """Report that gradients wait for a step, if no step was called at all."""
+        """Report unused gradients, if no step was called at all."""
         if self._backwards and not self._counters.micro_steps:
             _log.warning(
                 "engine.step() was never called: gradients of %d backward passes were not used, no"

@@ -1,4 +1,4 @@
-"""Whole weights out of an engine: to a file, or as a state dict on one rank."""
+"""Export of whole weights from an engine: to a file, or as a state dict on one rank."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 class WeightsOut:
-    """Gives an engine's weights away. All ranks must call each method.
+    """Export of an engine's weights. All ranks must call each method.
 
-    Rank 0 is given them a bucket at a time; the other ranks need memory for one bucket. Of a model
-    in model-parallel parts, the first rank of those that hold a part is given that part.
+    Rank 0 gets them one bucket at a time; the other ranks need memory for one bucket. If the model
+    is in model-parallel parts, the first rank of those that hold a part gets that part.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """The key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
+        """Return the key `zero_optimization.stage3_gather_16bit_weights_on_model_save`."""
         return self._session.live().rules.gathers_weights
 
     def save_16bit_model(
@@ -41,20 +41,20 @@ class WeightsOut:
         """Write the model, in the dtypes that it computes in, in Hugging Face layout.
 
         Args:
-            save_dir: the folder; it is made where it does not exist. Model-parallel parts go into
+            save_dir: the directory; created if it does not exist. Model-parallel parts go into
                 `mp_rank_00`, `mp_rank_01` and so on below it.
-            save_filename: the file, or what several files are named after. Where it does not end in
+            save_filename: the file, or the base name of several files. If it does not end in
                 `.safetensors`, `torch.save` writes it, and rank 0 holds a whole file in memory.
-            exclude_frozen_parameters: leave out what is not trained.
-            max_shard_size: the longest file, as "5GB" or in bytes.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            max_shard_size: the size limit of one file, as "5GB" or in bytes.
 
         Returns:
-            Whether it was written: not at stage 3, where weights are gathered for this only if
-            `stage3_gather_16bit_weights_on_model_save` is true. That is told.
+            True if it was written. At stage 3 weights are gathered for this only if
+            `stage3_gather_16bit_weights_on_model_save` is true; else rank 0 warns.
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
-            ValueError: `max_shard_size` is no size.
+            ValueError: `max_shard_size` is not a size.
         """
         self._session.expect_alive()
         live = self._session.live()
@@ -62,7 +62,7 @@ class WeightsOut:
         if live.rules.cuts_weights and not live.rules.gathers_weights:
             if live.world.rank == 0:
                 _log.warning(
-                    "save_16bit_model has written nothing: the weights are partitioned, and"
+                    "save_16bit_model did not save anything: the weights are partitioned, and"
                     " zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it"
                     " to true, or save a checkpoint and run `hadal checkpoint export`"
                 )
@@ -78,7 +78,7 @@ class WeightsOut:
         return True
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = NAME) -> bool:
-        """The same as `save_16bit_model`."""
+        """Call `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class WeightsOut:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """As `state_dict`: whole, on every rank; without frozen parameters if wanted."""
+        """Return `state_dict()`, whole on every rank; without frozen parameters if wanted."""
         state = self._session.whole_state(prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name in self._session.live().frozen_names():
@@ -102,7 +102,7 @@ class WeightsOut:
     def consolidated_16bit(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """The whole model on the host of rank 0, None elsewhere; tied names share a tensor."""
+        """Return the whole model in rank 0's host memory, else None; tied names share a tensor."""
         self._session.expect_alive()
         live = self._session.live()
         live.runtime.meet_at_checkpoint()

@@ -1,7 +1,7 @@
 """Param groups that are added while a model trains: `optimizer.add_param_group` as in torch.
 
-What a program has put into the model since `initialize` (an adapter, another head) is taken over
-then, all of it: what is in the group is trained, the rest lies there as frozen parameters do.
+Whatever the program has added to the model since `initialize` (an adapter, another head) is taken
+over then: parameters in the group are trained, the rest are kept as frozen parameters.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class LaterGroups:
-    """Takes the place of an optimizer's `add_param_group`, and trains what is added.
+    """Replacement of an optimizer's `add_param_group` that trains the new group.
 
-    Owns nothing but the way there: torch's own method checks the group and fills in its options,
-    the buckets that hold its parameters are divided, and the stepper takes up the new ones.
+    Torch's own method checks the group and fills in its options; then the buckets that hold its
+    parameters are split, and the stepper takes the new ones.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class LaterGroups:
     def add(self, param_group: dict[str, Any]) -> None:
         """Train the parameters of one more group from the next update on.
 
-        All ranks must call it at the same point between two updates, with the same group. What was
-        frozen must have been thawed (`requires_grad_(True)`) before. What has come into the model
-        since `initialize` gets rank 0's values.
+        All ranks must call it at the same point between two updates, with the same group. Frozen
+        parameters must be unfrozen (`requires_grad_(True)`) before. Parameters added to the model
+        since `initialize` get rank 0's values.
 
         Raises:
             OptimizerError: torch refuses the group, or a parameter of it is not the model's, is
                 frozen or is trained already.
-            ModelError: a parameter of it cannot lie in a flat buffer, or one that is new has no
+            ModelError: a parameter of it cannot be stored in a flat buffer, or a new one has no
                 values here.
             UsageError: gradients have been collected since the last update.
-            MismatchError: another rank is elsewhere, or adds something else.
+            MismatchError: another rank is elsewhere, or adds another group.
             OffloadError: a disk failed on some rank; load a checkpoint into a new engine.
         """
         runtime, groups = self._runtime, self._optimizer.param_groups
@@ -81,7 +81,7 @@ class LaterGroups:
                 self._check_members(groups[number]["params"], newcomers)
             self._check_same(groups[number], newcomers)
         except Exception:
-            # Whether it was refused here or elsewhere: no rank keeps it.
+            # Refused here or on another rank: no rank keeps it.
             del groups[number:]
             raise
         members = list(groups[number]["params"])
@@ -89,11 +89,11 @@ class LaterGroups:
         gradients = train_later(runtime, members, number)
         self._hooks.watch_gradients(gradients)
         with told_to_all(runtime.ranks, "add_param_group", OffloadError):
-            # State may come to rest on a disk.
+            # State may be offloaded to a disk.
             self._stepper.add(gradients, members)
 
     def _take_in(self, group_of: Mapping[nn.Parameter, int]) -> None:
-        """Give what has come into the model buckets of its own, and old parameters new names."""
+        """Make buckets for the newcomers, and rename old parameters."""
         runtime = self._runtime
         buckets = self._adopter.buckets(group_of)
         order = {p: number for number, p in enumerate(self._model.parameters())}
@@ -106,8 +106,8 @@ class LaterGroups:
         gone = renamed(runtime.buckets, {p: name for name, p in self._model.named_parameters()})
         if gone and runtime.ranks.rank == 0:
             _log.warning(
-                "%s went out of the model after initialize: their memory, and what the optimizer"
-                " remembers of them, stays until the engine is destroyed",
+                "parameters were removed from the model after initialize: %s. Their memory and"
+                " optimizer state are kept until the engine is destroyed",
                 ", ".join(gone),
             )
 
@@ -168,7 +168,7 @@ class LaterGroups:
             for key in dict.fromkeys([*everybody[0], *other]):
                 if other.get(key) != everybody[0].get(key):
                     raise MismatchError(
-                        f"the ranks add different param groups: {key} is {everybody[0].get(key)} on"
+                        f"ranks added different param groups: {key} is {everybody[0].get(key)} on"
                         f" rank 0 and {other.get(key)} on rank {rank}. Add the same group on every"
                         " rank."
                     )

@@ -1,4 +1,4 @@
-"""The listeners of one engine, and the mean gradients as they see them."""
+"""Listeners of one engine, and the mean gradients as they see them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hadal.zero.state import safe_get_full_grad
 
 
 class Listeners:
-    """Listeners in the order in which they are called; a context that reports errors to them."""
+    """Listeners in call order; as a context, it reports errors to them."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self._all = tuple(listeners)
@@ -25,7 +25,7 @@ class Listeners:
         """Call one more from now on.
 
         Raises:
-            UsageError: it is not a `Listener`, or there is one of its name.
+            UsageError: it is not a `Listener`, or there is one of this name.
         """
         if not isinstance(listener, Listener):
             raise UsageError(
@@ -40,10 +40,10 @@ class Listeners:
         self._all = (*self._all, listener)
 
     def remove(self, listener: Listener) -> None:
-        """Call it no more.
+        """Stop calling it.
 
         Raises:
-            UsageError: it is not here.
+            UsageError: it is not among them.
         """
         if all(one is not listener for one in self._all):
             names = ", ".join(one.name for one in self._all if one.name[:1] != "_") or "none"
@@ -73,14 +73,14 @@ class Listeners:
                 listener.on_error(error)
 
     def before_forward(self, forward: Forward) -> Forward:
-        """The forward as the listeners want it, each given what the one before returned."""
+        """Return the forward as changed by the listeners in turn."""
         for listener in self._all:
             forward = listener.before_forward(forward) or forward
         return forward
 
 
 class MeanGradients(Mapping[str, Tensor]):
-    """Mean gradients by full name, each collected from all ranks when it is looked up."""
+    """Mean gradients by full name, each gathered from all ranks on lookup."""
 
     def __init__(self, model: nn.Module, runtime: ZeroRuntime) -> None:
         self._model = model
@@ -108,9 +108,9 @@ class MeanGradients(Mapping[str, Tensor]):
 
 
 def options_of(optimizer: Optimizer | None) -> Options:
-    """The present options of an optimizer's param groups."""
+    """Return the current options of an optimizer's param groups."""
     groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
-    # A rate on the device is read later, and changed by then.
+    # A rate on the device is read later, when it may have changed.
     rates = (group["lr"] for group in groups)
     return Options(
         tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates),

@@ -1,7 +1,7 @@
-"""The loaders: `initialize(training_data=...)` and `engine.deepspeed_io` return a `ShardedLoader`.
+"""Loaders: `initialize(training_data=...)` and `engine.deepspeed_io` return a `ShardedLoader`.
 
-A loader knows how many samples it has handed to the program. That, and not what its workers have
-read ahead, is what it saves.
+A loader counts the samples that it has handed to the program. It saves that number, not what its
+workers have read ahead.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a loader reads samples."""
+    """Options of a loader."""
 
     collate_fn: Collate | None = None
     """Makes a batch of a list of samples; None: torch's `default_collate`."""
     workers: int = 0
-    """Processes that read ahead; 0: the program reads itself."""
+    """Worker processes that read ahead; 0: the program reads."""
     pin_memory: bool = False
-    """Whether batches lie in pinned host memory, from where copies to a device overlap."""
+    """True puts batches in pinned host memory, from which copies to a device overlap."""
     shuffle: bool = True
     sampler: Iterable[Any] | Order | None = None
     """An order, or this replica's samples in order, in place of the shuffled and sharded one."""
     seed: int | None = None
-    """Of the order, and of what is drawn at random; None: the engine's, or 0."""
+    """Seed of the order and of random numbers; None: the engine's, or 0."""
     prefetch_factor: int | None = None
     """Batches that each worker reads ahead; None: torch's default."""
     persistent_workers: bool = False
-    """Whether workers live on from one epoch to the next."""
+    """True keeps workers from one epoch to the next."""
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number before it reads."""
 
 
 class ShardedLoader:
-    """Gives each replica its own part of a data set, in a new order each epoch.
+    """Loader that gives each replica its own part of a data set, in a new order each epoch.
 
-    Iterating it is one epoch; iterating it again begins the next one. All replicas get the same
-    number of batches. Inside a `for` loop, and after it was left early, `state_dict` tells how much
-    of the epoch was handed out; the first iteration after `load_state_dict` gives the rest of that
-    epoch (nothing, if that was its end), and an iteration under way goes on there.
+    One iteration is one epoch; the next iteration starts the next epoch. All replicas get the same
+    number of batches. Inside a `for` loop, and after it was left early, `state_dict` says how much
+    of the epoch was consumed; the first iteration after `load_state_dict` yields the rest of that
+    epoch (nothing, if that was its end), and an iteration under way continues there.
 
     A sampler given by the caller, and an `IterableDataset`, must shard themselves, and give every
-    rank as many batches: a rank whose data ends first lets the others wait. An `IterableDataset`
-    goes on by its own `state_dict` and `load_state_dict`; where it has none, its
-    first samples are read again and thrown away.
+    rank the same number of batches: a rank whose data ends first makes the others wait. An
+    `IterableDataset` resumes by its own `state_dict` and `load_state_dict`; if it has none, its
+    first samples are read again and dropped.
 
-    The order, and whatever the data set and `collate_fn` draw at random, follow from `seed`: the
-    same with any number of workers, with and without a break. It may be set before the first epoch;
+    The order, and all random numbers of the data set and `collate_fn`, follow from `seed`: the
+    same with any number of workers, resumed or not. It may be set before the first epoch;
     an engine's loaders have the seed that `torch.manual_seed` gave rank 0 before `initialize`.
     """
 
@@ -89,7 +89,7 @@ class ShardedLoader:
         self._check()
         self._epoch = 0
         self._handed = 0
-        # Whether the next iteration goes on inside the epoch, and how often a state was loaded.
+        # Whether the next iteration continues the epoch, and how often a state was loaded.
         self._resumes = False
         self._loads = 0
         self._order_state: Any = None
@@ -109,7 +109,7 @@ class ShardedLoader:
         reading = self._reading
         if not reading.workers and (reading.persistent_workers or reading.prefetch_factor):
             raise UsageError(
-                "prefetch_factor and persistent_workers are for workers, and there are none; give"
+                "prefetch_factor and persistent_workers require workers, and there are none; set"
                 " num_local_io_workers too"
             )
         if self._is_stream:
@@ -119,7 +119,7 @@ class ShardedLoader:
                 )
             if reading.persistent_workers:
                 raise UsageError(
-                    "the workers of an IterableDataset begin each epoch with the data set as it is"
+                    "the workers of an IterableDataset start each epoch with the data set as it is"
                     " in the program; leave persistent_workers out"
                 )
             return
@@ -144,19 +144,19 @@ class ShardedLoader:
 
     @property
     def num_workers(self) -> int:
-        """Processes that read ahead."""
+        """Worker processes that read ahead."""
         return self._reading.workers
 
     @property
     def pin_memory(self) -> bool:
-        """Whether batches lie in pinned host memory."""
+        """True if batches are in pinned host memory."""
         return self._reading.pin_memory
 
     def __len__(self) -> int:
-        """Micro-batches of one whole epoch on this rank.
+        """Return the micro-batches of one whole epoch on this rank.
 
         Raises:
-            TypeError: an `IterableDataset` that does not say how long it is.
+            TypeError: an `IterableDataset` without a length.
         """
         if self._is_stream:
             return count_batches(self._count(), replace(self.sharding, replicas=1, replica=0))
@@ -173,7 +173,7 @@ class ShardedLoader:
 
     @property
     def order_state(self) -> Any:
-        """The state of the order after the batch that was handed out last, if it has one."""
+        """The state of the order after the last batch that was handed out, if it has one."""
         return self._order_state
 
     def _count(self) -> int:
@@ -182,7 +182,7 @@ class ShardedLoader:
         return len(counted)
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch's micro-batches, or after `load_state_dict` the rest of one."""
+        """Yield one epoch's micro-batches, or after `load_state_dict` the rest of one."""
         if not self._resumes and self._handed:
             self._next_epoch()
         while True:
@@ -250,20 +250,20 @@ class ShardedLoader:
                 yield handed.batch
 
     def _start_of_stream(self) -> tuple[tuple[Trail, ...], int, int]:
-        """Where the workers begin, whose turn it is, and batches to be thrown away."""
+        """Return where the workers start, whose turn it is, and the batches to drop."""
         done = self._handed // self.sharding.stride
         known = all(trail.state is not None or not trail.batches for trail in self._trails)
         if known and self._in_turn and sum(trail.batches for trail in self._trails) == done:
             return self._trails, done % len(self._trails), 0
         _log.warning(
-            "%s tells no state to go on from: its first %d batches are read again and thrown away",
+            "%s has no state to resume from: its first %d batches are read again and dropped",
             type(self.dataset).__name__,
             done,
         )
         return self._fresh_trails(), 0, done
 
     def _follow(self, handed: HandedBatch, number: int) -> None:
-        """Note how far a worker has come, and whether they still take turns."""
+        """Note a worker's progress, and whether workers still take turns."""
         self._in_turn &= handed.worker == number % len(self._trails)
         trails = list(self._trails)
         batches = trails[handed.worker].batches + 1
@@ -273,7 +273,7 @@ class ShardedLoader:
     # ---- both ------------------------------------------------------------------------------------
 
     def _loader(self, dataset: Any, requests: Iterator[Request] | None = None) -> Iterable[Any]:
-        """A loader whose items are whole batches, and which draws nothing from the program."""
+        """Return a loader of whole batches that draws no random numbers from the program."""
         if self._kept is not None:
             made, feed = self._kept
             feed.requests = requests
@@ -296,9 +296,9 @@ class ShardedLoader:
         return made
 
     def state_dict(self) -> dict[str, Any]:
-        """Which part of which epoch was handed out: plain values, equal on all ranks.
+        """Return the epoch and how much of it was consumed: plain values, equal on all ranks.
 
-        What an `IterableDataset` or a sampler says of itself may differ between ranks.
+        The state of an `IterableDataset` or a sampler may differ between ranks.
         """
         state: dict[str, Any] = {
             "epoch": self._epoch,
@@ -320,9 +320,9 @@ class ShardedLoader:
         return {"workers": self._reading.workers, "in_turn": self._in_turn, "trails": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, also with another batch size or number of replicas.
+        """Resume where `state` was saved, also with another batch size or number of replicas.
 
-        Where the data set has another length today, the epoch is begun anew, and that is told.
+        If the data set now has another length, the epoch is restarted, with a warning.
 
         Raises:
             UsageError: `state` is not what `state_dict` returned.
@@ -330,12 +330,12 @@ class ShardedLoader:
         try:
             epoch, samples, seed = (int(state[key]) for key in ("epoch", "samples", "seed"))
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"this is no state of a loader ({error!r}): {state!r}") from error
+            raise UsageError(f"this is not a loader's state ({error!r}): {state!r}") from error
         count = None if self._is_stream else self._count()
         if state.get("dataset_samples") != count:
             _log.warning(
                 "the data set had %s samples when the loader was saved, and has %s now: epoch %d is"
-                " begun anew",
+                " restarted",
                 state.get("dataset_samples"),
                 count,
                 epoch,
@@ -354,12 +354,12 @@ class ShardedLoader:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What the loaders of one engine share."""
+    """Options that the loaders of one engine share."""
 
     sharding: Sharding
     collate_fn: Collate | None
     can_pin: bool
-    """Whether there is a device to which pinned memory is copied faster."""
+    """True if there is a device to which pinned memory is copied faster."""
     seed: int = 0
 
     def loader(
@@ -368,7 +368,7 @@ class Loading:
         batch_size: int | None = None,
         reading: Reading | None = None,
     ) -> ShardedLoader:
-        """A loader over `dataset`; missing arguments come from the configuration."""
+        """Return a loader over `dataset`; missing arguments come from the configuration."""
         reading = Reading(pin_memory=True) if reading is None else reading
         sharding = self.sharding
         return ShardedLoader(
@@ -388,7 +388,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _Feed:
-    """The requests of the epoch under way, for a loader that outlives it."""
+    """Requests of the current epoch, for a loader that outlives it."""
 
     def __init__(self, requests: Iterator[Request] | None) -> None:
         self.requests = requests
@@ -399,10 +399,10 @@ class _Feed:
 
 
 class RepeatingLoader:
-    """Iterates a loader for ever: at its end it begins anew.
+    """Endless iterator over a loader, which restarts at its end.
 
-    `len`, `state_dict` and `load_state_dict` are the loader's. A sampler of the loader that has
-    `set_epoch` is told the number of each epoch (torch's `DistributedSampler` would give every
+    `len`, `state_dict` and `load_state_dict` are the loader's. If the loader's sampler has
+    `set_epoch`, it gets the number of each epoch (torch's `DistributedSampler` would give every
     epoch the same order).
     """
 
@@ -412,14 +412,14 @@ class RepeatingLoader:
         self._epoch = -1
 
     def __len__(self) -> int:
-        """Batches of one epoch."""
+        """Return the batches of one epoch."""
         return len(self.loader)
 
     def __iter__(self) -> RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             UsageError: the loader gives no batch at all.
@@ -444,10 +444,10 @@ class RepeatingLoader:
         return iter(self.loader)
 
     def state_dict(self) -> Any:
-        """The loader's state."""
+        """Return the loader's state."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the loader go on from a saved state."""
+        """Resume the loader from a saved state."""
         self._iterator = None
         self.loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Who is heard in the log, and from which level."""
+"""Log handlers and levels: which ranks log, and what."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NAME = "hadal"
 
 
 class _ErrorsOnly(logging.Filter):
-    """Lets errors through."""
+    """Filter that passes errors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record may pass."""
+        """Return whether a record passes."""
         return record.levelno >= logging.ERROR
 
 
 class _IfAlone(logging.StreamHandler[TextIO]):
-    """Writes to standard error unless the program has handlers of its own, now or later."""
+    """Handler to standard error, silent if the program has handlers of its own, now or later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ _errors_only = _ErrorsOnly()
 
 
 def hush(rank: int) -> None:
-    """Let ranks but 0 be heard with errors only: what all of them see is told once.
+    """Let ranks other than 0 log errors only, so that each message appears once.
 
-    The filter stands on every logger of the house, so that it holds for handlers of the program's
-    own too: a logger's filter is not asked about the records of those below it.
+    The filter is on every logger of the package, so that it holds for the program's own handlers
+    too: a logger's filter does not see the records of its children.
     """
     if rank == 0:
         return
@@ -49,7 +49,7 @@ def hush(rank: int) -> None:
 
 
 def open_log(config: Config, rank: int) -> None:
-    """Set the level that was asked for; let rank 0 be heard where the program has no log."""
+    """Set the configured level; add a handler on rank 0 if the program has none."""
     log = logging.getLogger(_NAME)
     if config.log_level:
         log.setLevel(config.log_level.upper())

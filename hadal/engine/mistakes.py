@@ -14,7 +14,7 @@ _ELSEWHERE = {
     "train_batch": f"{_PIPELINE} engine.backward(loss) and engine.step() for each micro-batch",
     "eval_batch": f"{_PIPELINE} after engine.eval() and inside torch.no_grad()",
 }
-# Parts of what torch says if an operation gets two dtypes.
+# Parts of torch's messages if an operation gets two dtypes.
 _ABOUT_DTYPES = ("dtype", "scalar type", "Input type", "input type")
 
 

@@ -1,6 +1,6 @@
-"""An engine's states, moved off the device for a while when they are not used.
+"""Temporary offload of an engine's states while they are not used.
 
-A program that generates, or runs another model, between updates may want the device's memory.
+A program that generates, or runs another model, between updates may need the device's memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hadal.offload.crossing import crossing_of
 
 
 class State(str, Enum):
-    """What can be moved; the words are DeepSpeed's."""
+    """States that can be moved; the names are DeepSpeed's."""
 
     OPTIMIZER = "optim_states"
     MASTERS = "hp_params"
@@ -29,20 +29,20 @@ class State(str, Enum):
 
 
 class Away(NamedTuple):
-    """Memory of the device that was given back for a while."""
+    """Device memory that was released temporarily."""
 
     whole: Tensor
     """All of a storage, as bytes."""
     contents: Tensor
-    """What was in it, in host memory."""
+    """Its contents in host memory."""
     event: Event
-    """From which on it is there."""
+    """Completed once `contents` is valid."""
     pinned: bool
-    """Whether the host memory is page-locked."""
+    """True if the host memory is pinned."""
 
 
 class Moving:
-    """Moves an engine's states to host memory, and back."""
+    """Mover of an engine's states to host memory, and back."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -58,24 +58,24 @@ class Moving:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to host memory and give their memory on the device back.
+        """Move states to host memory and release their memory on the device.
 
-        Called between two updates; `reload_states` must come before the engine is used again.
-        Where a CPU computes they lie there already, and nothing moves.
+        Call it between two updates; `reload_states` must come before the engine is used again.
+        If a CPU computes, states are in host memory already, and nothing moves.
 
         Args:
-            include: which ones: "optim_states" (what the optimizer remembers), "hp_params"
+            include: which ones: "optim_states" (the optimizer's state), "hp_params"
                 (masters), "lp_params" (weights), "lp_grads" and "contiguous_grad_buffer"
-                (gradients, and the buffers they are collected in; here one thing); all by default.
+                (gradients and their buffers, which are one thing here); all by default.
             device: "cpu".
-            pin_memory: page-lock the host memory, and keep it for the next time until `destroy`.
-            non_blocking: return while copies are under way, beside other work of the device; what
-                they leave is free when they end. `reload_states` waits for them. It needs
-                `pin_memory`, and a device with streams (CUDA and the like): elsewhere there is
-                nothing to go on beside, and all is done when this returns.
+            pin_memory: pin the host memory, and keep it for reuse until `destroy`.
+            non_blocking: return while copies run beside other work of the device; the device
+                memory is free when they end. `reload_states` waits for them. It needs
+                `pin_memory`, and a device with streams (CUDA and the like): other devices finish
+                all copies before this returns.
 
         Raises:
-            UsageError: no such state or device, states are away already, or the model runs.
+            UsageError: no such state or device, states are moved already, or the model is running.
         """
         self._session.expect_alive()
         wanted = self._wanted(include)
@@ -101,8 +101,8 @@ class Moving:
                 away.event.wait_on_host()
 
     def _host_memory_for(self, nbytes: int, pinned: bool) -> tuple[Tensor, Event | None]:
-        """Room for so many bytes, and the event from which on it is free."""
-        # To page-lock memory takes longer than to fill it.
+        """Return host memory of `nbytes`, and the event after which it is free."""
+        # Pinning memory takes longer than filling it.
         for place, (memory, event) in enumerate(self._host_memory if pinned else []):
             if memory.numel() == nbytes:
                 del self._host_memory[place]
@@ -111,10 +111,10 @@ class Moving:
 
     @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved; nothing is done where nothing is away.
+        """Move back the states that `offload_states` has moved, if any.
 
         Args:
-            non_blocking: return while copies are under way, for which the device's own work waits;
+            non_blocking: return while copies are under way; the device's own work waits for them,
                 as with `offload_states`.
         """
         runtime, moved = self._session.parts.runtime, self._moved
@@ -138,7 +138,7 @@ class Moving:
         runtime.away = ()
 
     def end(self) -> None:
-        """Move back what is away, and give the pinned buffers back."""
+        """Move all states back, and release the pinned buffers."""
         self.reload_states()
         self._host_memory.clear()
 
@@ -153,7 +153,7 @@ class Moving:
         return {State(name) for name in names}
 
     def _memory_of(self, wanted: Collection[State]) -> list[Tensor]:
-        """The memory on the device that holds these states: all bytes of each piece, once."""
+        """Return each device storage that holds these states once, as bytes."""
         found: dict[int, Tensor] = {}
         for tensor in self._tensors_of(wanted):
             storage = tensor.untyped_storage()
@@ -176,7 +176,7 @@ class Moving:
         if self._session.training is None:
             return
         if State.MASTERS in wanted:
-            # Whole values, which stand beside the masters that they are cut into.
+            # Whole values, kept beside the masters that are slices of them.
             yield from (
                 h.values for h in self._session.training.stepper.held() if h.slot is not None
             )

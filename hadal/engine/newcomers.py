@@ -1,4 +1,4 @@
-"""Parameters that came into a model, or began to ask for gradients, after `initialize`."""
+"""Parameters that were added to a model, or unfrozen, after `initialize`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 class Newcomers:
-    """Notices parameters that would get gradients and never be trained.
+    """Detector of parameters that would get gradients and never be trained.
 
-    What asked for gradients and was not trained when the engine was made was left out on purpose.
+    Those that required gradients and were not trained at `initialize` were left out on purpose.
     """
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
@@ -33,10 +33,10 @@ class Newcomers:
                 self._left_out[parameter] = True
 
     def check(self, where: str) -> None:
-        """Refuse new parameters that are not trained; warn of thawed ones, once each.
+        """Refuse new parameters that are not trained; warn of unfrozen ones, once each.
 
         Raises:
-            UsageError: a parameter that asks for gradients was put into the model.
+            UsageError: a parameter that requires gradients was added to the model.
         """
         if all(self._is_expected(parameter) for parameter in self._model.parameters()):
             return
@@ -73,7 +73,7 @@ class Newcomers:
             return True
         bucket = self._bucket_of.get(parameter)
         if bucket is not None and bucket.trainable:
-            return True  # mostly: nothing is asked of a parameter that may be freed
+            return True  # the usual case, first: the parameter itself may be freed
         if parameter.requires_grad:
             return False
         has_come = parameter not in self._known and parameter not in self._told

@@ -1,4 +1,4 @@
-"""What becomes of gradients that are not finite: skipped updates in a row, and fp32 weights."""
+"""Handling of gradients that are not finite: updates skipped in a row, and fp32 weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _log = logging.getLogger(__name__)
 
 
 class SkippedInARow:
-    """Counts updates skipped in a row; too many are an error.
+    """Count of updates skipped in a row; too many are an error.
 
     An overflow that lowers the loss scale does not count: fp16 training begins with some of them.
     """
 
     def __init__(self, limit: int) -> None:
-        """`limit` is the number that is an error; 0 allows any number."""
+        """Set the number that is an error; 0 allows any number."""
         self._limit = limit
         self._reasons: list[str] = []
 
     def clear(self) -> None:
-        """An update was not skipped."""
+        """Restart: an update was not skipped."""
         self._reasons.clear()
 
     def add(self, number: int, reason: str) -> None:
-        """Update `number` was skipped.
+        """Count a skipped update `number`.
 
         Raises:
             NonFiniteError: it is one too many.
@@ -54,7 +54,7 @@ class SkippedInARow:
 def warn_of_nonfinite(
     number: int, culprit: str | None, losses: tuple[Tensor, ...], ranks: Ranks
 ) -> None:
-    """Warn that fp32 weights take up a gradient that is not finite. All ranks must call it."""
+    """Warn that fp32 weights receive a non-finite gradient. All ranks must call it."""
     values = [float(read_on_host(loss.reshape(()), "the loss")) for loss in losses]
     codes = gather_codes(int(not all(map(math.isfinite, values))), ranks)
     if ranks.rank != 0:
@@ -64,7 +64,7 @@ def warn_of_nonfinite(
     where = f", nor is the loss on rank {', '.join(found)}" if found else ""
     _log.warning(
         "update %d: %s is not finite%s. fp32 training does not skip such updates, so weights become"
-        " NaN; this is said once",
+        " NaN; this is logged once",
         number,
         what,
         where,

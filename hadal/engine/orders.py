@@ -1,4 +1,4 @@
-"""The orders that need no feature: the sharded shuffle, and a sampler of the caller's."""
+"""Default orders of samples: the sharded shuffle, and the caller's sampler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hadal.order import Picked
 
 
 class ShardedOrder:
-    """All replicas look at one order of the data set, and take turns in it."""
+    """Order of the data set in which all replicas take turns."""
 
     is_own = False
 
@@ -25,20 +25,20 @@ class ShardedOrder:
         return count_batches(self._count, self._sharding)
 
     def batches(self, epoch: int, done: int) -> Iterator[Picked]:
-        """This replica's turns."""
+        """Yield this replica's batches."""
         order = order_of(self._count, self._seed, epoch, self._shuffle)
         for indices in batches_of(order, self._sharding, done):
             yield Picked(indices, self._sharding.stride)
 
     def load_state_dict(self, state: Any) -> None:
-        """Nothing: seed, epoch and samples say all."""
+        """Do nothing: seed, epoch and samples are all."""
 
 
 class GivenOrder:
-    """A sampler of the caller's, which shards by itself: its indices in batches.
+    """Order of the caller's sampler, which shards by itself: its indices in batches.
 
-    Its state is the sampler's at the beginning of the epoch, if it has one. What was handed out is
-    drawn again and skipped, not read.
+    Its state is the sampler's at the start of the epoch, if it has one. Indices that were handed
+    out are drawn again and skipped, not read.
     """
 
     is_own = True
@@ -54,7 +54,7 @@ class GivenOrder:
         return count_batches(len(self._sampler), alone)  # type: ignore[arg-type]
 
     def batches(self, epoch: int, done: int) -> Iterator[Picked]:
-        """The sampler's indices from its beginning, without those that are done."""
+        """Yield batches of the sampler's indices, without those that are done."""
         sampler: Any = self._sampler
         tell_epoch(sampler, epoch)
         if keeps_state(sampler):
@@ -74,7 +74,7 @@ class GivenOrder:
             yield Picked(chunk, self._sharding.stride, self._start)
 
     def _drawn(self, epoch: int) -> Iterator[Any]:
-        """Its indices; torch's samplers draw what they shuffle by before the first one."""
+        """Yield its indices; torch's samplers draw their shuffle before the first one."""
         with drawing_from(mixed(self._seed, epoch)):
             indices = iter(self._sampler)
             first = next(indices, None)
@@ -83,5 +83,5 @@ class GivenOrder:
             yield from indices
 
     def load_state_dict(self, state: Any) -> None:
-        """Begin where the sampler stood at the beginning of the epoch."""
+        """Start from the sampler's state at the start of the epoch."""
         self._start = state

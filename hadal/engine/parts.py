@@ -1,4 +1,4 @@
-"""What an engine is made of, and what it counts."""
+"""Parts and counters of an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hadal.zero.runtime import ZeroRuntime
 
 @dataclass(slots=True)
 class Training:
-    """What steps the weights: absent until there is something to train with."""
+    """Optimizer, schedule and stepper; absent until there is something to train."""
 
     optimizer: Optimizer
     schedule: Any
@@ -40,7 +40,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything an engine is made of. `assemble` reads the configuration; the engine does not."""
+    """Parts of an engine. `assemble` reads the configuration; the engine does not."""
 
     model: nn.Module
     topology: Topology
@@ -74,7 +74,7 @@ class Parts:
 
 @dataclass(slots=True)
 class Counters:
-    """How far training has come."""
+    """Progress of training."""
 
     micro_steps: int = 0
     """Micro-steps, whether or not they ended in an update."""
@@ -83,12 +83,12 @@ class Counters:
     global_samples: int = 0
     """Samples consumed by all ranks."""
     skipped_steps: int = 0
-    """Updates that were skipped because gradients were not finite."""
+    """Updates skipped because gradients were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a boundary found in the gradients."""
+    """Norm and overflow of the gradients at a boundary."""
 
     measured: float | HostCopy | None = None
     """Their L2 norm before clipping, on the host or on its way; None if it is not computed."""
@@ -97,15 +97,15 @@ class Finding:
     clip_on_device: Tensor | None = None
     """The factor that clips them, if the host does not know it yet."""
     overflowed: Tensor | None = None
-    """Whether they are not finite, if the device decides by it and the host does not know."""
+    """True on the device if they are not finite; set if the device decides by it."""
     rows: RowNorms | None = None
-    """Where the host then looks for the parameter."""
+    """Norms in which the host then finds the parameter."""
     overflow: bool = False
-    """Whether the update is skipped because they are not finite, as far as the host knows."""
+    """True if the update is skipped because they are not finite, as far as the host knows."""
     culprit: str | None = None
     """The full name of the first parameter whose gradient overflowed; None: just the norm did."""
     is_asked: bool = False
-    """Whether the update is skipped because the program wants it so."""
+    """True if the program asked to skip the update."""
 
     @property
     def norm(self) -> float | None:
@@ -121,37 +121,37 @@ class Finding:
         return 1.0 if norm is None else clip_coefficient(norm, self.limit)
 
     def multiplier(self, factor: float) -> Multiplier:
-        """The factor of an update's gradients, which are `factor` times too large."""
+        """Return the factor of an update's gradients, which are `factor` times too large."""
         clip = self.clip if self.clip_on_device is None else self.clip_on_device
         return clip / factor
 
 
 @dataclass(slots=True)
 class Cycle:
-    """Where the engine stands between two updates."""
+    """State of the engine between two updates."""
 
     backwards: int = 0
-    """Since the last `engine.step`."""
+    """Backwards since the last `engine.step`."""
     collected: int = 0
     """Backwards since the last update."""
     factor: float | None = None
-    """What the gradients of the present update are multiplied with; None before there are any."""
+    """The factor in the gradients of the current update; None before there are any."""
     scaled: Tensor | None = None
-    """The loss that the caller has multiplied with the loss scale, for a backward of its own."""
+    """The loss that the caller has multiplied by the loss scale, for its own backward."""
     losses: list[Tensor] = field(default_factory=list)
-    """Those of the present update, detached, as far as they are known and somebody listens."""
+    """Losses of the current update, detached, if they are known and there are listeners."""
     counts_refused: bool = False
-    """Whether the last backward was refused here alone, and its micro-step has ended."""
+    """True if the last backward was refused here alone, and its micro-step has ended."""
     stepping: bool = False
-    """Whether `engine.step` is making an update."""
+    """True while `engine.step` makes an update."""
     boundary: bool | None = None
-    """What the caller says of the boundary in place of the count."""
+    """The boundary as the caller set it, instead of the count."""
     unsynchronized: bool = False
     destroyed: bool = False
     skips_next: bool = False
-    """Whether the program wants the next update skipped."""
+    """True if the program wants the next update skipped."""
     last: Finding = field(default_factory=Finding)
-    """What the last boundary found."""
+    """The finding of the last boundary."""
 
     def begin_anew(self) -> None:
         """Forget the backwards since the last update."""

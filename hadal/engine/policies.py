@@ -1,4 +1,4 @@
-"""The frozen values that a configuration comes to: what `assemble` hands to the rooms below."""
+"""Policies of a configuration, as the frozen values that `assemble` passes to lower layers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hadal.zero.policy import (
     Transport,
 )
 
-# Of bf16's bytes a weight takes 0.508 on the wire, and a gradient 0.266.
+# On the wire a weight takes 0.508 of its bf16 bytes, and a gradient 0.266.
 _CODED_WEIGHTS = Blockwise(8, 256)
 _CODED_GRADIENTS = Blockwise(4, 128)
 
 
 def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype | None:
-    """The dtype of gradients on the wire; None follows the one that they are accumulated in."""
+    """Return the dtype of gradients on the wire; None is the dtype of their accumulation."""
     chosen = config.communication_data_type
     if sequence_parallel_size > 1:
         chosen = config.seq_parallel_communication_data_type
@@ -41,11 +41,11 @@ def wire_dtype(config: Config, sequence_parallel_size: int = 1) -> torch.dtype |
 def partition_of(
     config: Config, world_size: int, *, keeps_weights_off: bool, lands_gradients: bool
 ) -> Partition:
-    """What is cut over the ranks.
+    """Return which states are sharded over the ranks.
 
-    What is cut over one rank is whole: alone, every stage is stage 0, without its copies. But
-    weights that rest elsewhere come and go all the same, and gradients that leave the device need
-    no place there.
+    A shard over one rank is whole: on one rank, every stage is stage 0, without its copies. But
+    offloaded weights are still fetched and released, and gradients that leave the device need
+    no memory there.
     """
     zero = config.zero_optimization
     stage = STAGES[zero.stage]
@@ -56,7 +56,7 @@ def partition_of(
 
 
 def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
-    """How the gradients of all ranks become one."""
+    """Return how the gradients of all ranks are reduced."""
     zero = config.zero_optimization
     return Reduction(
         adds_up=config.gradient_allreduce_op == "sum",
@@ -69,7 +69,7 @@ def reduction_of(config: Config, sequence_parallel_size: int = 1) -> Reduction:
 
 
 def transport_of(config: Config, shards: int) -> Transport:
-    """How weights and gradients travel that are cut over so many ranks."""
+    """Return how weights and gradients in `shards` shards are sent."""
     zero = config.zero_optimization
     at_a_time = zero.allgather_bucket_size or Transport().refresh_numel
     if shards == 1:
@@ -86,7 +86,7 @@ def transport_of(config: Config, shards: int) -> Transport:
 
 
 def batch_sizes_of(config: Config, topology: Topology) -> BatchSizes:
-    """The samples of one update."""
+    """Return the samples of one update."""
     return BatchSizes(
         micro=config.train_micro_batch_size_per_gpu,
         accumulation=config.gradient_accumulation_steps,
@@ -96,7 +96,7 @@ def batch_sizes_of(config: Config, topology: Topology) -> BatchSizes:
 
 
 def saving_of(config: Config) -> Rules:
-    """How checkpoints are written and read, and which ones a save leaves."""
+    """Return how checkpoints are written and read, and which ones a save keeps."""
     section, zero, writer = config.checkpoint, config.zero_optimization, config.checkpoint.writer
     return Rules(
         verifies=section.verify_checksums,
@@ -117,18 +117,18 @@ def saving_of(config: Config) -> Rules:
 
 
 def limits_of(config: Config, shards: int = 1) -> Limits:
-    """How buckets are cut, what stays gathered, and what may be under way.
+    """Return the limits of bucket size, persistence, prefetch and reuse.
 
-    `shards`: the ranks over which a bucket is cut.
+    `shards`: the ranks over which a bucket is sharded.
     """
     zero = config.zero_optimization
     largest = zero.reduce_bucket_size
     if STAGES[zero.stage].weights:
-        # There a bucket is gathered whole, for each use.
+        # Each use gathers a whole bucket.
         largest = min(largest, zero.allgather_bucket_size or largest)
         offload = zero.offload_param
         if offload is not None and offload.device == "nvme":
-            # A buffer for the disk holds a rank's part of a bucket.
+            # A buffer for the disk holds a rank's shard of a bucket.
             largest = max(1, min(largest, offload.buffer_size * shards))
     return Limits(
         bucket_numel=largest,
@@ -142,7 +142,7 @@ def limits_of(config: Config, shards: int = 1) -> Limits:
 
 
 def leaves_of(config: Config) -> LeafModules:
-    """Which modules are gathered as a whole."""
+    """Return which modules are gathered as a whole."""
     leaf = config.zero_optimization.leaf_module
     return LeafModules(
         classes=tuple(leaf.classes),
@@ -153,7 +153,7 @@ def leaves_of(config: Config) -> LeafModules:
 
 
 def divergence_of(config: Config) -> Divergence:
-    """What is done about ranks, and updates, that take different paths through the model."""
+    """Return the policy for ranks and updates that take different paths through the model."""
     zero = config.zero_optimization
     return Divergence(
         is_expected=zero.divergent_ranks is True,

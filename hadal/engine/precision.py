@@ -1,4 +1,4 @@
-"""What `fp16`, `bf16`, `amp`, `torch_autocast` and `data_types` come to: frozen values."""
+"""Frozen values of `fp16`, `bf16`, `amp`, `torch_autocast` and `data_types`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 _SAFE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Torch wants their running statistics in their weights' dtype.
+# Torch requires their running statistics in their weights' dtype.
 _WITH_STATISTICS = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _SAFE_PATH = "torch_autocast.lower_precision_safe_modules"
 
-# Apex's dynamic scale, where the section says nothing else.
+# Apex's dynamic scale, unless the section says otherwise.
 _AMP_SCALE = 2.0**16
 _AMP_WINDOW = 2000
 _NO_FLOOR = 2.0**-126  # the smallest normal float32: a scale must never become zero
@@ -36,7 +36,7 @@ _NO_FLOOR = 2.0**-126  # the smallest normal float32: a scale must never become 
 
 @dataclass(frozen=True, slots=True)
 class _AmpLevel:
-    """A level of Apex's with what the section changes in it."""
+    """Apex level with the section's changes."""
 
     cast: torch.dtype | None = None
     patches: bool = False
@@ -59,7 +59,7 @@ _LEVELS = {
 
 
 def _amp_level(config: Config) -> _AmpLevel | None:
-    """The level that is on, if section `amp` is."""
+    """Return the level of section `amp`, if it is enabled."""
     amp = config.amp
     if amp is None or not amp.enabled:
         return None
@@ -79,7 +79,7 @@ def _amp_level(config: Config) -> _AmpLevel | None:
 
 
 def model_dtype(config: Config) -> torch.dtype | None:
-    """The dtype that weights are cast to; None leaves each its own."""
+    """Return the dtype that weights are cast to; None means no cast."""
     if config.fp16.enabled:
         return torch.float16
     if config.bf16.enabled:
@@ -89,7 +89,7 @@ def model_dtype(config: Config) -> torch.dtype | None:
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast in the forward pass; None is no autocast."""
+    """Return the dtype of autocast in the forward pass; None is no autocast."""
     level, autocast = _amp_level(config), config.torch_autocast
     if level and level.patches:
         return torch.float16
@@ -99,7 +99,7 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
 
 
 def casting_of(config: Config, device: torch.device) -> Casting:
-    """What is cast around and inside the forward pass."""
+    """Return the casts around and inside the forward pass."""
     level, autocast = _amp_level(config), autocast_dtype(config, device)
     if level is None or config.amp is None:
         return Casting(torch.float16 if fp16_casts_inputs(config) else None, None, autocast)
@@ -108,7 +108,7 @@ def casting_of(config: Config, device: torch.device) -> Casting:
 
 
 def fp16_casts_inputs(config: Config) -> bool:
-    """Whether floating-point inputs are cast because `fp16.auto_cast` says so."""
+    """Return whether `fp16.auto_cast` casts floating-point inputs."""
     return config.fp16.enabled and config.fp16.auto_cast
 
 
@@ -118,7 +118,7 @@ def fp16_casts_inputs(config: Config) -> bool:
 def precisions_of(
     config: Config, model: nn.Module, device: torch.device
 ) -> Callable[[nn.Parameter], Precision]:
-    """Say each parameter's dtypes, by the dtype it is given in and the module it belongs to.
+    """Return a function from a parameter to its dtypes, by its own dtype and its module.
 
     Raises:
         ConfigError: a class of `lower_precision_safe_modules` cannot be found.
@@ -132,12 +132,12 @@ def precisions_of(
     wire = autocast_dtype(config, device)
     if _exact_state(config) and config.bf16.enabled and config.bf16.bf16_optimizer_states:
         _log.warning(
-            "optimizer.params.fp32_optimizer_states: true is overruled by"
+            "optimizer.params.fp32_optimizer_states: true is overridden by"
             " bf16.bf16_optimizer_states: moments are kept in bf16"
         )
 
     def precision_of(parameter: nn.Parameter) -> Precision:
-        # What is frozen has no gradient to send; it shares a bucket with its neighbours.
+        # A frozen parameter has no gradient to send; it shares a bucket with its neighbours.
         travels_low = parameter.requires_grad and parameter in lowered
         return _precision(
             config,
@@ -151,7 +151,7 @@ def precisions_of(
 
 
 def _own(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
-    """The parameters that modules of these classes own themselves."""
+    """Return the parameters that modules of these classes own directly."""
     modules = [module for module in model.modules() if isinstance(module, classes)]
     return {p for module in modules for p in module._parameters.values() if p is not None}
 
@@ -163,7 +163,7 @@ def _precision(
     wire: torch.dtype | None,
     device: torch.device,
 ) -> Precision:
-    """The dtypes of what was given in `given`, is cast to `cast`, and may travel in `wire`."""
+    """Return the dtypes of a `given` parameter cast to `cast`; it may be sent in `wire`."""
     compute = cast or given
     accumulate = dtype_named(config.data_types.grad_accum_dtype) or _sums_of(config, compute)
     exact = torch.promote_types(given, torch.float32)
@@ -186,7 +186,7 @@ def _precision(
 
 
 def _exact_state(config: Config) -> bool | None:
-    """What `fp32_optimizer_states` says, where somebody does."""
+    """Return `fp32_optimizer_states`; None if it is not set."""
     if config.optimizer is None:
         return None
     said: bool | None = config.optimizer.params.get("fp32_optimizer_states")
@@ -194,13 +194,13 @@ def _exact_state(config: Config) -> bool | None:
 
 
 def _sums_of(config: Config, compute: torch.dtype) -> torch.dtype:
-    """The dtype of sums of gradients where `data_types.grad_accum_dtype` does not name it."""
+    """Return the dtype of gradient sums if `data_types.grad_accum_dtype` is not set."""
     immediate = config.bf16.enabled and config.bf16.immediate_grad_update
     return torch.promote_types(compute, torch.float32) if immediate else compute
 
 
 def _keeps_masters(config: Config) -> bool:
-    """Whether weights that are cast have fp32 masters beside them."""
+    """Return whether weights that are cast have fp32 masters."""
     level = _amp_level(config)
     if level is not None:
         return level.keeps_masters
@@ -212,10 +212,10 @@ def _keeps_masters(config: Config) -> bool:
 def _own_wire(
     accumulate: torch.dtype, lowered: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
-    """The dtype on the wire where the configuration names none; autocast may name `lowered`.
+    """Return the dtype on the wire if the config names none; autocast may name `lowered`.
 
-    Ranks on CPUs add up in fp32 what travels in 16 bits. The backend of an accelerator adds up in
-    the dtype that travels, and would round after each rank: there sums travel in fp32.
+    Ranks on CPUs send 16 bits and sum in fp32. The backend of an accelerator sums in the dtype
+    that is sent, and would round after each rank: accelerators send sums in fp32.
     """
     if lowered is not None and lowered.itemsize < accumulate.itemsize:
         return lowered
@@ -223,7 +223,7 @@ def _own_wire(
 
 
 def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
-    """The classes of `lower_precision_safe_modules`, imported."""
+    """Import the classes of `lower_precision_safe_modules`."""
     autocast = config.torch_autocast
     paths = None if autocast is None else autocast.lower_precision_safe_modules
     if paths is None:
@@ -233,7 +233,7 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
         try:
             found = pkgutil.resolve_name(path)
             if not (isinstance(found, type) and issubclass(found, nn.Module)):
-                raise TypeError(f"it is a {type(found).__name__} and no class of modules")
+                raise TypeError(f"it is a {type(found).__name__}, not a module class")
             classes.append(found)
         except Exception as error:  # whatever the imported module raises
             message = f'"{path}" cannot be imported: {error}; give "package.module.Class"'
@@ -245,18 +245,18 @@ def _safe_classes(config: Config) -> tuple[type[nn.Module], ...]:
 
 @dataclass(frozen=True, slots=True)
 class BufferRule:
-    """Which dtype each buffer of a model gets."""
+    """Dtype of each buffer of a model."""
 
     cast: torch.dtype | None
-    """Of all; None leaves them as they are given."""
+    """The dtype of all buffers; None casts none."""
     statistics: torch.dtype | None
-    """Otherwise: of running statistics; None leaves them too."""
+    """If `cast` is None: the dtype of running statistics; None casts none."""
     kept: re.Pattern[str] | None
-    """Buffers of these full names stay as they are given."""
+    """The full names of buffers that are not cast."""
     keeps_batch_norm: bool
 
     def dtype_of(self, name: str, module: nn.Module, buffer: Tensor) -> torch.dtype:
-        """The dtype of a module's buffer of this full name."""
+        """Return the dtype of a module's buffer of this full name."""
         cast = self.cast
         if cast is None and isinstance(module, _WITH_STATISTICS):
             cast = self.statistics
@@ -269,7 +269,7 @@ class BufferRule:
 
 
 def buffer_rule_of(config: Config, model: nn.Module) -> BufferRule:
-    """How buffers are cast."""
+    """Return how buffers are cast."""
     patterns = config.data_types.keep_in_fp32_modules
     if patterns == "auto":
         # Hugging Face's models name the modules that must keep their precision.
@@ -290,7 +290,7 @@ def buffer_rule_of(config: Config, model: nn.Module) -> BufferRule:
 
 
 def scale_rule_of(config: Config, device: torch.device) -> ScaleRule:
-    """How the loss is scaled: not at all but where something is computed in fp16."""
+    """Return how the loss is scaled: only if something is computed in fp16."""
     level = _amp_level(config)
     if level is not None:
         return _amp_rule(config, level)
@@ -325,7 +325,7 @@ def _amp_rule(config: Config, level: _AmpLevel) -> ScaleRule:
 
 
 def skips_overflow(config: Config, device: torch.device) -> bool:
-    """Whether an update whose gradients are not finite is skipped."""
+    """Return whether an update with non-finite gradients is skipped."""
     level = _amp_level(config)
     if level is not None:
         return level.uses_fp16 or level.scale is None
@@ -336,11 +336,11 @@ def skips_overflow(config: Config, device: torch.device) -> bool:
     )
 
 
-# ---- what is worth telling -----------------------------------------------------------------------
+# ---- warnings ------------------------------------------------------------------------------------
 
 
 def tell_16bit_weights(config: Config, model: nn.Module) -> None:
-    """Warn of weights given in 16 bits that are trained in another way than they seem to be."""
+    """Warn of 16-bit weights that are not trained as their dtype suggests."""
     cast = model_dtype(config)
     if cast is torch.float16:
         _tell_bf16_weights(model)
@@ -353,8 +353,8 @@ def _tell_bf16_weights(model: nn.Module) -> None:
     born = [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16]
     if born:
         _log.warning(
-            "%d parameters, the first of them %s, were given in bfloat16 and are to be trained in"
-            " float16, which ends at 65504 where bfloat16 goes to 3e38: expect overflows. Train in"
+            "%d parameters, the first of them %s, are in bfloat16 and will be trained in float16,"
+            " whose maximum is 65504 where bfloat16's is 3e38: expect overflows. Train in"
             " bf16 (bf16.enabled true, fp16.enabled false), or load the weights in float32.",
             len(born),
             born[0],
@@ -368,9 +368,9 @@ def _tell_without_masters(model: nn.Module, dtype: torch.dtype) -> None:
     lost = "without a loss scale and " if dtype is torch.float16 else ""
     if born:
         _log.warning(
-            "%d trainable parameters, the first of them %s, were given in %s, and the configuration"
+            "%d trainable parameters, the first of them %s, are in %s, and the configuration"
             " enables neither fp16 nor bf16: they are trained %swithout fp32 master weights, so"
-            " small updates are rounded away. Give the model in float32, or enable %s"
+            " small updates are rounded away. Pass the model in float32, or enable %s"
             ' ("%s": {"enabled": true}), which keeps fp32 masters',
             len(born),
             born[0],

@@ -1,4 +1,4 @@
-"""The line that says how training goes: in the log at intervals, and live on a terminal."""
+"""Progress line of training: in the log at intervals, and live on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one line says. What is None is left out."""
+    """Values of one line. Values that are None are left out."""
 
     number: int
     """Updates so far."""
@@ -75,7 +75,7 @@ class Progress:
 
 
 def number_of(value: float) -> str:
-    """`12345.6` as `12.3k`: three digits."""
+    """Format `12345.6` as `12.3k`: three digits."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * scale:
             return f"{value / scale:.3g}{unit}"
@@ -83,7 +83,7 @@ def number_of(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`3720` seconds as `1 h 2 min`: the two largest units; below a minute three digits."""
+    """Format `3720` seconds as `1 h 2 min`: the two largest units; below a minute three digits."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 1:
@@ -100,7 +100,7 @@ def duration(seconds: float) -> str:
 
 
 def updates_of(config: Config) -> int | None:
-    """The updates after which the configured schedule ends; None if it has no end."""
+    """Return the updates after which the configured schedule ends; None if it has no end."""
     scheduler = config.scheduler
     params: Mapping[str, Any] = scheduler.params if scheduler is not None else {}
     total = params.get("total_num_steps")
@@ -108,7 +108,7 @@ def updates_of(config: Config) -> int | None:
 
 
 def tokens_of(forward: Forward) -> int:
-    """The tokens of a forward's inputs: the elements of `input_ids`; 0 if there are none."""
+    """Return the tokens of a forward's inputs: the elements of `input_ids`; 0 if there are none."""
     given = forward.kwargs.get("input_ids")
     first = forward.args[0] if forward.args else None
     if given is None and isinstance(first, Mapping):
@@ -119,9 +119,9 @@ def tokens_of(forward: Forward) -> int:
 
 
 class LiveLine:
-    """One line on a terminal that is written anew after each update, at most five times a second.
+    """Line on a terminal that is rewritten after each update, at most five times a second.
 
-    It shows what the host knows: nothing waits for the device. What the program prints meanwhile
+    It shows what the host knows: nothing waits for the device. The program's own output
     appears above it.
     """
 
@@ -140,11 +140,11 @@ class LiveLine:
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether standard error is a terminal."""
+        """Return whether standard error is a terminal."""
         return sys.stderr is not None and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Write `text` in place of the line before."""
+        """Replace the line by `text`."""
         now = time.monotonic()
         if now - self._shown_at < 0.2:
             return
@@ -159,7 +159,7 @@ class LiveLine:
         self._live.update(text, refresh=True)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,8 +1,8 @@
-"""What reads samples and makes batches, in the program itself or in a loader's worker processes.
+"""Reading of samples into batches, in the program itself or in a loader's worker processes.
 
-What a data set or a `collate_fn` draws at random (torch's, Python's and numpy's generators) hangs
-on the loader's seed, the epoch and the place of the batch in it alone: not on the number of
-workers, nor on a break in between. The program's own generators are left as they were.
+Random numbers of a data set or a `collate_fn` (torch's, Python's and numpy's generators) depend
+only on the loader's seed, the epoch and the batch's position in it: not on the number of
+workers, nor on a resume in between. The program's own generators are left as they were.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def mixed(*parts: int) -> int:
-    """One seed of 32 bits from several numbers."""
+    """Return one 32-bit seed from several numbers."""
     text = ".".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
@@ -46,7 +46,7 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 
 class Request(NamedTuple):
-    """A batch that is to be made: its samples, and what it draws from."""
+    """Batch to be made: its samples, and the seed of its random numbers."""
 
     seed: int
     indices: list[Any]
@@ -54,17 +54,17 @@ class Request(NamedTuple):
 
 
 class Batches(Dataset[Any]):
-    """A data set's batches: item `request` is the batch of those samples."""
+    """Batches of a data set: item `request` is the batch of those samples."""
 
     def __init__(self, dataset: Any, collate: Collate, epoch: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._epoch = epoch
-        """The one that this process's data set was told."""
+        """The epoch last passed to this process's data set."""
 
     def __getitem__(self, request: Request) -> Any:
         """Read the samples and make a batch of them."""
-        if request.epoch != self._epoch:  # a worker that has lived on
+        if request.epoch != self._epoch:  # a persistent worker
             self._epoch = request.epoch
             tell_epoch(self._dataset, request.epoch)
         with drawing_from(request.seed):
@@ -77,18 +77,18 @@ class Batches(Dataset[Any]):
 
 
 class HandedBatch(NamedTuple):
-    """What a stream hands over: a batch, who read it, and where its data set stands after it."""
+    """Batch of a stream, the worker that read it, and the data set's state after it."""
 
     batch: Any
     worker: int
     state: Any
     is_last: bool
-    """Whether the worker has seen the end of its part."""
+    """True if the worker has seen the end of its part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """How far one worker of a stream has come: what it has handed over, not what it has read."""
+    """Progress of one worker of a stream: what it has handed over, not what it has read."""
 
     batches: int = 0
     state: Any = None
@@ -98,7 +98,7 @@ class Trail:
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """How the workers of a stream make batches, and where they begin."""
+    """Batching of a stream's workers, and where they start."""
 
     batch_size: int
     drop_last: bool
@@ -106,11 +106,11 @@ class StreamPlan:
     trails: tuple[Trail, ...]
     """One for each worker, or for the program itself."""
     turn: int = 0
-    """Whose batch is the next one."""
+    """The worker of the next batch."""
 
 
 class Stream(IterableDataset[HandedBatch | None]):
-    """The batches of an `IterableDataset`, each with the state of the data set behind it."""
+    """Batches of an `IterableDataset`, each with the state of the data set after it."""
 
     def __init__(self, dataset: Any, collate: Collate, plan: StreamPlan) -> None:
         self._dataset = dataset
@@ -118,7 +118,7 @@ class Stream(IterableDataset[HandedBatch | None]):
         self._plan = plan
 
     def __iter__(self) -> Iterator[HandedBatch | None]:
-        """This worker's batches; first None where the next batch is another worker's.
+        """Yield this worker's batches; first None if the next batch is another worker's.
 
         Batches are collected from the workers in turn, worker 0 first.
         """
@@ -142,23 +142,23 @@ class Stream(IterableDataset[HandedBatch | None]):
                     return
                 batch = self._collate(some)
             done += 1
-            # In the program itself the data set is asked when its state is wanted.
+            # In the program itself the state is read from the data set on demand.
             yield HandedBatch(batch, worker, info and state_of(self._dataset), is_last)
 
 
 def state_of(dataset: Any) -> Any:
-    """A copy of a data set's own state; None where it keeps none."""
+    """Return a copy of a data set's own state; None if it has none."""
     if not keeps_state(dataset):
         return None
     return copy.deepcopy(dataset.state_dict())
 
 
 def keeps_state(dataset: Any) -> bool:
-    """Whether a data set can be put back where it was."""
+    """Return whether a data set can save and load its state."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def tell_epoch(listener: Any, epoch: int) -> None:
-    """Tell the epoch to a data set or a sampler that shuffles by itself."""
+    """Set the epoch of a data set or a sampler that shuffles by itself."""
     if hasattr(listener, "set_epoch"):
         listener.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""What an engine tells: a line of progress, times and memory, and its state at the start."""
+"""Reports of an engine: a line of progress, times and memory, and its state at the start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MEBIBYTE = 1 << 20
 
 
 class Reporter(Listener):
-    """Logs after an update what is due. Lines come from one rank only."""
+    """Logger of progress, times and memory after an update, on one rank only."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Reporter(Listener):
         speaks: bool,
     ) -> None:
         self._every = every
-        """Updates between two lines of progress; None: there are none."""
+        """Updates between two lines of progress; None: no lines."""
         self._clocks = clocks
         self._throughput = throughput
         self._device = device
@@ -51,10 +51,10 @@ class Reporter(Listener):
         self._speaks = speaks
         self._live = LiveLine() if speaks and every is not None and LiveLine.is_possible() else None
         self._last: Progress | None = None
-        """The line before."""
+        """The previous line."""
         self._losses: list[Tensor] = []
         self._updates = self._tokens = self._samples = 0
-        """Since the line before, of this rank."""
+        """Counts since the previous line, on this rank."""
 
     def before_forward(self, forward: Forward) -> None:
         """Count tokens."""
@@ -78,7 +78,7 @@ class Reporter(Listener):
             self._tell_breakdowns(update.number)
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.close()
 
@@ -90,7 +90,7 @@ class Reporter(Listener):
             self._losses.append(loss)
 
     def _take(self, update: Update) -> Progress:
-        """What is to be said, and begin anew. Waits for the device."""
+        """Return the next line, and reset the counts. Waits for the device."""
         rate = self._throughput.take_rate() if self._throughput else None
         loss = float(torch.stack(self._losses).mean()) if self._losses else None
         use = memory_use(self._device)
@@ -112,7 +112,7 @@ class Reporter(Listener):
         return said
 
     def _token_rate(self, rate: float | None, update: Update) -> float | None:
-        """Tokens a second of all ranks, taking this rank's batches for those of all."""
+        """Return tokens per second of all ranks, assuming batches like this rank's."""
         if rate is None or not self._tokens:
             return None
         mine = self._samples / self._readers
@@ -137,7 +137,7 @@ class Reporter(Listener):
 
 
 def memory_told(gauge: MemoryGauge) -> str:
-    """The memory before and after a phase, in MiB."""
+    """Format the memory before and after a phase, in MiB."""
     before, after = gauge.before, gauge.after
     host = f"host {_mib(before.host)} -> {_mib(after.host)}"
     device = f"device {_mib(before.device)} -> {_mib(after.device)}"
@@ -151,7 +151,7 @@ def _mib(nbytes: int) -> str:
 def tell_state(
     config: Config, model: nn.Module, runtime: ZeroRuntime, batches: BatchSizes, topology: Topology
 ) -> None:
-    """Log what `dump_state` asks for."""
+    """Log the output of `dump_state`."""
     _log.info("configuration: %s", json.dumps(config.as_dict(), indent=1, default=str))
     _log.info("%s", "\n".join(_state(model, runtime, batches, topology)))
 
@@ -202,7 +202,7 @@ def _name(dtype: object) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """The rows in columns, below their names; nothing where there are none."""
+    """Yield the rows as columns below a header; nothing if there are none."""
     if not rows:
         return
     names = list(rows[0])

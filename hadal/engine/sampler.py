@@ -1,9 +1,9 @@
-"""Which samples each replica reads, batch by batch: arithmetic on indices, no processes.
+"""Batches of sample indices for each replica: arithmetic on indices, no processes.
 
-A *replica* is a copy of the model that reads samples of its own: a rank, or the ranks that share
-one sequence. All replicas look at one order of the data set and take turns in it: replica r of R
-reads places r, r + R, r + 2R, ... So after k batches of B samples each, exactly the first k·B·R
-places have been read, whoever asks, and the rest can be dealt out anew: to other numbers too.
+A *replica* is a copy of the model that reads its own samples: a rank, or the ranks that share
+one sequence. All replicas follow one order of the data set and take turns in it: replica r of R
+reads positions r, r + R, r + 2R, ... So after k batches of B samples each, exactly the first k·B·R
+positions have been read, and the rest can be sharded again: over another number of replicas too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hadal.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a data set is dealt out to replicas."""
+    """Sharding of a data set over replicas."""
 
     batch_size: int
     """Samples of one batch of one replica."""
     replicas: int = 1
     replica: int = 0
     drop_last: bool = False
-    """Whether a last batch that is not full is left out, on every replica."""
+    """True drops a last batch that is not full, on every replica."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or not 0 <= self.replica < self.replicas:
@@ -42,7 +42,7 @@ class Sharding:
 
 
 def order_of(count: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The order of one epoch, the same wherever it is asked: (count,) int64.
+    """Return the order of one epoch, the same on every rank: (count,) int64.
 
     It is the order of `torch.utils.data.DistributedSampler` with the same seed and epoch.
     """
@@ -53,11 +53,11 @@ def order_of(count: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
 
 
 def batches_of(order: Tensor, sharding: Sharding, done: int = 0) -> Iterator[list[int]]:
-    """One replica's batches of the places of `order` from `done` on.
+    """Yield one replica's batches of the positions of `order` from `done` on.
 
-    All replicas get as many batches, of the same lengths: no one waits for another at the end. To
-    this end the order is filled up with its first places to a multiple of the replicas, or cut to
-    one where `drop_last` is set.
+    All replicas get the same number of batches, of the same lengths: none waits for another at the
+    end. For this the order is padded with its first positions to a multiple of the replicas, or
+    cut to one if `drop_last` is set.
     """
     rest = order[done:]
     even, odd = divmod(rest.numel(), sharding.replicas)
@@ -73,7 +73,7 @@ def batches_of(order: Tensor, sharding: Sharding, done: int = 0) -> Iterator[lis
 
 
 def count_batches(samples: int, sharding: Sharding) -> int:
-    """How many batches each replica gets of `samples` samples."""
+    """Return the batches that each replica gets of `samples` samples."""
     if sharding.drop_last:
         return samples // sharding.replicas // sharding.batch_size
     return -(-samples // sharding.stride)

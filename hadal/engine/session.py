@@ -1,4 +1,4 @@
-"""The state of one engine between its calls, which the engine shares with what it delegates to."""
+"""State of one engine between its calls, which the engine shares with its collaborators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 
 
 class Session:
-    """An engine's parts, what it counts, and where it stands between two updates."""
+    """Parts, counters and state of an engine between two updates."""
 
     direct: DirectBackward
     """Backwards that the caller starts."""
@@ -52,7 +52,7 @@ class Session:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """None until there is something to train."""
+        """The optimizer; None until there is something to train."""
         return self.training.optimizer if self.training else None
 
     def expect_alive(self) -> None:
@@ -64,7 +64,7 @@ class Session:
         self.parts.hooks.end_left_over()
 
     def train_with(self, training: Training) -> None:
-        """Have an optimizer from now on; it is stepped by `engine.step` alone."""
+        """Set the optimizer; from now on only `engine.step` may step it."""
         self.training = training
         session, rank = weakref.ref(self), self.parts.ranks.rank
 
@@ -80,17 +80,17 @@ class Session:
         training.optimizer.register_step_pre_hook(refuse)
 
     def expect_training(self) -> Training:
-        """What steps the weights, made now if it was left until there is something to train."""
+        """Return the training, made now if it was deferred until there is something to train."""
         if self.training is None:
             self.train_with(self.parts.make_training())
         assert self.training is not None
         return self.training
 
     def live(self) -> Live:
-        """What a checkpoint is made of, or goes to."""
+        """Return the state that a checkpoint saves or loads."""
         self.learn_of_skip()
         parts, training = self.parts, self.training
-        # A program may have put other modules round its parameters.
+        # A program may have wrapped its parameters in other modules.
         names = {parameter: name for name, parameter in parts.model.named_parameters()}
         renamed(parts.runtime.buckets, names)
         part = parts.topology.model_parallel
@@ -111,7 +111,7 @@ class Session:
 
     @torch.no_grad()
     def whole_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's `state_dict`, in memory of its own. All ranks must call it."""
+        """Return a copy of the module's `state_dict`. All ranks must call it."""
         self.expect_alive()
         runtime = self.parts.runtime
         with runtime.whole(runtime.buckets):
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the present micro-step ends in an update, as far as that is known."""
+        """True if the current micro-step ends in an update, as far as that is known."""
         if not self.batches.managed:
             return self.cycle.stepping
         if self.cycle.boundary is not None:
@@ -134,12 +134,12 @@ class Session:
 
     @property
     def is_inside_accumulation(self) -> bool:
-        """Whether micro-steps of the present update have ended."""
+        """True if micro-steps of the current update have ended."""
         batches, micro_steps = self.batches, self.counters.micro_steps
         return batches.managed and micro_steps % batches.accumulation != 0
 
     def begin_accumulation(self) -> None:
-        """Count micro-steps so that the next one is the first of an update."""
+        """Reset the count so that the next micro-step is the first of an update."""
         if self.batches.managed:
             self.counters.micro_steps = self.counters.global_steps * self.batches.accumulation
 
@@ -147,12 +147,12 @@ class Session:
 
     @property
     def gradient_factor(self) -> float:
-        """What the gradients that wait for an update are multiplied with."""
+        """The factor in the gradients that wait for an update."""
         factor = self.cycle.factor
         return self.scale.scale if factor is None else factor
 
     def learn_of_skip(self) -> None:
-        """Read whether the device has skipped the last update, and take back what followed it."""
+        """Read whether the device has skipped the last update, and undo its side effects."""
         undecided, self.undecided = self.undecided, None
         if undecided is not None and undecided.was_skipped():
             undecided.undo()
@@ -165,7 +165,7 @@ class Session:
 def through(
     name: str, method: Callable[Concatenate[Any, _P], _R]
 ) -> Callable[Concatenate[Any, _P], _R]:
-    """A method that calls `method` of the collaborator that the object holds as `name`."""
+    """Return a method that calls `method` of the collaborator in attribute `name`."""
 
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return method(getattr(self, name), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Where a model's shards are stored between uses, bucket by bucket, and the disks for them."""
+"""Storage of a model's shards between uses, bucket by bucket, and the disks for them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hadal.zero.offload import Offload
 from hadal.zero.policy import STAGES, Tier
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-# Elements of one kind of state that are read at a time, at most: more makes no disk faster.
+# Maximum elements of one kind of state per read: more makes no disk faster.
 _LARGEST_PART_NUMEL = 1 << 24
 _WEIGHT_NBYTES = 4
-# The share of a device's free memory that sums of gradients may take where no key says it.
+# The share of a device's free memory that gradient sums may take if no key sets it.
 _SHARE_OF_FREE = 1 / 8
 
 _log = logging.getLogger(__name__)
 
 
 def tiers_of(config: Config) -> Offload:
-    """The tiers that the configuration asks for, without disks."""
+    """Return the tiers that the configuration asks for, without disks."""
     zero = config.zero_optimization
     weights, optimizer = zero.offload_param, zero.offload_optimizer
     cuts_weights = STAGES[zero.stage].weights and weights is not None
@@ -46,7 +46,7 @@ def tiers_of(config: Config) -> Offload:
 
 
 def disk_steps_of(config: Config) -> DiskSteps:
-    """How updates read and write what is stored on the disk."""
+    """Return how updates read and write state on the disk."""
     zero = config.zero_optimization
     section = zero.offload_optimizer
     if section is None:
@@ -64,7 +64,7 @@ def disk_steps_of(config: Config) -> DiskSteps:
 
 
 def weight_buffers_of(config: Config) -> tuple[int, int]:
-    """How many buffers weights are read into from the disk, and the bytes of one."""
+    """Return the number of buffers for weights read from disk, and the bytes of one."""
     section = config.zero_optimization.offload_param
     return (
         (0, 0) if section is None else (section.buffer_count, section.buffer_size * _WEIGHT_NBYTES)
@@ -72,7 +72,7 @@ def weight_buffers_of(config: Config) -> tuple[int, int]:
 
 
 def warn_of_one_thread(config: Config, device: torch.device) -> None:
-    """Warn if the host updates the weights of a device in one thread, and has cores to spare."""
+    """Warn if the host updates a device's weights in one thread, with cores to spare."""
     if tiers_of(config).optimizer is Tier.DEVICE or is_host_memory(device):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -87,10 +87,10 @@ def warn_of_one_thread(config: Config, device: torch.device) -> None:
 
 
 class Offloading:
-    """Says what of each bucket is offloaded, and where; owns the disks.
+    """Choice of each bucket's storage; owns the disks.
 
-    Weights are kept in host memory up to `max_in_cpu` elements on this rank, and beyond them on the
-    disk. With a `ratio` below 1 every so many buckets are updated on the device.
+    Weights are kept in host memory up to `max_in_cpu` elements on this rank, the rest on the
+    disk. With a `ratio` below 1 some buckets are updated on the device.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -106,13 +106,13 @@ class Offloading:
 
     @property
     def keeps_weights_off(self) -> bool:
-        """Whether weights leave the memory that computes, between uses."""
+        """True if weights leave the device's memory between uses."""
         tier = self._tiers.weights
         return tier is Tier.DISK or (tier is Tier.HOST and not is_host_memory(self._device))
 
     @property
     def lands_gradients(self) -> bool:
-        """Whether gradients leave the memory that computes, for updates on the host."""
+        """True if gradients leave the device's memory for updates on the host."""
         return self._tiers.optimizer is not Tier.DEVICE and not is_host_memory(self._device)
 
     def open_disks(self) -> None:
@@ -130,9 +130,9 @@ class Offloading:
                 self._store(section.nvme_path)
 
     def of(self, plan: BucketPlan, shards: int, accumulate: torch.dtype) -> Offload:
-        """Where a bucket that is cut over so many ranks is stored.
+        """Return where a bucket in `shards` shards is stored.
 
-        `accumulate`: the dtype in which its gradients are summed up over micro-steps.
+        `accumulate`: the dtype in which its gradients are summed over micro-steps.
 
         Raises:
             ModelError: its shard is larger than a buffer for the disk.
@@ -158,7 +158,7 @@ class Offloading:
         )
 
     def _sums_on_device(self, nbytes: int) -> bool:
-        """Whether the device keeps the sum of a bucket's gradients, of so many bytes."""
+        """Return whether the device keeps the sum of a bucket's gradients, of `nbytes`."""
         section = self._config.zero_optimization.offload_optimizer
         if section is None or section.accumulate_on is not None:
             return section is not None and section.accumulate_on == "device"
@@ -180,8 +180,8 @@ class Offloading:
             return Tier.HOST
         if numel > section.buffer_size:
             raise ModelError(
-                f"the shard of {plan.name} ({plan.members[0].name}, ...) has {numel} elements, and"
-                " a buffer for the disk zero_optimization.offload_param.buffer_size ="
+                f"the shard of {plan.name} ({plan.members[0].name}, ...) has {numel} elements, but"
+                " zero_optimization.offload_param.buffer_size is"
                 f" {section.buffer_size}; raise it to {numel} at least"
             )
         return tier
@@ -191,7 +191,7 @@ class Offloading:
         if tier is Tier.DEVICE or section is None:
             return Tier.DEVICE
         if not plan.trainable:
-            # A later param group may train it: a share is told of what is trained from the start.
+            # A later param group may train it: `ratio` counts what is trained from the start.
             return tier if section.ratio == 1 else Tier.DEVICE
         numel = plan.numel
         self._seen += numel
@@ -217,7 +217,7 @@ class Offloading:
         return self._stores[path]
 
     def close(self) -> None:
-        """Remove all files, of each disk whatever becomes of the others."""
+        """Remove all files of each disk, even if another disk fails."""
         with ExitStack() as closing:
             for store in self._stores.values():
                 closing.callback(store.close)

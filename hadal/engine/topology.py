@@ -1,4 +1,4 @@
-"""Which ranks share what: model states, samples, sequences, and the model itself."""
+"""Groups of ranks that share model states, samples, sequences, and the model itself."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks in which this one does each kind of shared work."""
+    """Groups of ranks in which this one does each kind of shared work."""
 
     sharing: Sharing
-    """They average gradients and may cut model states: data times sequence parallel."""
+    """Ranks that average gradients and may shard model states: data times sequence parallel."""
     data_parallel: Ranks
-    """They see different samples."""
+    """Ranks that see different samples."""
     sequence_parallel: Ranks | None = None
-    """They share each sequence; None where nobody does."""
+    """Ranks that share each sequence; None if none do."""
     model_parallel: Ranks | None = None
-    """They hold different parts of one model; None where every rank holds it all."""
+    """Ranks that hold different parts of one model; None if every rank holds it all."""
 
     @property
     def sharding(self) -> Ranks:
-        """All that average gradients, however many of them share one copy of model states."""
+        """Ranks that average gradients, however many of them share one copy of model states."""
         return self.sharing.ranks
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many ranks share each sequence."""
+        """Number of ranks that share each sequence."""
         return self.sequence_parallel.size if self.sequence_parallel else 1
 
     @property
     def model_parallel_size(self) -> int:
-        """How many ranks hold parts of one model."""
+        """Number of ranks that hold parts of one model."""
         return self.model_parallel.size if self.model_parallel else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TopologyWish:
-    """What a program says of its ranks before any group is made; None is left to the keys."""
+    """Arguments of a program about its ranks; None leaves the choice to the keys."""
 
     mpu: Any = None
     data_parallel_size: int | None = None
@@ -69,19 +69,19 @@ class TopologyWish:
 
     @property
     def cuts_the_model(self) -> bool:
-        """Whether the program's own groups say which ranks see different samples."""
+        """True if the program's own groups say which ranks see different samples."""
         return cuts_the_model(self.mpu)
 
 
 def topology_wish_of(mpu: Any, mesh_param: Any, world: Ranks) -> TopologyWish:
-    """Read the sizes that `initialize(mpu=...)` or `initialize(mesh_param=...)` bring along.
+    """Read the sizes in `initialize(mpu=...)` or `initialize(mesh_param=...)`.
 
     Raises:
         UsageError: both are given, a method is missing, or the sizes do not fit the ranks.
-        NotBuiltYetError: the mpu cuts ranks in further ways (a pipeline, contexts, experts).
+        NotBuiltYetError: the mpu groups ranks in other ways (a pipeline, contexts, experts).
     """
     if mpu is not None and mesh_param is not None:
-        raise UsageError("initialize got mpu= and mesh_param=, which say the same; give one")
+        raise UsageError("initialize got both mpu= and mesh_param=; pass one")
     if mesh_param is not None:
         return _wish_of_mesh(mesh_param, world)
     if mpu is None:
@@ -111,7 +111,7 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
     """Find or make the groups. All ranks must call it.
 
     Raises:
-        MismatchError: the ranks see themselves in different groups.
+        MismatchError: the ranks disagree about the groups.
         ConfigError: the nodes do not fit a gather in two hops.
     """
     found = _make_groups(wish, config, world)
@@ -119,11 +119,11 @@ def make_topology(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
 
 
 def sharing_of(config: Config, ranks: Ranks) -> Sharing:
-    """How `ranks`, which hold the same parameters, share model states. All of them must call it."""
+    """Return how `ranks`, which hold the same parameters, share model states. All must call it."""
     zero = config.zero_optimization
     cuts_weights = STAGES[zero.stage].weights
     shard_size = zero.mics_shard_size if cuts_weights else ranks.size
-    # What is cut over one rank is whole.
+    # A shard over one rank is whole.
     if not STAGES[zero.stage].gradients or ranks.size == 1 or shard_size == 1:
         return Sharing.over(ranks)
     shard_size = shard_size if shard_size > 0 else ranks.size
@@ -135,9 +135,9 @@ def sharing_of(config: Config, ranks: Ranks) -> Sharing:
 def _sizes_of_hops(
     zero: ZeroOptimization, ranks: Ranks, shard_size: int
 ) -> tuple[int | None, int | None]:
-    """How many ranks of a copy are near each other: for gathers, and for coded gradients.
+    """Return how many ranks of a copy are on one node: for gathers, and for coded gradients.
 
-    None: they go in one hop.
+    None means one hop.
     """
     gathers = zero.mics_hierarchical_params_gather and STAGES[zero.stage].weights
     if not (gathers or zero.zero_quantized_gradients):
@@ -155,12 +155,12 @@ def _sizes_of_hops(
 
 
 def _node_size(ranks: Ranks, shard_size: int) -> tuple[int | None, str]:
-    """How many ranks of a copy stand on one node; None where that is not known, and why."""
+    """Return how many ranks of a copy are on one node; None if not known, and why."""
     local_size = get_local_world_size()
     if not is_same_everywhere(str(local_size), ranks) or local_size is None:
         pairs = zip(ranks.numbers, gather_objects(local_size, ranks), strict=True)
         told = ", ".join(f"rank {number}: {size}" for number, size in pairs)
-        return None, f"launchers must tell one number of ranks for all nodes, and told {told}"
+        return None, f"launchers must set one number of ranks for all nodes, but set {told}"
     return common_node_size(ranks.numbers, shard_size, local_size), (
         f"nodes of {local_size} ranks do not divide the blocks of {shard_size} ranks that share the"
         " weights evenly"
@@ -168,9 +168,9 @@ def _node_size(ranks: Ranks, shard_size: int) -> tuple[int | None, str]:
 
 
 def common_node_size(numbers: Sequence[int], shard_size: int, local_size: int) -> int | None:
-    """How many ranks of each block of `shard_size` stand on each of the nodes it lies on.
+    """Return how many ranks of each block of `shard_size` are on each of the block's nodes.
 
-    None where it is not the same number everywhere. Nodes hold `local_size` consecutive ranks.
+    None if the number differs. Nodes hold `local_size` consecutive ranks.
     """
     places = ((place // shard_size, number // local_size) for place, number in enumerate(numbers))
     counts = set(Counter(places).values())
@@ -194,8 +194,8 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
         sights = gather_objects(sight, world)
         told = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(sights))
         raise MismatchError(
-            "the ranks were given different groupings (ranks of one sequence, ranks with different"
-            f" samples, mpu): {told}; give the same on every rank"
+            "the ranks have different groupings (ranks of one sequence, ranks with different"
+            f" samples, mpu): {told}; pass the same on every rank"
         )
     if wish.cuts_the_model:
         return _topology_of_mpu(wish.mpu, shared)

@@ -1,8 +1,8 @@
 """Updates that an accelerator skips by itself if gradients overflowed; the host learns it later.
 
-To decide on the host, it would have to wait until the device has computed all gradients, and the
+To decide, the host would have to wait until the device has computed all gradients, and the
 device would then wait for its next work. Kernels that read the flag on the device leave masters and
-state as they are, and the host reads the flag before the next update, or when somebody asks.
+state as they are, and the host reads the flag before the next update, or on request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hadal.optim.step import FlatStepper
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """An update of which the host does not know whether the device has skipped it."""
+    """Update that the device may have skipped; the host does not know yet."""
 
     number: int
-    """Which update it was (from 0)."""
+    """The number of the update (from 0)."""
     found: Finding
     overflowed: HostCopy
     undo: Callable[[], None]
-    """Takes back the step of the schedule."""
+    """Undoes the step of the schedule."""
 
     def was_skipped(self) -> bool:
         """Read the flag; all ranks find the same."""
@@ -34,7 +34,7 @@ class Undecided:
 
 
 def decides_on_device(parts: Parts, training: Training) -> bool:
-    """Whether the device may decide about the next update, with the bits of the host's decision."""
+    """Return whether the device may decide about the next update, with the host's bits."""
     if not parts.skip_overflow or parts.scale_rule.dynamic:
         return False
     stepper, schedule = training.stepper, training.schedule
@@ -44,7 +44,7 @@ def decides_on_device(parts: Parts, training: Training) -> bool:
 
 
 def step_schedule(training: Training) -> Callable[[], None]:
-    """Step the schedule, if there is one without a metric; the result takes that back."""
+    """Step the schedule, if there is one without a metric; return its undo."""
     schedule = training.schedule
     if schedule is None or needs_metric(schedule):
         return lambda: None

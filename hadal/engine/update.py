@@ -36,14 +36,14 @@ _NORM = "the norm of the gradients"
 
 
 def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
-    """What makes this rank's part of the squared norm, if that is summed on the host."""
+    """Return a maker of this rank's part of the squared norm, if the host sums it."""
     gradients, sharing = parts.runtime.gradients, parts.topology.sharing
     if not parts.computes_norm or not is_host_memory(device_of_sum(gradients)):
         return None
 
     def make() -> Tensor:
         part = sum_of_squares(gradients, sharing, parts.topology.model_parallel)
-        # Copies hold the same: the first one's parts make the sum, as in `Sharing.sum_`.
+        # Copies are equal: the first one's parts make the sum, as in `Sharing.sum_`.
         return part if sharing.replicas is None or sharing.replicas.rank == 0 else part.zero_()
 
     return make
@@ -52,10 +52,10 @@ def part_of_norm(parts: Parts) -> Callable[[], Tensor] | None:
 def measure(
     parts: Parts, scale: float, *, later: bool = False, total: Tensor | None = None
 ) -> Finding:
-    """Compute norm and overflow of the mean gradients of a loss that was multiplied with `scale`.
+    """Compute norm and overflow of the mean gradients of a loss that was multiplied by `scale`.
 
-    All ranks must call it together, and find the same. On an accelerator the host waits only to
-    learn whether gradients overflowed, if an update may be skipped for that; `later`: not even
+    All ranks must call it together, and get the same. On an accelerator the host waits only to
+    learn whether gradients overflowed, if an update may be skipped for that; with `later` not even
     then, because the device decides. `total`: the sum of all ranks' parts of the squared norm, if
     it is known.
     """
@@ -65,7 +65,7 @@ def measure(
         sharing = parts.topology.sharing
         norm = global_norm(gradients, sharing, model_parallel, rows, total) / scale
     overflowed = None
-    # The norm counts on the first rank alone what is not marked as a part.
+    # The norm counts parameters that are not model-parallel on the first rank only.
     if parts.skip_overflow and (norm is None or model_parallel is not None):
         overflowed = has_overflow(gradients, parts.ranks, model_parallel)
     if parts.skip_overflow and norm is not None:
@@ -73,7 +73,7 @@ def measure(
         overflowed = is_infinite if overflowed is None else is_infinite.logical_or(overflowed)
     if overflowed is not None and not (later and not is_host_memory(overflowed.device)):
         if bool(read_on_host(overflowed, "whether gradients overflowed")):
-            # A NaN says no more than infinity, and callers look for that.
+            # NaN means the same as infinity here, and callers look for infinity.
             infinite = None if norm is None else math.inf
             return Finding(infinite, overflow=True, culprit=_culprit(parts))
         overflowed = None
@@ -86,7 +86,7 @@ def measure(
 
 
 def late_finding(found: Finding, parts: Parts) -> Finding:
-    """The finding of an update that the device has skipped. All ranks must call it together."""
+    """Return the finding of an update that the device skipped. All ranks must call it together."""
     names = [name for name, _ in parts.model.named_parameters()]
     if found.rows is None:
         return Finding(overflow=True, culprit="a parameter")  # no norm is computed
@@ -105,7 +105,7 @@ def _culprit(parts: Parts) -> str | None:
 
 
 def moved_scale(before: ScaleState, found: Finding, number: int, parts: Parts) -> ScaleState:
-    """The loss scale after update `number` (from 0). An overflow is told, at the floor too.
+    """Return the loss scale after update `number` (from 0). Log an overflow, at the floor too.
 
     Raises:
         LossScaleError: the gradients overflowed at the floor of the scale.
@@ -132,7 +132,7 @@ def _reason_of(found: Finding) -> str:
 
 
 class Updates:
-    """Makes an engine's updates, and learns late which ones the device has skipped."""
+    """Maker of an engine's updates, which learns later which ones the device has skipped."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -199,13 +199,13 @@ class Updates:
             self._skipped.add(skipped.number, _reason_of(found))
 
     def _is_unwanted(self, norm: float | HostCopy | None) -> bool:
-        """Whether a norm shows gradients that are not finite, of which nobody was warned."""
+        """Return whether a norm is not finite and no warning was logged yet."""
         if self._session.parts.skip_overflow or self._has_warned or norm is None:
             return False
         return isinstance(norm, float) and not math.isfinite(norm)
 
     def _look_back(self) -> None:
-        """Warn of the last update, if its norm has come from the device since."""
+        """Warn of the last update, if its norm has arrived from the device since."""
         session, last = self._session, self._session.cycle.last
         if isinstance(last.measured, HostCopy) and self._is_unwanted(last.norm):
             self._warn(session.counters.global_steps - 1, late_finding(last, session.parts).culprit)
@@ -226,7 +226,7 @@ class Updates:
                     assert isinstance(training.stepper, FlatStepper)  # `decides_on_device`
                     training.stepper.step(multiplier, found.overflowed)
         except BaseException:
-            # The next update must not begin with what this one could not use.
+            # The next update must not start with gradients that this one could not use.
             runtime.clear_gradients()
             raise
 
@@ -240,7 +240,7 @@ class Updates:
             session.parts.runtime.rescale_residuals(session.scale.scale / before)
 
     def _record(self, samples: int, before: Options) -> Update:
-        """What listeners learn of the update that is just over."""
+        """Return the finished update as listeners see it."""
         session, cycle, undecided = self._session, self._session.cycle, self._session.undecided
         options = options_of(session.optimizer)
         return Update(

@@ -1,4 +1,4 @@
-"""The optimizer, schedule and loader that a caller or the configuration wishes for."""
+"""Optimizer, schedule and loader that a caller or the configuration asks for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Groups = list[dict[str, Any]]
 OptimizerMaker = Callable[[Any], Optimizer]
 ScheduleMaker = Callable[[Optimizer], Any]
 
-# What trains where neither the config nor the caller names an optimizer or a schedule.
+# Defaults if neither the config nor the caller names an optimizer or a schedule.
 _DEFAULT_OPTIMIZER = "AdamW"
 _DEFAULT_SCHEDULE = "WarmupDecayLR"
 _DEFAULT_SCHEDULE_STEPS = 100_000
@@ -37,7 +37,7 @@ _DEFAULT_SCHEDULE_STEPS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the caller brought along, besides the model and the configuration."""
+    """Arguments of the caller besides the model and the configuration."""
 
     optimizer: Optimizer | OptimizerMaker | None
     model_parameters: Any
@@ -47,7 +47,7 @@ class Wishes:
 
 
 def make_optimizer(wishes: Wishes, config: Config, model: nn.Module) -> Optimizer | None:
-    """The caller's optimizer, the section's, or the default; None where nothing is trainable."""
+    """Make the caller's optimizer, the section's, or the default; None if nothing is trainable."""
     brought = wishes.optimizer
     if isinstance(brought, Optimizer):
         return brought
@@ -89,7 +89,7 @@ def make_schedule(
     is_chosen: bool,
     loader: ShardedLoader | None,
 ) -> Any:
-    """The caller's schedule, the section's, or the default optimizer's; None for no schedule."""
+    """Make the caller's schedule, the section's, or the default optimizer's; None for none."""
     brought = wishes.schedule
     if brought is not None:
         return _brought_schedule(brought, wishes, optimizer)
@@ -121,27 +121,27 @@ def _brought_schedule(brought: Any, wishes: Wishes, optimizer: Optimizer) -> Any
         )
     if not callable(getattr(brought, "step", None)):
         raise OptimizerError(
-            f"initialize(lr_scheduler=...) came to {type(brought).__name__}, which has no step();"
+            f"initialize(lr_scheduler=...) gave a {type(brought).__name__}, which has no step();"
             " give a schedule, or a callable that returns one for the optimizer"
         )
     return brought
 
 
 def count_samples(dataset: Any) -> int | None:
-    """How many samples a data set has; None where it does not say, or where ranks may differ."""
+    """Return the samples of a data set; None if it has no length, or ranks may differ."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return None
     return len(dataset)
 
 
 def seed_of_program() -> int:
-    """The seed given to `torch.manual_seed`; 0 if it was not called."""
+    """Return the seed given to `torch.manual_seed`; 0 if it was not called."""
     seed = torch.initial_seed()
     return 0 if seed == torch.Generator().initial_seed() else seed % (1 << 63)
 
 
 def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int, seed: int) -> Loading:
-    """What the engine's loaders share; `replica` of `replicas` reads samples of its own."""
+    """Make the loaders' shared options; `replica` of `replicas` reads its own samples."""
     return Loading(
         Sharding(
             config.train_micro_batch_size_per_gpu, replicas, replica, config.dataloader_drop_last
@@ -153,5 +153,5 @@ def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int, se
 
 
 def make_loader(wishes: Wishes, loading: Loading) -> ShardedLoader | None:
-    """The loader over the caller's data set, if there is one."""
+    """Make the loader over the caller's data set, if there is one."""
     return None if wishes.training_data is None else loading.loader(wishes.training_data)

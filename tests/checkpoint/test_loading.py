@@ -355,8 +355,8 @@ def tags(folder: str) -> None:
         assert engine.load_checkpoint(f"{folder}/chekpoints") == (None, None)
     if comm.get_rank() == 0:
         empty, missing = told
-        assert empty.endswith(f"{folder}: training starts anew")
-        assert missing.endswith("chekpoints (no such directory): training starts anew")
+        assert empty.endswith(f"{folder}: training starts from scratch")
+        assert missing.endswith("chekpoints (no such directory): training starts from scratch")
     train(engine, range(1))
     engine.save_checkpoint(folder)
     one = engine.state_dict()

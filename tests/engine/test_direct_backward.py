@@ -168,7 +168,7 @@ def refuse(stage: int) -> None:
     engine = engine_of(stage, gradient_accumulation_steps=2)
     loss_of(engine(batch_of(0)[0]), batch_of(0)[1]).backward()
     engine.step()
-    with pytest.raises(UsageError, match="take one of the two for all"):
+    with pytest.raises(UsageError, match="use one of the two for all"):
         engine.backward(loss_of(engine(batch_of(1)[0]), batch_of(1)[1]))
     engine.destroy()
 

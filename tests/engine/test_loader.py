@@ -374,7 +374,7 @@ def test_what_gives_no_samples_is_refused(given, reading, told) -> None:
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 1}, {"epoch": None, "samples": 1, "seed": 0}])
 def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="no state of a loader"):
+    with pytest.raises(UsageError, match="not a loader's state"):
         loader_of(items).load_state_dict(state)
 
 

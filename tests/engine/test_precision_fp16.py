@@ -279,7 +279,7 @@ def test_weights_given_in_bf16_are_warned_of(ranks: RankPools) -> None:
     first, second = ranks(2).run(born_in, torch.bfloat16, "fp16")
     assert second == []
     (message,) = first
-    assert message.startswith("6 parameters, the first of them 0.weight, were given in bfloat16")
+    assert message.startswith("6 parameters, the first of them 0.weight, are in bfloat16")
     assert "bf16.enabled true" in message
     assert ranks(2).run(born_in, torch.float32, "fp16") == [[], []]
     assert ranks(2).run(born_in, torch.bfloat16, "bf16") == [[], []]
@@ -295,9 +295,7 @@ def born_in_alone(dtype: torch.dtype, frozen: bool) -> list[str]:
 
 def test_16_bit_weights_without_a_section_are_warned_of(ranks: RankPools) -> None:
     ((message,),) = ranks(1).run(born_in_alone, torch.float16, False)
-    assert message.startswith(
-        "6 trainable parameters, the first of them 0.weight, were given in fl"
-    )
+    assert message.startswith("6 trainable parameters, the first of them 0.weight, are in fl")
     assert "without a loss scale and without fp32 master weights" in message
     assert '"fp16": {"enabled": true}' in message
     ((message,),) = ranks(1).run(born_in_alone, torch.bfloat16, False)
