@@ -22,13 +22,16 @@ def train(stage: int) -> list[float]:
     model = nn.Sequential(
         nn.Linear(8, 32), nn.GELU(), *(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 4)
     )
+    zero = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # shard small weights too
     engine, _, _, _ = hadal.initialize(
         model=model,
         model_parameters=model.parameters(),
         config={
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": zero,
         },
     )
     data = torch.Generator().manual_seed(hadal.comm.get_rank())  # each rank has its own data

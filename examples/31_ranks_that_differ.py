@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hadal
 
 WIDTH, UPDATES, RATE = 8, 6, 2**-2
-ALL = {"stage3_param_persistence_threshold": 0}  # small weights are sharded too
+ZERO = [*({"stage": n} for n in range(3)), {"stage": 3, "stage3_param_persistence_threshold": 0}]
 
 
 class Model(nn.Module):
@@ -50,7 +50,7 @@ def train(stage: int, experts: int, with_pictures: bool) -> list[tuple[list[int]
     torch.manual_seed(0)
     rank, found, model = hadal.comm.get_rank(), [], Model(experts)
     alone = deepcopy(model)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **ALL}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO[stage]}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine = hadal.initialize(model=model, optimizer=optimizer, config=config)[0]
     own_optimizer = torch.optim.SGD(alone.to(engine.device).parameters(), lr=RATE)
