@@ -1,7 +1,7 @@
 """Hadal trains large PyTorch models from one `ds_config.json`.
 
-The face: what users import, and nothing else. Every name is resolved on first use (PEP 562), so
-that `import hadal` costs nothing and the `hadal` command starts without importing torch.
+The public API, and nothing else. Every name is resolved on first use (PEP 562), so that
+`import hadal` costs nothing and the `hadal` command starts without importing torch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of a public name when it is first asked for."""
+    """Import the module of a public name on first use."""
     if name in _SUBPACKAGES:
         return _imported(f"hadal.{name}")
     if name not in __all__:
@@ -115,9 +115,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import a module without a garbage collection on the way.
+    """Import a module without a garbage collection.
 
-    What an import makes stays. A collection in its midst only walks all that torch has made: 65 ms.
+    An import leaves no garbage. A collection meanwhile only scans all of torch's objects: 65 ms.
     """
     was_enabled = gc.isenabled()
     gc.disable()

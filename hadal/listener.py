@@ -1,7 +1,7 @@
-"""Listeners: how a feature, or a program's own callback, takes part in training.
+"""Listeners, by which a feature, or a program's own callback, takes part in training.
 
 An engine calls each listener around every forward, backward and update. Nothing here reads the
-device: a value that is still being computed there is read when somebody asks for it.
+device early: a value that is still being computed there is read on request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hadal.device import HostCopy
 
 
 class Forward(NamedTuple):
-    """A forward that is about to run. `_replace` makes a changed copy."""
+    """Forward that is about to run. `_replace` makes a changed copy."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -27,7 +27,7 @@ class Forward(NamedTuple):
     micro_step: int
     """Backwards since the last update: 0 in the first micro-step."""
     is_training: bool
-    """Whether the module is in training mode."""
+    """True if the module is in training mode."""
 
 
 class Options(NamedTuple):
@@ -39,19 +39,19 @@ class Options(NamedTuple):
 
 
 class Times(Protocol):
-    """How long the phases of one update took."""
+    """Times of the phases of one update."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has finished them."""
+        """True if the device has finished them."""
 
     def milliseconds(self) -> Mapping[str, float]:
-        """The time of each phase by event name. Waits for the device."""
+        """Return each phase's time by event name. Waits for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An update that has just been made, or skipped.
+    """Update that has just been made, or skipped.
 
     On an accelerator `norm`, `skipped`, `rates` and `times` may wait for the device. A listener
     that must not wait keeps the record, and reads it once `is_known` is true.
@@ -75,7 +75,7 @@ class Update:
     measured: float | HostCopy | None
     """The gradients' norm on the host, or on its way there; None if it is not computed."""
     overflowed: bool | HostCopy
-    """Whether the update was skipped, if the host decided that; else the device's flag."""
+    """True if the update was skipped, if the host decided that; else the device's flag."""
     options: Options
     """The param groups' options after the schedule's step."""
     options_if_skipped: Options
@@ -103,7 +103,7 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights were left as they were, because gradients were not finite."""
+        """True if the weights were left unchanged, because gradients were not finite."""
         if isinstance(self.overflowed, HostCopy):
             return bool(self.overflowed.values() > 0)
         return self.overflowed
@@ -135,39 +135,39 @@ class Update:
 
     @property
     def is_known(self) -> bool:
-        """Whether `norm`, `skipped`, `rates` and `times` can be read without waiting."""
+        """True if `norm`, `skipped`, `rates` and `times` can be read without waiting."""
         readings = [one for one in (self.measured, self.overflowed) if isinstance(one, HostCopy)]
         is_timed = self.clocked is None or self.clocked.is_reached
         return is_timed and all(reading.is_over for reading in readings)
 
 
 class Listener:
-    """Takes part in an engine's training; every method may be left out.
+    """Callback in an engine's training; every method is optional.
 
     `engine.add_listener` adds one. Methods are called on the rank that added it, in the order in
-    which listeners were added. What a method raises ends the call of the engine that it is in. A
-    listener that changes inputs, or that talks to other ranks, must be added on all of them.
+    which listeners were added. An exception from a method ends the engine's call that it is in. A
+    listener that changes inputs, or communicates with other ranks, must be added on all of them.
     """
 
     name: str = ""
     """The name in checkpoints and messages; by default that of the class."""
 
     def __init_subclass__(cls) -> None:
-        # A name that a class above was given stays.
+        # A name set in a base class stays.
         if cls.name in ("", *(base.__name__ for base in cls.__mro__)):
             cls.name = cls.__name__
 
     def before_forward(self, forward: Forward) -> Forward | None:
-        """A forward begins, in training or evaluation. A returned one takes its place."""
+        """Called before a forward, in training or evaluation. A returned Forward replaces it."""
 
     def after_forward(self, output: Any) -> None:
-        """The forward has returned `output`."""
+        """Called after a forward, with its `output`."""
 
     def before_backward(self) -> None:
-        """A backward begins. If the caller runs it, this comes with its first gradient."""
+        """Called before a backward; if the caller runs it, at its first gradient."""
 
     def after_backward(self, loss: Tensor | None) -> None:
-        """The backward is over.
+        """Called after a backward.
 
         Args:
             loss: this rank's loss, detached, on the device, without the loss scale and not divided
@@ -176,29 +176,29 @@ class Listener:
         """
 
     def before_update(self, gradients: Mapping[str, Tensor]) -> None:
-        """The gradients are reduced, and the update begins.
+        """Called before an update, once the gradients are reduced.
 
         Args:
             gradients: by a trained parameter's full name, the mean gradient over ranks and
                 micro-steps, in fp32 and in the parameter's shape, without the loss scale and before
-                clipping. Looking one up is a collective: all ranks must, in the same order. It
+                clipping. A lookup is a collective: all ranks must make it, in the same order. It
                 raises KeyError if there is no such parameter, or no gradient of it.
         """
 
     def after_update(self, update: Update) -> None:
-        """The weights and the learning rate were updated, or the update was skipped."""
+        """Called after an update of weights and learning rate, or after it was skipped."""
 
     def on_error(self, error: BaseException) -> None:
-        """A forward, backward or update raised `error`, so its `after_...` does not come."""
+        """Called if a forward, backward or update raised `error`, instead of its `after_...`."""
 
     def close(self) -> None:
-        """The engine is destroyed: write what is still to be written, close files."""
+        """Write what is left and close files: the engine is destroyed."""
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """The state that a checkpoint keeps under `name`: plain values; None for none.
+        """Return the state to save under `name` in a checkpoint: plain values; None for none.
 
         Called on all ranks at each save. Rank 0's state is saved.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Not called if the checkpoint has none."""
+        """Resume from the result of `state_dict`. Not called if the checkpoint has none."""

@@ -1,4 +1,4 @@
-"""Names that users import from `hadal.utils`; every one is resolved on first use (PEP 562)."""
+"""Names that users import from `hadal.utils`; each is resolved on first use (PEP 562)."""
 
 from __future__ import annotations
 

@@ -52,6 +52,6 @@ class BatchSizes:
             raise UsageError(
                 f"set_train_batch_size({train!r}): expected a multiple of {self.micro_step}, which"
                 f" is {self.micro} per device x {self.data_parallel_size} ranks;"
-                " to change the samples of one device, initialize anew"
+                " to change the samples of one device, initialize again"
             )
         return replace(self, accumulation=train // self.micro_step)  # type: ignore[operator]

@@ -64,7 +64,7 @@ class Lap:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.spans: dict[str, list[tuple[Stamp, Stamp]]] = {}
-        """By phase, once the update is over."""
+        """Spans by phase, once the update is over."""
 
     @property
     def is_reached(self) -> bool:

@@ -117,7 +117,7 @@ class LaterGroups:
 
     def _check_moment(self) -> None:
         if not all(map(access.is_kept_by_engine, self._runtime.bucket_of)):
-            raise OptimizerError(f"{self._where}: the engine was destroyed; initialize anew")
+            raise OptimizerError(f"{self._where}: the engine was destroyed; initialize again")
         if not self._runtime.is_between_updates:
             raise UsageError(
                 f"{self._where} was called inside forward, backward or GatheredParameters, or after"

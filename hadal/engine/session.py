@@ -59,7 +59,7 @@ class Session:
         """Raise UsageError after `destroy`; end a forward or backward that was interrupted."""
         self.direct.end_left()
         if self.cycle.destroyed:
-            raise UsageError("this engine was destroyed; use its module, or initialize anew")
+            raise UsageError("this engine was destroyed; use its module, or initialize again")
         self.parts.runtime.expect_here()
         self.parts.hooks.end_left_over()
 

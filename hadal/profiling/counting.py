@@ -1,4 +1,4 @@
-"""Counts floating-point operations: forward by module, backward, and what backward recomputes."""
+"""Counts of floating-point operations: forward by module, backward, and recomputation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Count:
     """Floating-point operations."""
 
     products: int = 0
-    """Those of matrix products, convolutions and attention: two for each multiply-accumulate."""
+    """Matrix products, convolutions and attention: two operations per multiply-accumulate."""
     others: int = 0
-    """Those of norms, activation functions, softmax, pooling, and convolutions' biases."""
+    """Norms, activation functions, softmax, pooling, and convolutions' biases."""
 
     @property
     def flops(self) -> int:
-        """All of them."""
+        """All operations."""
         return self.products + self.others
 
     @property
@@ -55,7 +55,7 @@ class Count:
 
 
 class Counter:
-    """Counts the operations between `start` and `stop`, on any device, compiled or not.
+    """Counter of the operations between `start` and `stop`, on any device, compiled or not.
 
     It is torch's `FlopCounterMode`, with formulas that torch lacks: attention on CPUs and with
     grouped keys, recurrent layers, grouped products, and small costs of elementwise layers.
@@ -78,18 +78,18 @@ class Counter:
 
     @property
     def is_counting(self) -> bool:
-        """Whether it has been started and not stopped."""
+        """True if it has been started and not stopped."""
         return self._mode is not None
 
     def start(self) -> None:
-        """Count from here, beside what was counted before. Slows each operation down."""
+        """Start counting, on top of earlier counts. Slows each operation down."""
         formulas = {**flop_registry, **_FORMULAS}
         mapping = {target: _raw(self, formula) for target, formula in formulas.items()}
         self._mode = FlopCounterMode(display=False, custom_mapping=mapping)
         self._mode.__enter__()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._mode is None:
             return
         mode, self._mode = self._mode, None
@@ -99,7 +99,7 @@ class Counter:
                 self._by_name[name] = self._by_name.get(name, Count()) + count
 
     def forward_of(self, root: nn.Module) -> Mapping[str, Count]:
-        """The operations of each module's forward by its name below `root`, whose name is ''."""
+        """Return the operations of each module's forward by its name below `root` ('')."""
         top = type(root).__name__
         found = {}
         for name, count in self._by_name.items():
@@ -108,7 +108,7 @@ class Counter:
         return found
 
     def count(self, formula: Formula, *args: Any, **kwargs: Any) -> Count:
-        """Add an operation to its phase; return it if it is one of the forward, else nothing."""
+        """Add an operation to its phase; return its count in forward, else an empty count."""
         found = formula(*args, **kwargs)
         count = found if isinstance(found, Count) else Count(int(found))
         if not is_in_backward():
@@ -122,7 +122,7 @@ class Counter:
 
 def _raw(counter: Counter, formula: Formula) -> Formula:
     counted = partial(counter.count, formula)
-    # The mark by which torch hands over tensors and not their shapes.
+    # With this mark torch passes tensors instead of their shapes.
     counted._get_raw = True  # type: ignore[attr-defined]
     return counted
 
@@ -139,7 +139,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> int:
-    # Scores again, their gradient, and those of the three inputs: five products.
+    # Recomputed scores, their gradient, and those of the three inputs: five products.
     width = query.shape[-1]
     pairs = query.numel() // width * key.shape[-2]
     return 2 * pairs * (3 * width + 2 * value.shape[-1])
@@ -155,7 +155,7 @@ def _convolution(formula: Formula) -> Formula:
 
 
 def _recurrent(inputs: Tensor, *weights: Any, **_: Any) -> int:
-    """Each step's products of the input and of the state: every matrix once a token."""
+    """Count each step's products of input and state: every matrix once per token."""
     given = weights[0] if isinstance(weights[0], (list, tuple)) else weights[:2]
     tokens = prod(inputs.shape[:-1])
     return 2 * tokens * sum(int(each.numel()) for each in given if each.dim() == 2)

@@ -1,4 +1,4 @@
-"""Profiles the update that `flops_profiler.profile_step` names."""
+"""Profiler of the update that `flops_profiler.profile_step` names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Pass(Enum):
-    """What the present update is used for."""
+    """Use of the current update."""
 
     WAIT = auto()
     COUNT = auto()
@@ -44,7 +44,7 @@ class Pass(Enum):
 
 @dataclass(slots=True)
 class _Counted:
-    """The update whose operations were counted."""
+    """Update whose operations were counted."""
 
     step: int
     counter: Counter
@@ -52,10 +52,10 @@ class _Counted:
 
 
 class ProfilerListener(Listener):
-    """Counts one update, times the next one, and reports; on rank 0 alone.
+    """Listener that counts one update, times the next one, and reports; on rank 0 only.
 
     Counting slows each operation, so the times are those of the following update. If training ends
-    before that, the counted update's own times are reported, and said to be so. With `trace_file`
+    before that, the report has the counted update's own times, with a note. With `trace_file`
     the update after that is traced. Outside these updates the listener does nothing.
     """
 
@@ -65,7 +65,7 @@ class ProfilerListener(Listener):
         self, section: Section, model: nn.Module, device: torch.device, ranks: Trained
     ) -> None:
         self.profiler = FlopsProfiler(model, None, section.recompute_fwd_factor)
-        """Holds the profile once there is one."""
+        """The profiler, with the profile once there is one."""
         self._section = section
         self._model = model
         self._device = device
@@ -93,7 +93,7 @@ class ProfilerListener(Listener):
         self._count()
 
     def after_forward(self, output: Any) -> None:
-        """End what the forward began."""
+        """Stop counting and timing the forward."""
         self._pause()
 
     def before_backward(self) -> None:
@@ -101,17 +101,17 @@ class ProfilerListener(Listener):
         self._count()
 
     def after_backward(self, loss: Tensor | None) -> None:
-        """End it."""
+        """Stop counting the backward."""
         self._pause()
         if self._pass is Pass.COUNT and self._counted is not None:
             self._counted.micro_steps += 1
 
     def on_error(self, error: BaseException) -> None:
-        """Leave nothing behind that counts or times."""
+        """Stop counting and timing."""
         self._pause()
 
     def after_update(self, update: Update) -> None:
-        """Go on to the next pass."""
+        """Move to the next pass."""
         before = self._ended_at
         whole_s = None if before is None else time.perf_counter() - before
         if self._pass is Pass.COUNT:
@@ -123,15 +123,15 @@ class ProfilerListener(Listener):
         elif self._pass is Pass.WAIT and update.number > self._section.profile_step:
             self._pass = Pass.OVER
             _log.warning(
-                "flops_profiler.profile_step is %d, but training goes on from update %d: nothing is"
-                " profiled",
+                "flops_profiler.profile_step is %d, but training continues from update %d:"
+                " nothing is profiled",
                 self._section.profile_step,
                 update.number,
             )
         self._ended_at = time.perf_counter()
 
     def close(self) -> None:
-        """Report what there is, if the update to be timed has not come."""
+        """Report what was counted, if the update to be timed did not run."""
         self._pause()
         if self._pass is Pass.TIME and self._own_times is not None:
             self._times, times = self._own_times
@@ -160,7 +160,7 @@ class ProfilerListener(Listener):
     def _end_count(self, update: Update) -> None:
         assert self._counted is not None and self._times is not None  # since the pass began
         self._own_times = self._times, update.times
-        # For who looks at `engine.flops_profiler` now; the report has better times.
+        # For readers of `engine.flops_profiler` now; the report has better times.
         self.profiler.profile = self._profile(self._times, update.times, None, is_slowed=True)
         self._begin(Pass.TIME)
         mine = weakref.ref(self)

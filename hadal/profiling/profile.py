@@ -1,4 +1,4 @@
-"""What one update did: a tree of modules, and the figures of the whole."""
+"""Profile of one update: a tree of modules, and the figures of the whole."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hadal.profiling.counting import Count
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A module with its children, whose parameters, operations and time are part of its own."""
+    """Module with its children, whose parameters, operations and time it includes."""
 
     name: str
-    """Its name in its parent; of the root, its class."""
+    """Its name in its parent; for the root, its class."""
     kind: str
     """The name of its class."""
     parameters: int
-    """Elements of its parameters, whole also where they are sharded; shared ones count once."""
+    """Elements of its parameters, whole even if they are sharded; shared ones count once."""
     forward: Count
     """Operations of one micro-step's forward."""
     seconds: float | None
@@ -30,7 +30,7 @@ class Tree:
     children: tuple[Tree, ...] = ()
 
     def levels(self) -> list[list[Tree]]:
-        """The modules at each depth, the root alone first."""
+        """Return the modules at each depth, the root alone first."""
         levels, level = [], [self]
         while level:
             levels.append(level)
@@ -38,7 +38,7 @@ class Tree:
         return levels
 
     def as_dict(self) -> dict[str, Any]:
-        """The tree as plain values."""
+        """Return the tree as plain values."""
         return {
             "name": self.name,
             "class": self.kind,
@@ -56,7 +56,7 @@ def tree_of(
     seconds: Mapping[str, float],
     micro_steps: int = 1,
 ) -> Tree:
-    """The tree of a model, from the totals of some micro-steps by module name ('' is the root)."""
+    """Return a model's tree from totals of `micro_steps` by module name ('' is the root)."""
 
     def grow(module: nn.Module, path: str, name: str) -> Tree:
         below = f"{path}." if path else ""
@@ -81,7 +81,7 @@ def tree_of(
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How many ranks trained, and what each had."""
+    """Numbers of ranks that trained, and the micro-batch of each."""
 
     world: int
     data_parallel: int
@@ -92,7 +92,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One update of this rank."""
+    """Profile of one update on this rank."""
 
     step: int
     """Updates before it."""
@@ -113,10 +113,10 @@ class Profile:
     whole_s: float | None
     """Seconds from the update before to this one, with data loading; None if not known."""
     is_slowed: bool
-    """Whether the times are those of an update whose operations were counted."""
+    """True if the times are those of an update whose operations were counted."""
     ranks: Trained
     peak_flops: float | None
-    """Operations a second that the device can do at most; None if not known."""
+    """The device's peak operations per second; None if not known."""
     recompute_fwd_factor: float = 0.0
 
     @property
@@ -126,27 +126,27 @@ class Profile:
 
     @property
     def update_s(self) -> float:
-        """Seconds of the update, without what lies between the phases."""
+        """Seconds of the update, without the time between the phases."""
         return self.forward_s + self.backward_s + self.step_s
 
     @property
     def flops_per_second(self) -> float:
-        """Operations a second, over the phases of the update."""
+        """Operations per second, over the phases of the update."""
         return self.flops / self.update_s if self.update_s else 0.0
 
     @property
     def mfu(self) -> float | None:
-        """The share of the device's peak that the update reached; None if that is not known."""
+        """The share of the device's peak that the update reached; None if the peak is not known."""
         return self.flops_per_second / self.peak_flops if self.peak_flops else None
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of all ranks a second, over the phases of the update."""
+        """Samples of all ranks per second, over the phases of the update."""
         samples = self.ranks.micro_batch * self.ranks.data_parallel * self.micro_steps
         return samples / self.update_s if self.update_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The profile as plain values, for a JSON file."""
+        """Return the profile as plain values, for a JSON file."""
         return {
             "step": self.step,
             "micro_steps": self.micro_steps,

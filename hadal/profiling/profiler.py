@@ -1,4 +1,4 @@
-"""The profiler that programs use by hand: `FlopsProfiler` and `get_model_profile`."""
+"""Profiler for direct use by programs: `FlopsProfiler` and `get_model_profile`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hadal.profiling.units import (
 
 
 class FlopsProfiler:
-    """Counts the operations of a model's forward, and times its modules.
+    """Counter of the operations of a model's forward, which also times its modules.
 
     Between `start_profile` and `stop_profile` every forward is counted; the results stay until
     `end_profile`. Matrix products, convolutions and attention are counted exactly, whoever calls
-    them; norms, activation functions, softmax and pooling by a few operations for each element.
+    them; norms, activation functions, softmax and pooling as a few operations per element.
 
     Args:
         model: the module whose forwards are counted.
-        ds_engine: the engine that trains it. Its own profile, once there is one, is printed in
-            place of one that was counted by hand.
-        recompute_fwd_factor: the share of the forward that backward is charged with beside twice
+        ds_engine: the engine that trains it. Its own profile, once there is one, is printed
+            instead of the one counted here.
+        recompute_fwd_factor: the share of the forward that backward costs on top of twice
             the forward.
     """
 
@@ -53,10 +53,10 @@ class FlopsProfiler:
         self.profile: Profile | None = None
         """The engine's profile of one update, once there is one."""
 
-    # ---- when to count -------------------------------------------------------------------------
+    # ---- start and stop ------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Count from here. `ignore_list` is accepted and changes nothing, as in DeepSpeed."""
+        """Start counting. `ignore_list` is accepted and changes nothing, as in DeepSpeed."""
         self.reset_profile()
         self.started = True
         self._times = ModuleTimes(self.model, _device_of(self.model))
@@ -64,20 +64,20 @@ class FlopsProfiler:
         self._counter.start()
 
     def stop_profile(self) -> None:
-        """Count no more. The results stay readable."""
+        """Stop counting. The results stay readable."""
         if self.started and self._counter.is_counting:
             self._counter.stop()
             assert self._times is not None  # they are started together
             self._times.stop()
 
     def end_profile(self) -> None:
-        """Count no more, and forget the results."""
+        """Stop counting, and drop the results."""
         self.stop_profile()
         self.started = False
         self._counter, self._times, self._tree = Counter(), None, None
 
     def reset_profile(self) -> None:
-        """Forget what was counted."""
+        """Drop the counts."""
         self._counter.stop()
         if self._times is not None:
             self._times.stop()
@@ -87,10 +87,10 @@ class FlopsProfiler:
 
     @property
     def tree(self) -> Tree:
-        """The modules with what was counted so far.
+        """The modules with their counts so far.
 
         Raises:
-            UsageError: nothing was counted, or it was forgotten.
+            UsageError: nothing was counted, or it was dropped.
         """
         if self.profile is not None and not self.started:
             return self.profile.tree
@@ -121,20 +121,20 @@ class FlopsProfiler:
         return self.tree.parameters
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Operations of the forward."""
+        """Return the operations of the forward."""
         return number_to_string(self.flops) if as_string else self.flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Multiply-accumulates of the forward."""
+        """Return the multiply-accumulates of the forward."""
         return macs_to_string(self.macs) if as_string else self.macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds of the forward."""
+        """Return the seconds of the forward."""
         seconds = self.tree.seconds or 0.0
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Elements of the model's parameters."""
+        """Return the elements of the model's parameters."""
         return params_to_string(self.params) if as_string else self.params
 
     def print_model_profile(
@@ -145,7 +145,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the report, or write it to a file, whose folder is made. Nothing if not started."""
+        """Print the report, or write it and create its directory. Does nothing if not started."""
         layout = Layout(module_depth, top_modules, detailed)
         if self.profile is not None and not self.started:
             write_report(self.profile, layout, output_file)
@@ -160,7 +160,7 @@ class FlopsProfiler:
         Path(output_file).write_text(text, encoding="utf-8")
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the largest modules at each depth. Nothing if not started."""
+        """Print the largest modules at each depth. Does nothing if not started."""
         if self.started or self.profile is not None:
             sys.stdout.write(aggregated(self.tree, Layout(module_depth, top_modules)) + "\n")
 
@@ -180,20 +180,20 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
     ignore_modules: Iterable[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[int | str, int | str, int | str]:
-    """Run a model once and count its operations. The model is left in evaluation mode.
+    """Run a model once and count its operations. Leaves the model in evaluation mode.
 
     Args:
         model: the module to run.
-        input_shape: the shape of one tensor to call it with, of its first parameter's dtype and
+        input_shape: the shape of one input tensor, of its first parameter's dtype and
             device.
         args: positional arguments to call it with, if there is no `input_shape`.
         kwargs: keyword arguments to call it with.
-        print_profile: whether the report is printed, or written to `output_file`.
-        detailed: whether the report has the tree of all modules.
+        print_profile: print the report, or write it to `output_file`.
+        detailed: include the tree of all modules in the report.
         module_depth: the depths whose largest modules are listed; -1 lists all.
         top_modules: how many classes are listed at each depth.
         warm_up: forwards before the one that is counted.
-        as_string: whether the results are text with units.
+        as_string: return the results as text with units.
         output_file: the file to write the report to.
         ignore_modules: accepted and changes nothing, as in DeepSpeed.
         mode: "forward" calls the model, "generate" its `generate`.
@@ -241,7 +241,7 @@ def _inputs(
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if shape is None:
         if not len(args) and not kwargs:
-            raise UsageError("get_model_profile: give input_shape, or args and kwargs")
+            raise UsageError("get_model_profile: pass input_shape, or args and kwargs")
         return args, kwargs
     if not isinstance(shape, tuple) or not shape:
         raise UsageError(

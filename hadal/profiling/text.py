@@ -1,4 +1,4 @@
-"""The profile as text: the figures, the largest modules at each depth, the tree."""
+"""Profiles as text: the figures, the largest modules at each depth, the tree."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ iter: all forwards, all backwards and the update
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which parts of a report are written."""
+    """Parts of a report that are written."""
 
     module_depth: int = -1
     """Depths listed by largest modules; -1 lists all."""
     top_modules: int = 1
     """Classes listed at each depth."""
     detailed: bool = True
-    """Whether the tree of all modules is written."""
+    """True writes the tree of all modules."""
 
 
 def write_report(profile: Profile, layout: Layout, path: str | None) -> None:
-    """Write a report to a file, as JSON if its name ends so, or print it.
+    """Write a report to a file, as JSON if it is named `.json`, or print it.
 
     Raises:
         OSError: the file cannot be written.
@@ -62,7 +62,7 @@ def write_report(profile: Profile, layout: Layout, path: str | None) -> None:
 
 
 def report(profile: Profile, layout: Layout, stream: TextIO | None = None) -> str:
-    """The report of an update. Colours are used if `stream` is a terminal."""
+    """Return the report of an update, in colour if `stream` is a terminal."""
     lines = [
         _title("Hadal Flops Profiler"),
         f"Profile Summary at step {profile.step}:",
@@ -77,7 +77,7 @@ def report(profile: Profile, layout: Layout, stream: TextIO | None = None) -> st
 
 
 def standalone_report(tree: Tree, layout: Layout, step: int) -> str:
-    """The report of some forwards outside an engine."""
+    """Return the report of forwards outside an engine."""
     count, seconds = tree.forward, tree.seconds or 0.0
     figures = [
         ("params per GPU", params_to_string(tree.parameters)),
@@ -144,7 +144,7 @@ def _rate(flops: float, seconds: float) -> str:
 
 
 def aggregated(tree: Tree, layout: Layout) -> str:
-    """The classes of modules that have most parameters, operations and time, at each depth."""
+    """Return the module classes with most parameters, operations and time at each depth."""
     levels = tree.levels()
     is_all = layout.module_depth == -1
     depth = max(1, len(levels) - 1) if is_all else layout.module_depth
@@ -171,7 +171,7 @@ def aggregated(tree: Tree, layout: Layout) -> str:
 
 
 def detailed(tree: Tree, stream: TextIO | None = None) -> str:
-    """The tree of modules, each with its figures and their shares of the whole."""
+    """Return the tree of modules, each with its figures and their shares of the whole."""
     whole = tree
 
     def label(each: Tree) -> Text:

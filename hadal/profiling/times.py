@@ -1,4 +1,4 @@
-"""Times each module's forward by stamps in the device's work."""
+"""Times of each module's forward, by events on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hadal.device import Stamp, is_in_backward
 
 
 class ModuleTimes:
-    """Times the modules of a model between `start` and `stop`. Nothing waits for the device.
+    """Timer of a model's modules between `start` and `stop`. Nothing waits for the device.
 
-    Their hooks exist in this time only, so training pays nothing otherwise. Recomputation in
-    backward is not timed, nor what runs inside a compiled graph.
+    Its hooks exist only in between, so training pays nothing otherwise. Recomputation in
+    backward is not timed, nor are modules inside a compiled graph.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, records: bool = False) -> None:
-        """With `records`, each forward is a named span in a torch profile."""
+        """Make a timer; `records`: each forward is a named span in a torch profile."""
         self._names = {id(module): name for name, module in model.named_modules()}
         self._device = device
         self._records = records
@@ -31,7 +31,7 @@ class ModuleTimes:
         self._hooks = ExitStack()
 
     def start(self) -> None:
-        """Time from here."""
+        """Start timing."""
         for handle in (
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -39,14 +39,14 @@ class ModuleTimes:
             self._hooks.callback(handle.remove)
 
     def stop(self) -> None:
-        """Time no more."""
+        """Stop timing."""
         self._hooks.close()
         self._running.clear()
 
     def seconds(self) -> Mapping[str, float]:
-        """The seconds of each module that ran, all its forwards together, by its name.
+        """Return the seconds of each module's forwards together, by its name.
 
-        The device must have come this far; see `hadal.device.synchronize`.
+        The device must have finished them; see `hadal.device.synchronize`.
         """
         return {
             name: sum(stop.seconds_since(start) for start, stop in spans)

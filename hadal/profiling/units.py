@@ -1,4 +1,4 @@
-"""Numbers as text, with units, as DeepSpeed's profiler writes them."""
+"""Formats of numbers with units, as DeepSpeed's profiler writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`1083328` as `1.08 M`. The unit is the largest that leaves at least 1, if none is given."""
+    """Format `1083328` as `1.08 M`. The default unit is the largest that leaves at least 1."""
     if units is None:
         size = abs(num)
         fitting = (unit for unit, scale in _SCALES.items() if size >= scale)
@@ -16,26 +16,26 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def flops_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`1083328` as `1.08 MFLOPS`."""
+    """Format `1083328` as `1.08 MFLOPS`."""
     return f"{number_to_string(num, units, precision)}FLOPS"
 
 
 def macs_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`499136` as `499.14 KMACs`."""
+    """Format `499136` as `499.14 KMACs`."""
     return f"{number_to_string(num, units, precision)}MACs"
 
 
 def bytes_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`7.25e9` as `7.25 GB`; a unit has 1,000 of the next."""
+    """Format `7.25e9` as `7.25 GB`; a unit has 1,000 of the next."""
     return f"{number_to_string(num, units, precision)}B"
 
 
 def duration_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`0.0123` seconds as `12.3 ms`."""
+    """Format `0.0123` seconds as `12.3 ms`."""
     return f"{number_to_string(num, units, precision)}s"
 
 
 def params_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`7.25e9` as `7.25 B`."""
+    """Format `7.25e9` as `7.25 B`."""
     given = "G" if units == "B" else units
     return number_to_string(num, given, precision).replace("G", "B").strip()

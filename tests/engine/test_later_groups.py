@@ -432,7 +432,7 @@ def add_to_a_destroyed_engine() -> None:
     optimizer = engine.optimizer
     engine.destroy()
     model[0].requires_grad_(True)
-    with pytest.raises(OptimizerError, match="the engine was destroyed; initialize anew"):
+    with pytest.raises(OptimizerError, match="the engine was destroyed; initialize again"):
         optimizer.add_param_group({"params": [model[0].weight]})
 
 

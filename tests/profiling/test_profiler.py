@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_after_the_step_says_that_nothing_is_profiled(caplog,
     with caplog.at_level(logging.WARNING):
         train(again, range(2, 4))
     again.destroy()
-    assert caplog.text.count("profile_step is 1, but training goes on from update 3") == 1
+    assert caplog.text.count("profile_step is 1, but training continues from update 3") == 1
 
 
 def test_a_failure_in_the_profiled_update_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_profiler_by_hand(capsys, tmp_path: Path) -> None:
     [
         ({"input_shape": [1, 4]}, r"a tuple of at least one size, got \[1, 4\]"),
         ({"input_shape": ()}, "a tuple of at least one size"),
-        ({}, "give input_shape, or args and kwargs"),
+        ({}, "pass input_shape, or args and kwargs"),
         ({"input_shape": (1, 6), "mode": "backward"}, '"forward" or "generate"'),
         ({"model": None, "input_shape": (1, 6)}, "must be a torch.nn.Module, got NoneType"),
     ],
