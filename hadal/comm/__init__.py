@@ -1,9 +1,9 @@
-"""Ranks and what they say to each other; for users, the functions of `torch.distributed`, counted.
+"""Communication between ranks; for users, the functions of `torch.distributed`, logged.
 
 Words of this folder.
 
 rank        one process of the job               world   all of them
-ranks       the group of ranks that share one job of work (`Ranks`): here, all data-parallel ranks
+ranks       the group of ranks that share one task (`Ranks`): here, all data-parallel ranks
 collective  a call that all ranks of a group make together, in one order
 pending     a collective that has been started and not yet waited for
 wire        the dtype in which values travel

@@ -1,8 +1,8 @@
-"""A bell at every rank: another one asks for values while the program here does something else.
+"""Requests between ranks that are answered while the program is busy with something else.
 
-A thread looks at the store that the ranks met in, a few times a second while somebody may ask, and
-more often while somebody does. What it answers travels in pairs on the host, so that it meets none
-of the program's collectives, whichever it is in.
+A thread polls the store of the rendezvous, a few times a second while a rank may ask, and more
+often while one does. Its answers travel in pairs on the host, so they never mix with the program's
+collectives, whichever of them is under way.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from hadal.comm.transport import ANSWER
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two looks, and while somebody is asking; how long he is expected to ask again. The
-# store answers a thousand looks a second at the most, however many ranks there are.
+# Seconds between two polls, and while a rank asks; how long it is expected to ask again. The store
+# answers a thousand polls a second at most, however many ranks there are.
 _PAUSE_S, _SHORT_PAUSE_S, _ASKING_S, _LOOKS_PER_S = 0.2, 0.002, 2.0, 1000
 _LAST_LOOK_S = 2.0
 
 
 class Desk(Protocol):
-    """Whoever answers."""
+    """The answering side of a bell."""
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody may ask now: nobody looks else."""
+        """Return True if a rank may ask now; otherwise the bell does not poll."""
 
     def answer(self, what: Sequence[int]) -> Tensor | None:
-        """In the bell's thread: what some numbers ask for, 1-D and on the host; None: not yet."""
+        """Return the requested values, 1-D on the host; None: not yet. For the bell's thread."""
 
 
 class Bell:
-    """This rank's bell, and the way to the others'."""
+    """This rank's bell, which also asks the other ranks."""
 
     _present: ClassVar[tuple[weakref.ref[dist.ProcessGroup], Bell] | None] = None
 
@@ -65,12 +65,12 @@ class Bell:
 
     @classmethod
     def here(cls) -> Bell | None:
-        """The one of the running world; None where its ranks have no store."""
+        """Return the bell of the running world; None if its ranks have no store."""
         world = dist.group.WORLD
         if world is None or not hasattr(world, "get_group_store"):
             return None
         if cls._present is None or cls._present[0]() is not world:
-            # A store that is waited in lets nobody else in: the program may do so with the world's.
+            # A wait on a store locks it, and the program may be waiting on the world's.
             store: Any = PrefixStore("hadal/bell", world.get_group_store())
             store = store.clone()
             made = cls(store, dist.get_rank(), dist.get_world_size())
@@ -78,9 +78,9 @@ class Bell:
         return cls._present[1]
 
     def open(self, desk: Desk, ranks: Ranks) -> int:
-        """Let `ranks` ask a desk, as long as it lives.
+        """Let `ranks` ask a desk as long as it lives; return the desk's number.
 
-        Its number is the same on all of them, if they open theirs in one order.
+        The number is the same on all of them if they open their desks in one order.
         """
         group = _name_of(ranks)
         self._count[group] += 1
@@ -91,7 +91,7 @@ class Bell:
     def ask(
         self, desk: int, what: Sequence[int], full: Tensor, ranks: Ranks, label: str
     ) -> Pending:
-        """Fill the other ranks' slices of 1-D `full` with what their desks of a number answer."""
+        """Fill the other ranks' slices of 1-D `full` with the answers of their desks."""
         rows = full.view(ranks.size, -1)
         on_host = rows if full.device.type == "cpu" else torch.empty_like(rows, device="cpu")
         coming = [(on_host[other], other) for other in ranks.others]
@@ -110,9 +110,9 @@ class Bell:
         return Pending(label, works, None if on_host is rows else bring)
 
     def all_come(self, where: Sequence[int], ranks: Ranks, patience: float) -> bool:
-        """Whether all of `ranks` come to a place, each within so many seconds after any other.
+        """Wait for `ranks` at a place; return True if each came within `patience` s of another.
 
-        All that come are told the same. No place may be come to twice.
+        All that come get the same answer. Each place is used once.
         """
         place = f"{_name_of(ranks)}/{json.dumps(where)}"
         first, verdict = f"{place}/first", f"{place}/verdict"
@@ -144,7 +144,7 @@ class Bell:
         return any(desk.is_asked for desk in found)
 
     def _hear(self) -> bool:
-        """Answer whoever has rung first, if anybody has."""
+        """Answer the request that came first, if there is one."""
         key = f"{self._rank}/{self._heard + 1}"
         if not self._store.check([key]):
             return False

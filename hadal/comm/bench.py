@@ -1,4 +1,4 @@
-"""How fast collectives are here: each of them over messages of many sizes."""
+"""Benchmarks of collectives: each kind over messages of many sizes."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from hadal.errors import UsageError
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 WAYS = ("hadal", "torch", "training")
-"""Whose calls: `hadal.comm`'s, torch's own, or what an engine does in training."""
+"""Implementation: `hadal.comm`'s calls, torch's own, or the engine's in training."""
 # Buffers of a message that one measurement holds, and a little room.
 _BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How each size is measured."""
+    """Settings for measuring each size."""
 
     dtype: torch.dtype = torch.float32
     trials: int = 20
     warmups: int = 5
     is_async: bool = False
-    """Whether calls are started and then waited for."""
+    """True: start calls, then wait for them."""
     way: str = "hadal"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One kind at one size."""
+    """The result of one kind at one size."""
 
     kind: str
     nbytes: int
-    """Of the message: see `hadal.comm.bandwidth`."""
+    """Bytes of the message: see `hadal.comm.bandwidth`."""
     numel: int
     seconds: float
-    """Of one call: the median over the trials, on the slowest rank."""
+    """Time of one call: the median over the trials, on the slowest rank."""
     algorithm_bandwidth: float
     bus_bandwidth: float
 
 
 class _Bench(NamedTuple):
-    """What a call works on: a message, and an even cut of it for each rank."""
+    """Buffers of a call: a message, and an even slice of it for each rank."""
 
     ranks: Ranks
     full: Tensor
@@ -61,7 +61,7 @@ class _Bench(NamedTuple):
 
 
 def numels_between(least: int, most: int, factor: int, ranks: int) -> list[int]:
-    """Numbers of elements, each `factor` times the one before and a multiple of `ranks`."""
+    """Return numbers of elements, each `factor` times the last and a multiple of `ranks`."""
     found, numel = set(), least
     while numel <= most:
         found.add(max(1, numel // ranks) * ranks)
@@ -70,7 +70,7 @@ def numels_between(least: int, most: int, factor: int, ranks: int) -> list[int]:
 
 
 def numel_of_memory(share: float, dtype: torch.dtype, ranks: Ranks) -> int:
-    """Elements of the message with which a measurement takes a share of the free memory.
+    """Return how many elements a message has whose measurement takes `share` of the free memory.
 
     Ranks that compute on one host's CPUs share its memory.
     """
@@ -84,7 +84,7 @@ def numel_of_memory(share: float, dtype: torch.dtype, ranks: Ranks) -> int:
 
 
 def sweep(kinds: Sequence[str], numels: Sequence[int], trial: Trial) -> Iterator[Measured]:
-    """Measure every kind at every size. All ranks must take all of it.
+    """Measure every kind at every size. All ranks must exhaust the iterator.
 
     Raises:
         UsageError: no such kind or way.
@@ -113,7 +113,7 @@ def measure(kind: str, numel: int, trial: Trial, ranks: Ranks) -> Measured:
         call()
         stamps.append(Stamp(device))
     synchronize(device)
-    # One call that other work on the machine has held up says nothing of the others.
+    # A single call that other work on the machine delayed says nothing about the others.
     own = median(after.seconds_since(before) for before, after in pairwise(stamps))
     slowest = torch.tensor([own], dtype=torch.float64)
     collectives.max_(slowest, ranks, "the slowest rank")
@@ -130,7 +130,7 @@ def measure(kind: str, numel: int, trial: Trial, ranks: Ranks) -> Measured:
 
 
 def _call_of(kind: str, trial: Trial, bench: _Bench) -> Callable[[], object]:
-    """One call, from its start to its end."""
+    """Return a function that makes one call, from its start to its end."""
     if trial.way == "training":
         return _call_of_training(kind, trial, bench)
     if kind == "pt2pt":
@@ -154,13 +154,13 @@ def _call_of(kind: str, trial: Trial, bench: _Bench) -> Callable[[], object]:
 
 
 def _found(way: str, name: str) -> Callable[..., Any]:
-    """Ours, or torch's, which has renamed some."""
+    """Return our function of a name, or torch's, which has renamed some."""
     ours: Callable[..., Any] = getattr(functions, name)
     return getattr(dist, ours.__name__, ours) if way == "torch" else ours
 
 
 def _between_two(way: str, bench: _Bench) -> Callable[[], object]:
-    """Rank 0 sends, rank 1 receives; the others have nothing to do."""
+    """Return a call in which rank 0 sends and rank 1 receives; other ranks do nothing."""
     rank = bench.ranks.rank
     if rank > 1 or bench.ranks.size == 1:
         return lambda: None

@@ -1,9 +1,9 @@
-"""Gathers and reductions whose values travel coded: as fewer bytes than they have.
+"""Gathers and reductions of values that a codec encodes into fewer bytes.
 
-What travels are bytes, by the same calls as everything else, between the processes of one host
-too. A codec rounds; where, is the same for all ranks: of a gather each rank decodes every slice,
-its own as well, so that all hold the same bits; of a reduction each rank adds up its own values as
-they are and what the others have sent.
+The bytes travel by the same calls as everything else, also between the processes of one host. A
+codec rounds, on all ranks in the same place: in a gather each rank decodes every slice, its own
+as well, so that all hold the same bits; in a reduction each rank adds its own exact values to
+those that the others have sent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _CODED = 31
 def start_coded_gather(
     full: Tensor, ranks: Ranks, codec: Codec, gather: Callable[[Tensor], Pending]
 ) -> Pending:
-    """Fill the slices of 1-D `full` with what the codec makes of those that the ranks hold.
+    """Fill the slices of 1-D `full` with the decoded slices of all ranks.
 
-    Mine must be in its place. `gather` begins to fill the slices of a tensor of bytes, over several
-    `ranks`.
+    This rank's must be in its place. `gather` starts to fill the slices of a tensor of bytes, over
+    several `ranks`.
     """
     nbytes = codec.wire_bytes(full.numel() // ranks.size)
     wire = torch.empty(nbytes * ranks.size, dtype=torch.uint8, device=full.device)
@@ -44,9 +44,9 @@ def start_coded_gather(
 
 
 class Messages:
-    """What encodes the gradients of one bucket, for each rank that a part of them is sent to.
+    """Encoders of one bucket's gradients, one for each rank that receives a slice of them.
 
-    With `decay`, what is lost of a message is added to the next one to the same rank.
+    With `decay`, the error of a message is added to the next one to the same rank.
     """
 
     def __init__(self, codec: Codec, decay: float | None = None) -> None:
@@ -55,7 +55,7 @@ class Messages:
         self._errors: dict[tuple[int, int], ErrorFeedback] = {}
 
     def encode(self, values: Tensor, out: Tensor, hop: int, place: int) -> None:
-        """Write `values` into `out`; the hop, and the place of the values in it, name a message."""
+        """Write `values` into `out`; the hop and the values' place in it identify the message."""
         if self._decay is None:
             self.codec.encode(values, out)
             return
@@ -65,17 +65,17 @@ class Messages:
         self._errors[key].encode(values, out)
 
     def rescale(self, factor: float) -> None:
-        """Values will be `factor` times as large from now on, and so is what was lost of them."""
+        """Scale the residuals, as values will be `factor` times as large from now on."""
         for error in self._errors.values():
             error.rescale(factor)
 
     def drop(self) -> None:
-        """Forget what was lost."""
+        """Forget the residuals."""
         self._errors.clear()
 
     @property
     def residuals(self) -> list[Tensor]:
-        """What has been lost and is to be sent, for each message."""
+        """Return the residual of each message: what was lost and is still to be sent."""
         return [error.residual for error in self._errors.values() if error.residual is not None]
 
 
@@ -91,15 +91,15 @@ def start_coded_reduce_scatter(
     """Put the sum over all ranks of my slice of 1-D `full`, times `factor`, into `out`.
 
     Or add it to `out`. It is added up in float32. `hops` is the group of all ranks, or two: first
-    the ranks inside my node add up, for each other node's rank that stands where I do in mine, what
-    that one will keep; then these sums, coded anew, go to the ranks across. Slices lie by node, and
-    by rank in each.
+    the ranks inside my node sum the slices of the ranks that have my place in other nodes; then
+    these sums, encoded again, go to those ranks across nodes. Slices are ordered by node, and by
+    rank in each.
     """
     exact = torch.promote_types(torch.float32, full.dtype)
 
     def start_hop(number: int, values: Tensor) -> Pending:
         ranks = hops[number]
-        # For each rank of the hop, its slice for every group of those that come after.
+        # For each rank of this hop: its slice for every group of the hops that follow.
         table = values.view(-1, ranks.size, out.numel()).transpose(0, 1)
         totals = torch.empty(table.shape[1:], dtype=exact, device=full.device)
         pending = _start_sum(table, totals, ranks, messages, number, label)
@@ -113,7 +113,7 @@ def start_coded_reduce_scatter(
 def _start_sum(
     table: Tensor, totals: Tensor, ranks: Ranks, messages: Messages, hop: int, label: str
 ) -> Pending:
-    """Send (slices, numel) `table[r]` to each rank r; `totals` becomes the sum of all for me."""
+    """Send (slices, numel) `table[r]` to each rank r; `totals` becomes my sum over all ranks."""
     codec = messages.codec
     _, count, numel = table.shape
     nbytes = codec.wire_bytes(numel)
@@ -126,7 +126,7 @@ def _start_sum(
             messages.encode(table[other, number], wire[other, number], hop, place)
     outgoing = [wire[r].view(-1) if r != ranks.rank else nothing for r in range(ranks.size)]
     incoming = [found[r].view(-1) if r != ranks.rank else nothing for r in range(ranks.size)]
-    # What the others are not sent is added up as it is.
+    # My own summand is added exactly: only messages are encoded.
     totals.copy_(table[ranks.rank])
 
     def add_up() -> None:

@@ -1,8 +1,8 @@
 """The collectives of the mechanism.
 
-What is asked for is mostly the *mean* over the ranks, divided before it is rounded to a 16-bit
-dtype, so that averaging cannot overflow where the values themselves do not; `Factors` say what else
-it may be. How they travel: `hadal.comm.transport`.
+Reductions mostly compute the *mean* over the ranks, divided before it is rounded to a 16-bit dtype,
+so that averaging cannot overflow unless the values themselves do; `Factors` describe the other
+reductions. `hadal.comm.transport` sends and receives.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hadal.comm.pending import Pending, finished, relayed
 from hadal.comm.ranks import Ranks
 from hadal.comm.transport import CODE, EXCHANGE, GATHER, HOP, SMALL, SPREAD, transport_of
 
-# Ranks and bytes up to which each tells all others what it has, in place of a collective.
+# Limits on ranks and bytes for sending to every rank directly, in place of a collective.
 _FEW_RANKS, _FEW_BYTES = 8, 4096
 
 _OF_OBJECTS = "an exchange of objects between ranks"
 
 
 def slice_of(full: Tensor, rank: int, ranks: Ranks) -> Tensor:
-    """The even cut of the 1-D `full` that belongs to `rank`."""
+    """Return the even slice of 1-D `full` that belongs to `rank`."""
     numel = full.numel() // ranks.size
     return full[rank * numel : (rank + 1) * numel]
 
 
 def _table(full: Tensor, ranks: Ranks) -> Tensor:
-    """The slices of all ranks, as rows."""
+    """Return the slices of all ranks as rows."""
     return full.view(ranks.size, full.numel() // ranks.size)
 
 
@@ -48,7 +48,7 @@ def start_all_gather(full: Tensor, ranks: Ranks, label: str, tag: int = GATHER) 
 
 
 def start_gather_in_pieces(full: Tensor, ranks: Ranks, label: str, numel: int) -> Pending:
-    """As `start_all_gather`, at most `numel` elements of `full` at a time, one after the other."""
+    """Gather as `start_all_gather`, at most `numel` elements of `full` at a time, in order."""
     if ranks.size == 1:
         return finished(label)
     gather = partial(transport_of(full, ranks).gather, ranks=ranks, label=label, tag=GATHER)
@@ -60,10 +60,10 @@ def start_gather_in_pieces(full: Tensor, ranks: Ranks, label: str, numel: int) -
 
 
 def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str) -> Pending:
-    """As `start_all_gather` over the ranks of several nodes, each byte once into each node.
+    """Gather as `start_all_gather` over several nodes; each byte enters each node once.
 
-    First the shards of the ranks `across` nodes that stand where I do in theirs, then what the
-    ranks `inside` my node have got. Slices of `full` lie by node, and by rank in each.
+    First gather the shards of the ranks `across` nodes that have my place in theirs, then what the
+    ranks `inside` my node have got. Slices of `full` are ordered by node, and by rank in each.
     """
     shape = across.size, inside.size, full.numel() // (across.size * inside.size)
     by_node = full.view(shape)
@@ -72,7 +72,7 @@ def start_gather_in_hops(full: Tensor, across: Ranks, inside: Ranks, label: str)
     slice_of(mine, across.rank, across).copy_(by_node[across.rank, inside.rank])
     pending = relayed(
         start_all_gather(mine, across, label),
-        # In an order of its own: other gathers inside the node may have overtaken it.
+        # With a tag of its own: other gathers inside the node may have overtaken it.
         lambda: start_all_gather(by_rank, inside, label, HOP),
         full.device,
     )
@@ -92,7 +92,7 @@ def start_reduce_scatter(
     """Put the mean over all ranks of my slice of 1-D `full` into `out` (or add it to `out`).
 
     `out` may be my slice of `full` itself. `full` must not be touched until the wait is over. The
-    values travel in dtype `wire`. `factors` make something else than the mean of the sum.
+    values travel in dtype `wire`. `factors` replace those of the mean.
     """
     factors = factors or Factors.of_mean(ranks.size)
     if ranks.size == 1:
@@ -112,10 +112,10 @@ def start_all_reduce(
     label: str,
     factors: Factors | None = None,
 ) -> Pending:
-    """Replace 1-D `full` by its mean over all ranks (or what `factors` say), the same bits on each.
+    """Replace 1-D `full` by its mean over all ranks (or as `factors` say), the same bits on each.
 
-    It travels in dtype `wire`. On the host a slice's sum travels from the rank that adds it up in
-    `wire` too, but no wider than `full` is.
+    It travels in dtype `wire`. On the host the rank that sums a slice also sends the sum in `wire`,
+    but no wider than `full`.
     """
     if ranks.size == 1:
         return finished(label)
@@ -132,7 +132,7 @@ def start_exchange(
 ) -> Pending:
     """Send 1-D `outgoing[r]` to each rank r, and put what r sends here into 1-D `incoming[r]`.
 
-    All are of one dtype, on one device. Both sides know the lengths; what is empty does not travel.
+    All are of one dtype, on one device. Both sides know the lengths; empty tensors are not sent.
     None of them may be touched until the wait is over.
     """
     if ranks.size == 1:
@@ -142,9 +142,9 @@ def start_exchange(
 
 
 def start_scatter(full: Tensor, source: int, ranks: Ranks, label: str) -> Pending:
-    """Fill this rank's even cut of 1-D `full` with `source`'s values of it; other cuts may be, too.
+    """Fill this rank's even slice of 1-D `full` from `source`; other slices may be filled, too.
 
-    An accelerator's broadcast takes `source` no longer, and no call for each rank.
+    On an accelerator a broadcast takes `source` no longer, and needs no call for each rank.
     """
     if not ranks.exchanges_in_pairs(full.device):
         broadcast_(full, source, ranks, label)
@@ -189,7 +189,7 @@ def max_(tensor: Tensor, ranks: Ranks, label: str) -> None:
 
 
 def gather_objects(value: object, ranks: Ranks) -> list[Any]:
-    """Every rank's picklable `value`, by rank. For start-up and errors: it is slow."""
+    """Return every rank's picklable `value`, by rank. For start-up and errors: it is slow."""
     if ranks.size == 1:
         return [value]
     values: list[Any] = [None] * ranks.size
@@ -198,7 +198,7 @@ def gather_objects(value: object, ranks: Ranks) -> list[Any]:
 
 
 def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
-    """The same for the first rank alone; the others are given nothing."""
+    """Gather objects on the first rank alone; the others get an empty list."""
     if ranks.size == 1:
         return [value]
     values: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
@@ -207,19 +207,19 @@ def gather_objects_at_first(value: object, ranks: Ranks) -> list[Any]:
 
 
 def gather_codes(code: int, ranks: Ranks, label: str = "an agreement between ranks") -> list[int]:
-    """Every rank's whole number, by rank: one small exchange on the host, two where they differ."""
+    """Return every rank's integer, by rank: one small exchange on the host, two if they differ."""
     return gather_codes_and_least(code, 0, ranks, label)[0]
 
 
 def gather_codes_and_least(
     code: int, count: int, ranks: Ranks, label: str
 ) -> tuple[list[int], int]:
-    """As `gather_codes`, and the least of every rank's `count` beside it."""
+    """Gather codes as `gather_codes`, and the least of every rank's `count`."""
     if ranks.size == 1:
         return [code], count
     least = None
     if ranks.size > 2:
-        # Mostly all are equal, which the largest and the smallest tell in log(size) messages.
+        # Usually all are equal, which the largest and the smallest show in log(size) messages.
         bounds = torch.tensor([code, -code, -count])
         max_(bounds, ranks, label)
         largest, smallest, least = int(bounds[0]), -int(bounds[1]), -int(bounds[2])
@@ -240,7 +240,7 @@ def _small_reduction(
     if not (few and tensor.device.type == "cpu"):
         labelled(label, functions.all_reduce, tensor, operation, ranks.group_for(tensor))
         return
-    # Every rank sees what each has, and takes it in the order of ranks: the same bits on all.
+    # Every rank receives each value, and reduces in rank order: the same bits on all.
     values = torch.stack([tensor] * ranks.size)
     leaving = [(values[ranks.rank], other) for other in ranks.others]
     coming = [(values[other], other) for other in ranks.others]

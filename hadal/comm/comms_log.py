@@ -1,9 +1,9 @@
-"""The log of collectives: how many, how long, how fast. It waits for nothing.
+"""The log of collectives: how many, how long, how fast. It never waits.
 
-What is under way is a record: a stamp where it began, and one where its last work ended. The end of
-a work is told by whoever knows it first: the thread that takes messages from a neighbour, torch's
-future of the work (on an accelerator it lets a stamp into a stream behind the collective), or,
-where a backend has none (gloo's sends and reduce-scatters), the one who waits for it.
+A collective under way is a record: a stamp of its beginning, and one of its last work's end. The
+end of a work is reported by whoever knows it first: the thread that receives from a neighbour,
+torch's future of the work (on an accelerator it puts a stamp into a stream behind the collective),
+or, if a backend has none (gloo's sends and reduce-scatters), the thread that waits for it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _log = logging.getLogger(__name__)
 _KEPT = 1000
 # Records under way above which all of them are looked at, and not only the oldest.
 _MANY = 64
-# Of whom a call site is not wanted.
+# Files that are never reported as a call site.
 _OWN = ("hadal.comm", "hadal.compat")
 
 
 @dataclass(frozen=True, slots=True)
 class LogChoice:
-    """What is recorded."""
+    """The choice of collectives to record."""
 
     verbose: bool = False
-    """Whether each collective is a line of the log."""
+    """True: log a line for each collective."""
     prof_all: bool = True
     prof_ops: tuple[str, ...] = ()
-    """The kinds that are recorded where `prof_all` is false; a function's name stands for its kind.
+    """The kinds that are recorded if `prof_all` is false; a function's name stands for its kind.
     """
     debug: bool = False
-    """Whether calls from different places are told apart."""
+    """True: tell calls from different places apart."""
 
     def __post_init__(self) -> None:
         kinds = tuple(KIND_OF.get(name, name) for name in self.prof_ops)
@@ -63,22 +63,22 @@ class LogChoice:
             )
 
     def wants(self, operation: str) -> bool:
-        """Whether collectives of a kind are recorded."""
+        """Return True if collectives of this kind are recorded."""
         return self.prof_all or operation in self.prof_ops
 
 
 class Key(NamedTuple):
-    """What is counted together."""
+    """The properties that calls counted together share."""
 
     operation: str
     nbytes: int
-    """Of the message, as it travels."""
+    """Bytes of the message, as it travels."""
     dtype: str
-    """In which it travels; `object` for a pickle."""
+    """The dtype in which it travels; `object` for a pickle."""
     ranks: tuple[int, ...]
-    """The numbers in the world of those who took part."""
+    """The ranks of the world that took part."""
     site: str
-    """Where it was called, or what for; empty unless `debug`."""
+    """The call site or purpose; empty unless `debug`."""
 
 
 class Record:
@@ -96,19 +96,19 @@ class Record:
         self.began = Stamp(device)
 
     def give_up(self) -> None:
-        """It has failed, and is not counted."""
+        """Drop the record: the collective has failed, and is not counted."""
         self.is_void = True
         self.end()
 
     def is_long(self, nbytes: int) -> None:
-        """Its message is so long, which was not known when it began."""
+        """Set the message's bytes, which were not known when it began."""
         self.key = self.key._replace(nbytes=nbytes)
         self.sent = _least_sent(self.key)
 
     def parts(self, count: int) -> list[Callable[[], None]]:
-        """One call for each of its works, to be made when that has ended; more often is harmless.
+        """Return a callback for each work, to be called when that ends; repeats are harmless.
 
-        Any thread may make it.
+        Any thread may call it.
         """
         self._left = set(range(count))
         if not count:
@@ -121,18 +121,18 @@ class Record:
             self.end()
 
     def end(self) -> None:
-        """All of it has ended, or on an accelerator ends where its stream stands."""
+        """Record the end of the last work; on an accelerator, the current point of its stream."""
         if self.ended is None:
             self.ended = Stamp(self._device)
 
     @property
     def is_over(self) -> bool:
-        """Whether its end has come, and been reached."""
+        """Return True if the end was recorded and the device has reached it."""
         return self.ended is not None and self.ended.is_reached
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Return the seconds that it took."""
         assert self.ended is not None  # it is over
         return self.ended.seconds_since(self.began)
 
@@ -145,7 +145,7 @@ def _least_sent(key: Key) -> int:
 
 @dataclass(slots=True)
 class _Entry:
-    """All calls of one key that are over."""
+    """The finished calls of one key."""
 
     count: int = 0
     sent: int = 0
@@ -165,24 +165,24 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the log has of one kind of call, message, group and call site, on this rank."""
+    """The log's entry for one kind of call, message, group and call site, on this rank."""
 
     operation: str
     nbytes: int
-    """Of one message, as it travels; see `hadal.comm.bandwidth` for what counts as the message."""
+    """Bytes of one message, as it travels; `hadal.comm.bandwidth` defines the message."""
     dtype: str
     ranks: tuple[int, ...]
     site: str
     count: int
     total_nbytes: int
     sent_nbytes: int
-    """What this rank has sent to others; where a backend chooses the way, what is sent at least."""
+    """Bytes that this rank has sent; if a backend chooses the route, the least possible."""
     seconds: float
-    """All calls together, each from its start to its end."""
+    """Seconds of all calls together, each from its start to its end."""
     least_s: float
     most_s: float
     latencies_s: tuple[float, ...]
-    """Of the latest calls, the oldest of them first."""
+    """Seconds of each of the latest calls, the oldest first."""
     lost_s: dict[int, float] | None = None
     """By rank: seconds lost in the latest calls on ranks that came later; None: not asked for, or
     the ranks have not as many of these calls."""
@@ -209,7 +209,7 @@ class Row:
 
 
 class CommsLog:
-    """What has been recorded, and what is under way."""
+    """The recorded collectives, and those under way."""
 
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
@@ -227,7 +227,7 @@ class CommsLog:
         label: str,
         times: int = 1,
     ) -> Record | None:
-        """Begin a record of a message `times` as long as `tensors`; None where it is not wanted."""
+        """Begin a record of a message `times` as long as `tensors`; None if it is not wanted."""
         if not (self.is_on and self.choice.wants(operation)):
             return None
         found = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -243,13 +243,13 @@ class CommsLog:
         return record
 
     def reset(self) -> None:
-        """Forget what was recorded, and what is under way."""
+        """Forget all records, also of what is under way."""
         with self._lock:
             self._open.clear()
             self._entries.clear()
 
     def rows(self) -> list[Row]:
-        """What is over, by operation, and the largest messages first."""
+        """Return the finished calls by operation, largest messages first."""
         self._settle(all_of_them=True)
         with self._lock:
             entries = dict(self._entries)
@@ -258,7 +258,7 @@ class CommsLog:
         return [_row(key, entries[key]) for key in order]
 
     def _settle(self, all_of_them: bool = False) -> None:
-        """Take what is over from what is under way."""
+        """Count the finished ones of those under way."""
         with self._lock:
             over: list[Record] = []
             if all_of_them or len(self._open) > self._many:
@@ -311,7 +311,7 @@ _ranks_of: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictio
 
 
 def numbers_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The numbers in the world of a group's ranks."""
+    """Return the ranks of the world that are in a group."""
     if not isinstance(group, dist.ProcessGroup):
         group = dist.group.WORLD
     if group is None:
@@ -323,7 +323,7 @@ def numbers_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _caller() -> str:
-    """The first place on the stack that is not one of ours."""
+    """Return the innermost place on the stack outside of this library and torch."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(_OWN):
         frame = frame.f_back
@@ -341,7 +341,7 @@ reset_log = comms_log.reset
 def start_log(
     verbose: bool = False, prof_all: bool = True, prof_ops: Sequence[str] = (), debug: bool = False
 ) -> None:
-    """Record collectives from here on; what is recorded stays.
+    """Record collectives from now on; earlier records stay.
 
     Args:
         verbose: write a line to the log for each of them.
@@ -358,13 +358,13 @@ def start_log(
 
 
 def stop_log() -> None:
-    """Record no more; what is under way comes to its end."""
+    """Stop recording; what is under way comes to its end."""
     comms_log.is_on = False
 
 
 @contextmanager
 def pause_log() -> Iterator[None]:
-    """Around what is not to be recorded."""
+    """Record nothing inside the block."""
     before, comms_log.is_on = comms_log.is_on, False
     try:
         yield
@@ -373,5 +373,5 @@ def pause_log() -> Iterator[None]:
 
 
 def is_logging() -> bool:
-    """Whether collectives are recorded."""
+    """Return True if collectives are recorded."""
     return comms_log.is_on

@@ -1,4 +1,4 @@
-"""The mean over ranks in two compressed hops, where what is lost on the way is sent later.
+"""The mean over ranks in two compressed hops; errors of the encoding are sent later.
 
 Each rank sends every other one the encoded slice that this one owns; the owner decodes and averages
 them, and sends the mean, encoded anew, to all. Both sides remember what their encoding has lost and
@@ -19,23 +19,23 @@ from hadal.comm.pending import Pending, finished
 from hadal.comm.ranks import Ranks
 
 Put = Callable[[int, Tensor], None]
-"""Is given the mean slice by slice: where it begins, and its values, which last for the call."""
+"""A function that gets the mean slice by slice: its offset, and its values, valid for the call."""
 
 
 class Owed(NamedTuple):
-    """What this rank has to tell and has not told yet."""
+    """The values that this rank has still to send."""
 
     mine: Tensor
-    """Of its own values: as many as there are."""
+    """Residual of its own values: one for each of them."""
     of_mean: Tensor
-    """Of the mean of its slice."""
+    """Residual of the mean of its slice."""
 
 
 class CompressedMean:
-    """Averages one long 1-D value over ranks, again and again.
+    """The repeated average of one long 1-D value over ranks.
 
-    What is to be averaged is added to `owed.mine`, at any time before an exchange. The values are a
-    multiple of the ranks. Alone nothing travels, so nothing is compressed.
+    Add the values to `owed.mine`, at any time before an exchange. Their number is a multiple of the
+    ranks. A single rank sends nothing, so nothing is compressed.
     """
 
     def __init__(self, numel: int, ranks: Ranks, codec: Codec, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class CompressedMean:
         )
 
     def forget(self) -> None:
-        """Owe nothing."""
+        """Clear what is owed."""
         for owed in self.owed:
             owed.zero_()
 
@@ -67,7 +67,7 @@ class CompressedMean:
         return pending.then(lambda: self._start_spread(coming, put, label))
 
     def _start_spread(self, coming: Sequence[Tensor], put: Put, label: str) -> Pending:
-        """Average what has come for my slice, and send that to all."""
+        """Average the messages received for my slice, and send the mean to all."""
         ranks, codec, mean = self._ranks, self._codec, self.owed.of_mean
         for wire in coming:
             codec.decode_add(wire, mean, 1.0 / ranks.size)
@@ -83,12 +83,12 @@ class CompressedMean:
         return start_all_gather(whole, ranks, label).then(arrive)
 
     def _encode(self, values: Tensor, wire: Tensor) -> None:
-        """Fill `wire`, and leave in `values` what it does not tell."""
+        """Fill `wire`, and leave the error of the encoding in `values`."""
         self._codec.encode(values, wire)
         self._codec.decode_add(wire, values, -1.0)
 
     def _room(self) -> Tensor:
-        """For a wire of each slice."""
+        """Return an empty buffer for a wire of each slice."""
         nbytes = self._codec.wire_bytes(self.owed.of_mean.numel())
         return torch.empty(
             nbytes * self._ranks.size, dtype=torch.uint8, device=self.owed.mine.device

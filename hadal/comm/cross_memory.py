@@ -1,8 +1,8 @@
 """Sends and receives between two processes of one host, which read from each other's memory.
 
-What is offered is told by a small message on a Unix socket: where it lies, and how long it is. A
-thread of the receiver copies it to where it is wanted and says that it is taken. Short tensors
-travel in the message itself.
+A sender offers a tensor by a small message on a Unix socket: its address and length. A thread of
+the receiver copies it to its destination and acknowledges it. Short tensors travel in the message
+itself.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ MEETING_S = 60.0
 _HEADER = struct.Struct("<BQIQQQ")
 _OFFER, _SHORT_OFFER, _TAKEN, _REFUSED = 1, 2, 3, 4
 _Channel = tuple[int, int]
-"""A group and a tag: offers and wishes meet by their order within it."""
+"""A group and a tag: offers and receives are matched by their order within it."""
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class _Vector(ctypes.Structure):
-    """`struct iovec`: where bytes lie."""
+    """`struct iovec`: an address and a length."""
 
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 @cache
 def system() -> ctypes.CDLL | None:
-    """The C library; None where the system has no cross-memory attach."""
+    """Return the C library; None if the system has no cross-memory attach."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -56,7 +56,7 @@ def system() -> ctypes.CDLL | None:
 
 
 def read(pid: int, source: int, target: int, nbytes: int) -> None:
-    """Copy bytes of another process's memory. The interpreter's lock is free meanwhile."""
+    """Copy bytes of another process's memory, with the interpreter's lock released."""
     library = system()
     assert library is not None  # or no neighbour was met
     while nbytes:
@@ -81,21 +81,21 @@ class Ended:
         self._heir: Callable[[], None] | None = None
 
     def end(self, fault: str = "") -> None:
-        """It is over; with a fault where it has failed."""
+        """Mark it as over, or as failed with a fault."""
         self._fault = fault
         self._event.set()
         if self._heir is not None:
             self._heir()
 
     def then(self, act: Callable[[], None]) -> None:
-        """Let `act` be called at the end, by any thread; it may be called twice."""
+        """Call `act` at the end, from any thread; it may be called twice."""
         self._heir = act
         if self._event.is_set():
             act()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Return True if it has ended."""
         return self._event.is_set()
 
     def wait(self) -> None:
@@ -111,7 +111,7 @@ class Ended:
 
 
 class _Received(Ended):
-    """A tensor that is wanted."""
+    """A receive: a tensor to be filled."""
 
     __slots__ = ("_neighbour",)
 
@@ -120,13 +120,13 @@ class _Received(Ended):
         self._neighbour = neighbour
 
     def wait(self) -> None:
-        """As `Ended.wait`; whoever waits copies what the thread has not begun with."""
+        """Wait as `Ended.wait`; copy here what the thread has not begun."""
         self._neighbour.take_what_met()
         super().wait()
 
 
 class _Offer(NamedTuple):
-    """What the other process has for us."""
+    """A tensor that the other process offers."""
 
     number: int
     address: int
@@ -150,7 +150,7 @@ class Neighbour:
         self._number = 0
         self._fault = ""
 
-    # ---- what the caller's thread does -----------------------------------------------------------
+    # ---- in the caller's thread ------------------------------------------------------------------
 
     def send(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
         """Offer a contiguous tensor of the host; it must stay as it is until the end."""
@@ -168,7 +168,7 @@ class Neighbour:
             return sent
 
     def receive(self, tensor: Tensor, group: int, tag: int, timeout: float) -> Ended:
-        """Have a contiguous tensor of the host filled with what the other process offers."""
+        """Let the other process's offer fill a contiguous tensor of the host."""
         received = _Received(tensor, timeout, self)
         channel = group, tag
         with self._lock:
@@ -190,7 +190,7 @@ class Neighbour:
             raise RuntimeError(self._fault)
 
     def _write(self, message: bytes) -> None:
-        """Send a message, or leave it to the thread where the socket is full. With the lock."""
+        """Send a message, or leave it to the thread if the socket is full. Needs the lock."""
         if not self._unwritten:
             try:
                 self._connection.send(message)
@@ -198,30 +198,30 @@ class Neighbour:
             except BlockingIOError:
                 pass
             except OSError:
-                return  # the thread finds the end of the connection, and tells it
+                return  # the thread finds the end of the connection, and reports it
         self._unwritten.append(message)
         self._wake()
 
-    # ---- what the thread does --------------------------------------------------------------------
+    # ---- in the office's thread ------------------------------------------------------------------
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether messages wait for room in the socket."""
+        """Return True if messages wait for room in the socket."""
         return bool(self._unwritten)
 
     def fileno(self) -> int:
-        """The connection's number, for a selector."""
+        """Return the connection's file descriptor, for a selector."""
         return self._connection.fileno()
 
     def flush(self) -> None:
-        """Send what had no room."""
+        """Send the messages that had no room."""
         with self._lock, contextlib.suppress(OSError):
             while self._unwritten:
                 self._connection.send(self._unwritten[0])
                 self._unwritten.popleft()
 
     def listen(self) -> bool:
-        """Act on all messages that have come; False: the connection has ended."""
+        """Act on all messages that have come; return False if the connection has ended."""
         while True:
             try:
                 message = self._connection.recv(_HEADER.size + _SHORT)
@@ -239,7 +239,7 @@ class Neighbour:
             with self._lock:
                 sent = self._untaken.pop(number, None)
             if sent is None:
-                return  # whoever answered was interrupted, and has answered twice
+                return  # the answering call was interrupted, and has answered twice
             sent.end("" if kind == _TAKEN else f"process {self.pid} could not take it")
             return
         short = message[_HEADER.size :] if kind == _SHORT_OFFER else None
@@ -253,7 +253,7 @@ class Neighbour:
         self._take(received, offer)
 
     def take_what_met(self) -> None:
-        """Copy what was offered before it was wanted."""
+        """Copy the tensors whose offers came before their receives."""
         while True:
             with self._lock:
                 if not self._met:
@@ -262,8 +262,8 @@ class Neighbour:
             try:
                 self._take(received, offer)
             except BaseException:
-                # A signal interrupts whoever waits, at any point: the other process counts on the
-                # answer, and keeps what it offers until then.
+                # A signal may interrupt the wait at any point: the other process needs the
+                # answer, and keeps its tensor until then.
                 with self._lock:
                     self._met.appendleft((received, offer))
                 raise
@@ -285,11 +285,11 @@ class Neighbour:
                 self._write(_HEADER.pack(_REFUSED if fault else _TAKEN, 0, 0, offer.number, 0, 0))
 
     def close(self) -> None:
-        """Give this end of the connection up."""
+        """Close this end of the connection."""
         self._connection.close()
 
     def end(self) -> None:
-        """The other process is gone: nothing will come, and nothing will be taken."""
+        """Fail all sends and receives under way: the other process is gone."""
         self.close()
         with self._lock:
             self._fault = f"connection closed by process {self.pid} of this host"
@@ -303,7 +303,7 @@ class Neighbour:
 
 
 class Office:
-    """This process's end of all connections, and the thread that serves them."""
+    """The connections of this process, and the thread that serves them."""
 
     def __init__(self) -> None:
         self.address = b"\0hadal-" + secrets.token_hex(12).encode()
@@ -318,7 +318,7 @@ class Office:
         self._thread: threading.Thread | None = None
 
     def add(self, address: bytes, pid: int, connection: socket.socket) -> None:
-        """Serve a connection that was tried out."""
+        """Serve a connection that has passed its test."""
         connection.setblocking(False)
         neighbour = Neighbour(pid, connection, self.wake)
         self.neighbours[address] = neighbour
@@ -330,11 +330,11 @@ class Office:
             self._thread.start()
 
     def wake(self) -> None:
-        """Let the thread look at what waits for it."""
+        """Wake the thread, to look at what waits for it."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Give all connections up."""
+        """Close all connections."""
         self.listener.close()
         for neighbour in self.neighbours.values():
             neighbour.close()

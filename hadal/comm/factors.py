@@ -1,4 +1,4 @@
-"""The arithmetic of a sum over ranks: what values are multiplied with, where they are rounded."""
+"""The arithmetic of a sum over ranks: factors and rounding."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ _BLOCK_NUMEL = 1 << 18
 
 
 class Factors(NamedTuple):
-    """What values are multiplied with on their way to a sum over the ranks."""
+    """The factors of a sum over ranks, before and after the addition."""
 
     before: float
-    """On each rank, before they are rounded to the dtype in which they travel."""
+    """Factor of the values on each rank, before they are rounded to the wire's dtype."""
     after: float
-    """The sum, before it is rounded to the dtype in which it is kept."""
+    """Factor of the sum, before it is rounded to its final dtype."""
 
     @classmethod
     def of_mean(cls, world_size: int) -> Factors:
-        """The plain mean: nothing before, everything after."""
+        """Return the factors of the plain mean: nothing before, everything after."""
         return cls(1.0, 1.0 / world_size)
 
     def among(self, copies: int) -> Factors:
-        """The same for one of several groups: the mean over such groups is what these make."""
+        """Return the factors of one of several groups, such that the mean over groups is these."""
         return Factors(self.before, self.after * copies)
 
     def divided_first(self, world_size: int) -> Factors:
-        """The same for a sum that is made in fp16: it does not overflow unless a value does."""
+        """Return factors for a sum in fp16, which overflows only if a value does."""
         before = min(self.before, 1.0 / world_size)
         return Factors(before, self.before * self.after / before)
 
     def at_owner_and_on_arrival(self, is_narrow: bool) -> tuple[float, float]:
-        """`after` as two factors, where an owner's sum travels on in a dtype that may be narrow.
+        """Split `after` in two: for the owner's sum, and for after it has travelled on.
 
-        What shrinks the sum shrinks it before a narrow dtype carries it on, what enlarges it after.
+        A factor that shrinks the sum applies before a narrow dtype carries it, one above 1 after.
         """
         return (1.0, self.after) if is_narrow and self.after > 1.0 else (self.after, 1.0)
 
 
 def for_the_wire(values: Tensor, before: float, wire: torch.dtype) -> Tensor:
-    """`values` times `before`, rounded once to dtype `wire`; `values` themselves where they fit."""
+    """Return `values` times `before`, rounded once to `wire`; `values` themselves if they fit."""
     if before == 1.0:
         return values if values.dtype == wire else values.to(wire)
     if values.dtype == wire:
@@ -63,7 +63,7 @@ def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bo
             out.copy_(pieces[0])
         return
     if _is_pair(out, pieces) and after == 0.5 and not accumulate:
-        # One pass where it is most often asked for: torch computes 16-bit lerp in float32.
+        # One pass in the commonest case: torch computes 16-bit lerp in float32.
         torch.lerp(pieces[0], pieces[1], 0.5, out=out)
         return
     exact = torch.promote_types(torch.float32, out.dtype)
@@ -91,6 +91,6 @@ def sum_into(out: Tensor, pieces: Sequence[Tensor], after: float, accumulate: bo
 
 
 def _is_pair(out: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Whether the mean is that of two 16-bit tensors in their own dtype."""
+    """Return True for the mean of two 16-bit tensors in their own dtype."""
     alike = all(piece.dtype == out.dtype for piece in pieces)
     return len(pieces) == 2 and alike and out.dtype in (torch.bfloat16, torch.float16)

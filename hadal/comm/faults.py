@@ -1,4 +1,4 @@
-"""A fault on one rank, told to all, so that none waits for a rank that has stopped."""
+"""Faults of one rank that are raised on all, so that none waits for a rank that has stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hadal.errors import HadalError, MismatchError
 
 @contextmanager
 def told_to_all(ranks: Ranks, where: str, kind: type[HadalError] = MismatchError) -> Iterator[None]:
-    """Run a block without collectives; where it raises on one rank, raise on every rank.
+    """Run a block without collectives; if it raises on one rank, raise on every rank.
 
-    A rank whose own block raised keeps its own exception; the others raise one of `kind`, which
-    tells it.
+    A rank whose own block raised keeps its own exception; the others raise a `kind` that quotes it.
     """
     fault: Exception | None = None
     try:
@@ -32,6 +31,6 @@ def told_to_all(ranks: Ranks, where: str, kind: type[HadalError] = MismatchError
 
 
 def is_same_everywhere(text: str, ranks: Ranks) -> bool:
-    """Whether all ranks were given the same; one small exchange, however many ranks there are."""
+    """Return True if all ranks passed the same text; one small exchange, whatever their number."""
     digest = hashlib.sha256(text.encode()).digest()
     return len(set(gather_codes(int.from_bytes(digest[:7], "big"), ranks))) == 1

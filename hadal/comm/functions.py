@@ -1,8 +1,8 @@
 """Collectives in torch's form: the only raw calls, beside `pairs.py`; both count what they send.
 
-They take what torch's functions of the same names take, in every release that the library runs on
-and without warnings about names that torch has changed. One that fails or times out says which it
-was, with what, and among whom.
+They take the arguments of torch's functions of the same names, in every supported release and
+without warnings about renamed functions. A call that fails or times out names the collective, its
+message and its ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hadal.errors import UsageError
 
 Group = dist.ProcessGroup | None
 Given = Callable[[str], Any]
-"""Finds an argument of a call by its name."""
+"""A function that finds an argument of a call by its name."""
 P = ParamSpec("P")
 
-# Not all ranks of a group make these calls, nor in one order.
+# Not every rank of a group makes these calls, nor in one order.
 _OF_TWO = ("send", "recv")
 
 
 class Call:
-    """One call: what it is named by in the log and in errors."""
+    """One call, as the log and errors name it."""
 
     __slots__ = ("group", "label", "operation", "tensors", "times")
 
@@ -54,7 +54,7 @@ class Call:
         self.times = times
 
     def run(self, function: Callable[..., Any], *args: Any, is_async: bool, **rest: Any) -> Any:
-        """Make it, at once or as a work under way."""
+        """Make the call, synchronously or as a work under way."""
         if torch.compiler.is_compiling():
             return function(*args, **rest)
         record = opened(self.operation, self.tensors, self.group, self.label, self.times)
@@ -72,7 +72,7 @@ class Call:
         return found
 
     def _handed(self, work: Any, record: Record | None, begun: Begun | None) -> Any:
-        """The work for the caller: it names its own fault, unless he names what he waits for."""
+        """Return the work for the caller; it names its own fault, unless the caller does."""
         if work is None:
             return work
         if self.label and record is None:
@@ -82,14 +82,14 @@ class Call:
 
     @contextmanager
     def named(self, record: Record | None) -> Iterator[None]:
-        """Let a fault say what failed."""
+        """Let a fault name what failed."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
             raise self.failed(error, record) from error
 
     def failed(self, error: Exception, record: Record | None = None) -> Exception:
-        """What to raise where the backend reports `error`."""
+        """Return the exception to raise if the backend reports `error`."""
         if record is not None:
             record.give_up()
         found = [self.tensors] if isinstance(self.tensors, Tensor) else self.tensors
@@ -103,7 +103,7 @@ class Call:
 
 
 def _shown(group: Group) -> str:
-    """The numbers of ranks; of many, the first and the last."""
+    """Return the ranks as text; of many, the first and the last."""
     numbers = numbers_of(group)
     if len(numbers) > 8:
         return f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}] ({len(numbers)} ranks)"
@@ -118,14 +118,14 @@ def _reported(
     is_for_each: bool = False,
     is_async: bool = False,
 ) -> Callable[P, Any]:
-    """A function of torch's whose calls are in the log, are watched, and are named by errors.
+    """Return a torch function whose calls are logged, watched and named by errors.
 
     Args:
         function: torch's.
         operation: the kind of collective.
         message: the argument that is the message, as `hadal.comm.bandwidth` counts it.
-        is_for_each: whether the message is as many such tensors as there are ranks.
-        is_async: whether each call returns a work, and not only one with `async_op`.
+        is_for_each: the message is one such tensor for each rank.
+        is_async: each call returns a work, not only one with `async_op`.
     """
     name = function.__name__
     found = _finder(function)
@@ -137,7 +137,7 @@ def _reported(
         times = len(numbers_of(group)) if is_for_each else 1
         call = Call(operation, given(message), group, label, times)
         returns_work = is_async or bool(given("async_op"))
-        # By name: a program may have put something around torch's own.
+        # By name: a program may have wrapped torch's own.
         return call.run(getattr(dist, name), *args, is_async=returns_work, **kwargs)
 
     reported.__module__ = __name__
@@ -147,7 +147,7 @@ def _reported(
 def _of_objects(
     function: Callable[P, Any], operation: str, objects: Callable[[Given], Sequence[object]]
 ) -> Callable[P, Any]:
-    """The same for picklable objects; `objects` finds the message in the arguments of a call."""
+    """Do the same for picklable objects; `objects` finds the message in a call's arguments."""
     name = function.__name__
     found = _finder(function)
 
@@ -171,7 +171,7 @@ def _of_objects(
 
 
 def _finder(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any], str], Any]:
-    """Returns what finds an argument of a call of `function`, None where it was not given."""
+    """Return a function that finds an argument of a call of `function`; None if not given."""
     places = {parameter: place for place, parameter in enumerate(signature(function).parameters)}
 
     def found(args: Sequence[Any], kwargs: Mapping[str, Any], parameter: str) -> Any:
@@ -182,7 +182,7 @@ def _finder(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[st
 
 
 def labelled(label: str, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
-    """Call one of these functions; the log and errors call it `label`."""
+    """Call one of these functions under `label` in the log and in errors."""
     kwargs["label"] = label
     return function(*args, **kwargs)
 
@@ -223,13 +223,13 @@ def P2POp(
     tag: int = 0,
     group_peer: int | None = None,
 ) -> dist.P2POp:
-    """One `isend` or `irecv` for `batch_isend_irecv`."""
+    """Return one `isend` or `irecv` for `batch_isend_irecv`."""
     known: dict[Callable[..., Any], Any] = {isend: dist.isend, irecv: dist.irecv}
     return dist.P2POp(known.get(op, op), tensor, peer, group, tag, group_peer)
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[dist.P2POp]) -> list[Any]:
-    """Start sends and receives together; return what is to be waited for."""
+    """Start sends and receives together; return the works to wait for."""
     records: list[Record | None] = []
     for one in p2p_op_list:
         operation = "send" if one.op is dist.isend else "recv"
@@ -270,7 +270,7 @@ scatter_object_list = _of_objects(
 )
 
 
-# ---- nothing but waiting -------------------------------------------------------------------------
+# ---- barriers ------------------------------------------------------------------------------------
 
 
 def barrier(
@@ -279,7 +279,7 @@ def barrier(
     device_ids: list[int] | None = None,
     timeout: Any = None,
 ) -> Any:
-    """Wait until every rank of a group has come here; without a process group, for nobody."""
+    """Wait until every rank of a group has come here; return at once without a process group."""
     if not dist.is_initialized():
         return None
     call = Call("barrier", (), group, "" if async_op else "a barrier")
@@ -290,7 +290,7 @@ def barrier(
 def monitored_barrier(
     group: Group = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
-    """As `barrier`, on a group of gloo's: rank 0 tells who has not come."""
+    """Wait as `barrier`, on a group of gloo's: rank 0 reports the missing ranks."""
     call = Call("barrier", (), group, "a monitored barrier")
     call.run(dist.monitored_barrier, group, timeout, wait_all_ranks, is_async=False)
 
@@ -301,7 +301,7 @@ def monitored_barrier(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """As `all_reduce` of several tensors of one dtype, in one message."""
+    """Reduce as `all_reduce` several tensors of one dtype, in one message."""
     joined = _joined(tensors, "all_reduce_coalesced")
     work = all_reduce(joined, op, group, async_op=True)
     return _ending(work, async_op, lambda: _put(joined, tensors))
@@ -313,7 +313,7 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """As `all_gather_into_tensor` of several pairs of tensors of one dtype, in one message."""
+    """Gather as `all_gather_into_tensor` several pairs of tensors of one dtype, in one message."""
     mine = _joined(input_tensors, "all_gather_coalesced")
     size = len(numbers_of(group))
     found = mine.new_empty(size * mine.numel())

@@ -17,19 +17,19 @@ Group = dist.ProcessGroup | None
 
 
 def get_world_group() -> Group:
-    """The group of all processes; None where none runs."""
+    """Return the group of all processes; None if none runs."""
     return dist.group.WORLD
 
 
 def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
-    """The number in the world of a group's rank."""
+    """Return the rank in the world of a group's rank."""
     if group is None or not dist.is_initialized():
         return group_rank
     return dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
-    """The numbers in the world of a group's ranks; of all where none is given."""
+    """Return the ranks of the world that are in a group; by default all."""
     return list(numbers_of(group))
 
 
@@ -44,7 +44,7 @@ def new_group(
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """End a group; all of them where none is given."""
+    """Destroy a group; by default all of them."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -52,7 +52,7 @@ def destroy_process_group(group: Group = None) -> None:
 def initialize_mesh_device(
     mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
 ) -> DeviceMesh:
-    """All ranks as a grid with named axes, and the groups along each of them."""
+    """Return all ranks as a grid with named axes, with a group along each of them."""
     return init_device_mesh(current_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
@@ -62,8 +62,8 @@ def monitored_barrier(
     """Wait until every rank of a group has come here, whatever its backend.
 
     Raises:
-        CommunicationError: one has not come in time; on the group's first rank it says which, with
-            `wait_all_ranks` all of those that have not.
+        CommunicationError: a rank has not come in time; the group's first rank names it, with
+            `wait_all_ranks` all of the missing ones.
     """
     if dist.is_initialized():
         group = dist.group.WORLD if group is None else group
@@ -72,7 +72,7 @@ def monitored_barrier(
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Whether there is such a collective: in every torch that the library runs on."""
+    """Return True: every torch that the library supports has this collective."""
     return True
 
 
@@ -80,5 +80,5 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tenso
 
 
 def has_coalescing_manager() -> bool:
-    """Whether several calls can be joined by a context: the `_coalesced` functions join them."""
+    """Return False: no context joins several calls; the `_coalesced` functions do."""
     return False

@@ -1,4 +1,4 @@
-"""What a program's own object tells of its ranks: the methods of Megatron, and their names."""
+"""Reading a program's own model-parallel object: the methods of Megatron, and their names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OTHER_KINDS = (
 
 
 def cuts_the_model(mpu: Any) -> bool:
-    """Whether the program's own groups say which ranks see different samples."""
+    """Return True if the program's own groups say which ranks see different samples."""
     return mpu is not None and hasattr(mpu, "get_data_parallel_world_size")
 
 
 def shared_size_of(mpu: Any) -> int:
-    """How many ranks share each sequence; 1 where the program does not tell."""
+    """Return how many ranks share each sequence; 1 if the program does not say."""
     if not hasattr(mpu, "get_sequence_parallel_world_size"):
         return 1
     expect_methods(mpu, ["get_sequence_parallel_group", "get_sequence_parallel_rank"])
@@ -36,7 +36,7 @@ def shared_size_of(mpu: Any) -> int:
 
 
 def sharing_group_of(mpu: Any) -> Any:
-    """The process group that holds the same parameters; None: all ranks do."""
+    """Return the process group that holds the same parameters; None: all ranks do."""
     if shared_size_of(mpu) > 1:
         found = getattr(mpu, "get_sequence_data_parallel_group", None)
     else:
@@ -45,20 +45,20 @@ def sharing_group_of(mpu: Any) -> Any:
 
 
 def data_group_of(mpu: Any) -> Any:
-    """The process group whose ranks see different samples."""
+    """Return the process group whose ranks see different samples."""
     return mpu.get_data_parallel_group()
 
 
 def model_group_of(mpu: Any) -> Any:
-    """The process group whose ranks hold the parts of one model."""
+    """Return the process group whose ranks hold the parts of one model."""
     return getattr(mpu, f"get_{_model_name(mpu)}_group")()
 
 
 def sizes_of(mpu: Any, world_size: int) -> tuple[int, int]:
-    """How many ranks see different samples, and how many hold parts of one model.
+    """Return how many ranks see different samples, and how many hold parts of one model.
 
     Raises:
-        UsageError: a method is missing, or what they tell does not fit the ranks or the groups.
+        UsageError: a method is missing, or their answers do not fit the ranks or the groups.
         NotBuiltYetError: ranks are cut in further ways.
     """
     name, shared = _model_name(mpu), shared_size_of(mpu)
@@ -80,12 +80,12 @@ def sizes_of(mpu: Any, world_size: int) -> tuple[int, int]:
 
 
 def expect_data_methods(mpu: Any) -> None:
-    """Raise `UsageError` where an object cannot tell which ranks see different samples."""
+    """Raise `UsageError` if an object cannot say which ranks see different samples."""
     expect_methods(mpu, [f"get_data_parallel_{what}" for what in _ASKED])
 
 
 def expect_methods(mpu: Any, methods: Sequence[str]) -> None:
-    """Raise `UsageError` where an object lacks one of these methods."""
+    """Raise `UsageError` if an object lacks one of these methods."""
     missing = [name for name in methods if not callable(getattr(mpu, name, None))]
     if missing:
         raise UsageError(
@@ -113,13 +113,13 @@ def _refuse_other_kinds(mpu: Any) -> None:
 
 
 def _check_group(mpu: Any, kind: str) -> None:
-    """See that a group is what is told of it: an object may have been made for other ranks."""
+    """Check a group against its reported rank and size: it may have been made for other ranks."""
     group = getattr(mpu, f"get_{kind}_group")()
     found = (dist.get_rank(group), dist.get_world_size(group))
     told = (int(getattr(mpu, f"get_{kind}_rank")()), _size_of(mpu, kind))
     if found != told:
         raise UsageError(
             f"initialize(mpu=...): this process is rank {found[0]} of {found[1]} in"
-            f" get_{kind}_group(), and get_{kind}_rank() and _world_size() tell rank {told[0]} of"
+            f" get_{kind}_group(), and get_{kind}_rank() and _world_size() report rank {told[0]} of"
             f" {told[1]}; make the mpu after torch.distributed has started, on every rank alike"
         )

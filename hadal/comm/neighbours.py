@@ -1,4 +1,4 @@
-"""Which processes of one host can read from each other's memory, and do so in place of sockets.
+"""Finding processes of one host that can read each other's memory, and so need no sockets.
 
 Linux lets a process copy from another one of the same user (cross-memory attach): one copy, at the
 speed of memory, where a socket needs several. Two processes try each other out when their group is
@@ -24,24 +24,24 @@ from hadal.comm.cross_memory import MEETING_S, Neighbour, Office, read, system
 from hadal.device import accelerator_kind
 from hadal.errors import CommunicationError
 
-# Linux: who may read this process's memory, where the Yama module guards it (prctl.h).
+# Linux: readers of this process's memory, if the Yama module guards it (prctl.h).
 _PR_SET_PTRACER = 0x59616D61
 _GUARD = Path("/proc/sys/kernel/yama/ptrace_scope")
 _ONLY_ANCESTORS = 1
-# The number of the host's own space of processes, where process 1 is above everybody (proc_ns.h).
+# The number of the host's own PID namespace, in which process 1 is above all (proc_ns.h).
 _HOST_PIDS = 0xEFFFFFFC
 
 
 class Identity(NamedTuple):
-    """What a process tells the others of itself, so that neighbours find each other."""
+    """The identity by which neighbours find each other."""
 
     host: str
-    """Equal where one kernel, network and numbering of processes is shared; empty: reads nobody."""
+    """Equal if kernel, network and PID namespace are shared; empty: reads nobody."""
     pid: int
     address: bytes
-    """Of its listening socket."""
+    """Address of its listening socket."""
     group: int
-    """A number for the group that is being made; the first member's counts."""
+    """A number for the group being made; the first member's counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Circle:
     group: int = 0
     """A number that only this group has."""
     neighbours: Mapping[int, Neighbour] = field(default_factory=dict)
-    """By their rank in the group; who is not here is reached by the backend's sends."""
+    """Neighbours by their rank in the group; the others are reached by the backend's sends."""
 
 
 @cache
@@ -62,13 +62,13 @@ def _office() -> Office:
 
 
 def _leave(office: Office) -> None:
-    """In a forked child: connections end with the process that made them; it makes its own."""
+    """Drop a parent's connections in a forked child, which makes its own."""
     office.close()
     _office.cache_clear()
 
 
 def _host() -> str:
-    """What processes share that can read each other: kernel, network, numbering of processes."""
+    """Return an identifier of kernel, network, PID namespace and user; empty: unknown."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
@@ -78,7 +78,7 @@ def _host() -> str:
 
 
 def identity(*, reads: bool) -> Identity:
-    """What this process tells the others before `meet`; without `reads` it has no neighbours."""
+    """Return what this process sends to the others before `meet`; no neighbours without `reads`."""
     number = secrets.randbits(63)
     if not reads or system() is None or not _host():
         return Identity("", os.getpid(), b"", number)
@@ -89,7 +89,7 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
     """Find the neighbours among the ranks of a group. All of them must call it, with the same.
 
     Raises:
-        CommunicationError: a process of this host has told its identity and does not come.
+        CommunicationError: a process of this host has given its identity and does not come.
     """
     mine = identities[rank]
     others = {
@@ -114,12 +114,12 @@ def meet(identities: Sequence[Identity], rank: int) -> Circle:
 
 
 def _connect(others: Mapping[int, Identity], rank: int) -> None:
-    """Connect with processes that are not known yet, and keep those that can read, both ways."""
+    """Connect with new processes, and keep those that can read, both ways."""
     known = [neighbour.pid for neighbour in _office().neighbours.values()]
     _let_read([*known, *(other.pid for other in others.values())])
     connections: dict[int, socket.socket] = {}
     for number, other in others.items():
-        if number < rank:  # its socket listens already, so that nobody waits for anybody
+        if number < rank:  # its socket listens already, so that neither waits for the other
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(MEETING_S)
             connection.connect(other.address)
@@ -131,7 +131,7 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
         connection.settimeout(MEETING_S)
         told = by_address.get(connection.recv(64))
         if told is None or _pid_of(connection) != others[told].pid:
-            connection.close()  # a stranger: whoever is on this host may knock
+            connection.close()  # a stranger: any process of this host may connect
             continue
         by_address = {address: number for address, number in by_address.items() if number != told}
         connections[told] = connection
@@ -143,7 +143,7 @@ def _connect(others: Mapping[int, Identity], rank: int) -> None:
 
 
 def _pid_of(connection: socket.socket) -> int:
-    """Who is at the other end, by the kernel's word."""
+    """Return the process at the other end, as the kernel reports it."""
     size = struct.calcsize("3i")
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     pid, _, _ = struct.unpack("3i", told)
@@ -151,9 +151,9 @@ def _pid_of(connection: socket.socket) -> int:
 
 
 def _let_read(pids: Sequence[int]) -> None:
-    """Where the system lets only ancestors read from a process, let these processes do so too.
+    """Let these processes read from this one, if the system lets only ancestors do so.
 
-    A job on accelerators has little to send on its hosts, and leaves such a guard as it is.
+    A job on accelerators sends little on its hosts, and leaves such a guard as it is.
     """
     library = system()
     if library is None or accelerator_kind() is not None or not pids:
@@ -166,10 +166,10 @@ def _let_read(pids: Sequence[int]) -> None:
 
 
 def _reader_of(pids: Sequence[int]) -> int | None:
-    """The process to be named for all of these: Yama takes one, and lets its descendants read too.
+    """Return the process to name for all of these: Yama takes one, and admits its descendants.
 
-    It is the nearest that all of them descend from, mostly their launcher; None if that would name
-    every process of the host.
+    It is their nearest common ancestor, usually the launcher; None if that would name every process
+    of the host.
     """
     lines = [line for pid in pids if (line := _line_of(pid))]
     common = [pid for pid in lines[0] if all(pid in line for line in lines)] if lines else []
@@ -180,7 +180,7 @@ def _reader_of(pids: Sequence[int]) -> int | None:
 
 
 def _line_of(pid: int) -> list[int]:
-    """A process, its parent, and so on; empty if it is gone."""
+    """Return a process, its parent, and so on; empty if it is gone."""
     line = []
     while pid:
         try:
@@ -193,7 +193,7 @@ def _line_of(pid: int) -> list[int]:
 
 
 def _trusted(connections: Mapping[int, tuple[int, socket.socket]]) -> list[int]:
-    """The numbers of those who could read a secret from here, and whose secret was read."""
+    """Return the ranks that could read a secret from here, and whose secret was read."""
     secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
     place = ctypes.addressof(secret).to_bytes(8, "little")
     for _, connection in connections.values():

@@ -1,4 +1,4 @@
-"""What one rank sends to another: tensors on the host, in pairs."""
+"""Sends between two ranks: tensors on the host, in pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hadal.comm.works import Letter, Work, failure
 
 
 class _Start(Protocol):
-    """Hands one tensor to the way between two ranks, or takes one from it."""
+    """A function that starts one send or receive between two ranks."""
 
     def __call__(self, tensor: Tensor, other: int, ranks: Ranks, *, tag: int) -> Work: ...
 
@@ -31,9 +31,9 @@ def exchange(
     tag: int,
     label: str,
 ) -> list[Work]:
-    """Begin the sends and receives, (tensor, rank) each, that make up one collective of all ranks.
+    """Start the sends and receives, (tensor, rank) each, that make up one collective of all ranks.
 
-    They are one call of `operation` in the log, of a `message` as `hadal.comm.bandwidth` has it.
+    The log counts them as one call of `operation`, of a `message` as `hadal.comm.bandwidth` has it.
     """
     record = opened(operation, message, ranks.group, label)
     ends: Sequence[Callable[[], None] | None] = [None] * (len(leaving) + len(coming))
@@ -60,7 +60,7 @@ def _begun(
     label: str,
     ended: Callable[[], None] | None,
 ) -> Work:
-    """A send or receive under way, whose faults name the other rank."""
+    """Start a send or receive whose faults name the other rank."""
     number = ranks.numbers[other]
     try:
         work = start(_as_bytes(tensor), other, ranks, tag=tag)

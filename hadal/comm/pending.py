@@ -1,4 +1,4 @@
-"""Collectives under way: in phases, each of which may do its arithmetic and start the next."""
+"""Collectives under way: in phases, each of which may do arithmetic and start the next."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hadal.errors import CommunicationError
 class Pending:
     """A started collective: works to wait for, and what follows them, in order.
 
-    What follows is arithmetic, or starts another collective: then that one's works are waited for
-    before the rest follows.
+    A follow-up is arithmetic, or starts another collective, whose works are waited for before the
+    rest follows.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Pending:
         self._acts = deque(() if act is None else (act,))
 
     def then(self, act: Callable[[], object]) -> Pending:
-        """Let `act` follow all that is under way; a Pending that it returns comes next."""
+        """Call `act` after all that is under way; a Pending that it returns comes next."""
         self._acts.append(act)
         self.done = False
         return self
 
     def advance(self) -> None:
-        """Wait for the present works, and let what follows do so, up to the next collective."""
+        """Wait for the present works, and call what follows, up to the next collective."""
         if self.done:
             return
         try:
@@ -63,15 +63,15 @@ class Pending:
         self.works, self.done = (), True
 
     def wait(self) -> None:
-        """Wait for all of it."""
+        """Wait until all is done."""
         while not self.done:
             self.advance()
 
 
 class Leaving:
-    """What others are still to take from this rank's memory, while it goes on.
+    """The sends that other ranks are still to take from this rank's memory, while it goes on.
 
-    At most `limit` bytes are kept for that.
+    At most `limit` bytes are kept for them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -79,13 +79,13 @@ class Leaving:
         self._left: deque[tuple[Pending, int]] = deque()
 
     def add(self, pending: Pending, nbytes: int) -> None:
-        """Let `pending`, which keeps so many bytes, end by itself; wait where room is short."""
+        """Let `pending`, which keeps so many bytes, end by itself; wait if room is short."""
         if not pending.done:
             self._left.append((pending, nbytes))
         self._end(self._limit)
 
     def wait(self) -> None:
-        """Wait for all of it."""
+        """Wait until all is sent."""
         self._end(0)
 
     def _end(self, limit: int) -> None:
@@ -95,7 +95,7 @@ class Leaving:
 
 
 class _Ahead:
-    """A thread that does something whose end may be waited for."""
+    """A thread that makes one call, whose end can be waited for."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._ended = threading.Event()
@@ -107,20 +107,20 @@ class _Ahead:
         try:
             self._act()
         except BaseException as error:
-            # Of whatever kind: it is raised where the end is waited for, which would not come.
+            # Of any type: `wait` raises it, and would never return otherwise.
             self._error = error
         finally:
             self._ended.set()
 
     def wait(self) -> None:
-        """Wait for the end, and raise what was raised."""
+        """Wait for the end, and raise the call's exception."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
 
 
 def finished(label: str) -> Pending:
-    """A collective that needed no rank but this one."""
+    """Return a collective that needed no rank but this one."""
     pending = Pending(label)
     pending.done = True
     return pending
@@ -133,10 +133,10 @@ _begun.set()
 
 
 def relayed(first: Pending, start: Callable[[], Pending], device: torch.device) -> Pending:
-    """Let another collective follow `first` at once, and not where somebody comes to wait for it.
+    """Start another collective as soon as `first` is over, not only at a wait for it.
 
-    On a host other ranks may wait for the second one before this one does: a thread starts it. An
-    accelerator's own order starts it, and nothing else that the device does waits for `first`.
+    On a host other ranks may wait for the second one before this one does, so a thread starts it.
+    On an accelerator a side stream starts it, and no other work of the device waits for `first`.
     """
     global _begun
     if device.type != "cpu":
@@ -160,5 +160,5 @@ def relayed(first: Pending, start: Callable[[], Pending], device: torch.device) 
 
 @cache
 def _beside(device: torch.device) -> SideStream:
-    """The order of work in which the second collective of two waits for the first."""
+    """Return the side stream in which a second collective waits for the first."""
     return SideStream(device)

@@ -19,7 +19,7 @@ from hadal.device import current_device
 
 T = TypeVar("T")
 
-# What was made for a process group, as long as that lives: a program may end its process group and
+# Values made for a process group, as long as it lives: a program may end its process group and
 # start another one, and a group holds a socket to each of its ranks.
 _blocks: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, ...]]]
 _blocks = WeakKeyDictionary()
@@ -36,13 +36,13 @@ class Ranks:
     rank: int
     size: int
     host_group: dist.ProcessGroup
-    """The group that carries tensors on the host, where `group` does not."""
+    """The group that carries tensors on the host if `group` does not."""
     circle: Circle = field(default_factory=Circle, compare=False, repr=False)
     """Those of the ranks that tensors on the host reach without the backend."""
 
     @classmethod
     def world(cls) -> Ranks:
-        """All ranks of the running process group."""
+        """Return all ranks of the running process group."""
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("no process group runs; call hadal.init_distributed() first")
@@ -50,7 +50,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
-        """The ranks of a process group that this one is in; all of them must call it."""
+        """Return the ranks of a process group that this one is in; all of them must call it."""
         host_group = host_group_of(group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         return cls(group, rank, size, host_group, _circle(host_group))
@@ -59,8 +59,8 @@ class Ranks:
         """Cut these ranks into blocks of `size` consecutive ones; `size` divides them.
 
         Returns:
-            The ranks of my block, and those that stand where I do in every block. All ranks must
-            call it.
+            The ranks of my block, and those that have my place in every block. All ranks must call
+            it.
         """
         known = _blocks.setdefault(self.group, {})
         if size not in known:
@@ -69,16 +69,16 @@ class Ranks:
         return Ranks.of(block), Ranks.of(row)
 
     def apart(self) -> Ranks:
-        """The same ranks in a new group on the host, whose messages do not mix with these.
+        """Return the same ranks in a new group on the host, whose messages do not mix with these.
 
         All of them must call it.
         """
         return Ranks.of(_new_group(list(self.numbers), "gloo"))
 
     def twin(self) -> Ranks:
-        """The same ranks, for collectives whose order among these ones' is each rank's own affair.
+        """Return the same ranks for collectives that each rank orders among these as it likes.
 
-        An accelerator's backend matches collectives by their order alone, so that the twin has a
+        An accelerator's backend matches collectives by their order alone, so the twin has a
         communicator of its own. On the host each kind has its own tag. All ranks must call it.
         """
         if self.size == 1 or current_device().type == "cpu":
@@ -89,7 +89,7 @@ class Ranks:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers that these ranks have in the world."""
+        """The world's numbers of these ranks."""
         return tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
@@ -98,16 +98,16 @@ class Ranks:
         return tuple((self.rank + step) % self.size for step in range(1, self.size))
 
     def by_rank(self, mine: T, theirs: Sequence[T]) -> list[T]:
-        """One value of each rank, rank 0's first; `theirs` are in the order of `others`."""
+        """Return one value for each rank, rank 0's first; `theirs` are in the order of `others`."""
         found = dict(zip(self.others, theirs, strict=True))
         return [found.get(rank, mine) for rank in range(self.size)]
 
     def group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        """The group whose backend carries `tensor` from where it is."""
+        """Return the group whose backend carries `tensor` from its device."""
         return self.host_group if tensor.device.type == "cpu" else self.group
 
     def exchanges_in_pairs(self, device: torch.device) -> bool:
-        """Whether tensors on `device` travel by plain sends and receives (gloo), or by collectives.
+        """Return True if tensors on `device` travel by sends and receives (gloo), not collectives.
 
         gloo's own reduce-scatter takes ten times as long as the exchange of the same bytes in
         pairs.
@@ -118,9 +118,9 @@ class Ranks:
 def _block_and_row(
     group: dist.ProcessGroup, rank: int, size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The groups of `size` consecutive ranks, and of every `size`-th, that `rank` is in.
+    """Return the groups of `size` consecutive ranks, and of every `size`-th, that hold `rank`.
 
-    Each rank makes its own two alone, so that their number does not grow with the world.
+    Each rank makes only its own two, so that their number does not grow with the world.
     """
     numbers = dist.get_process_group_ranks(group)
     start = rank // size * size
@@ -128,11 +128,11 @@ def _block_and_row(
 
 
 def _new_group(numbers: list[int], backend: str | None = None) -> dist.ProcessGroup:
-    """A group of these ranks, all of which come here; others may be making another one.
+    """Make a group of these ranks, which all call it; others may be making another one.
 
-    Some alone make one by a name that torch forms of their numbers and of how many groups there
-    are: the name of one that was destroyed before may come again, and with it where that one's
-    ranks were to be found. All ranks of the world number their groups, and never meet that.
+    If only some ranks make one, torch names it by their numbers and by how many groups there are:
+    the name of a destroyed group may come again, and with it that group's old addresses. Here all
+    ranks of the world number their groups, so no name comes twice.
     """
     is_local = len(numbers) < dist.get_world_size()
     with _unbound() if is_local else nullcontext():
@@ -142,10 +142,10 @@ def _new_group(numbers: list[int], backend: str | None = None) -> dist.ProcessGr
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Make groups that are not split off the world's communicator.
+    """Make groups inside the block without splitting the world's communicator.
 
-    NCCL splits one with all of its ranks. torch does so for each group where the world is bound to
-    a device (`device_id`), and would wait for those that do not make this one.
+    NCCL splits one with all of its ranks. torch does so for each group if the world is bound to a
+    device (`device_id`), and would wait for ranks that do not make this one.
     """
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
@@ -156,8 +156,9 @@ def _unbound() -> Iterator[None]:
 
 
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors on the host: a process group of a caller's own making
-    may carry those of its accelerators only.
+    """Return a group of the same ranks for tensors on the host.
+
+    A caller's own process group may carry those of its accelerators only.
     """
     if "cpu" in str(dist.get_backend_config(group)):
         return group
@@ -167,7 +168,7 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _circle(group: dist.ProcessGroup) -> Circle:
-    """The neighbours among a group's ranks. All of them must call it."""
+    """Return the neighbours among a group's ranks. All of them must call it."""
     if group not in _circles:
         _circles[group] = _find_circle(group)
     return _circles[group]

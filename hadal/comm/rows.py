@@ -1,8 +1,7 @@
 """Sums over ranks of tensors that are zero but for a few rows: embeddings' gradients.
 
-A slice travels as its rows that are not zero, with their numbers, where that is shorter than the
-slice itself. The same is added up as in the dense way, less its zeros: the same bits between pairs
-of ranks.
+A slice travels as its rows that are not zero, with their numbers, if that is shorter than the slice
+itself. The sums are those of the dense way without its zeros: the same bits between pairs of ranks.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ class _Rows(NamedTuple):
     values: Tensor
     """(rows, row_numel)."""
     numbers: Tensor
-    """(rows,) int32: which rows of the slice they are, in rising order; (0,): all of them."""
+    """(rows,) int32: the numbers of these rows in the slice, ascending; (0,): all of them."""
 
     @classmethod
     def room(cls, announced: int, shape: Sequence[int], dtype: torch.dtype) -> _Rows:
-        """Room for what a rank has announced of a slice of `shape`."""
+        """Return room for the rows that a rank has announced of a slice of `shape`."""
         rows, numbers = (shape[0], 0) if announced == _WHOLE else (announced, announced)
         values = torch.empty(rows, shape[1], dtype=dtype)
         return cls(values, torch.empty(numbers, dtype=torch.int32))
 
     @property
     def is_whole(self) -> bool:
-        """Whether all rows travel, without their numbers."""
+        """Return True if all rows travel, without their numbers."""
         return self.numbers.numel() < self.values.shape[0]
 
     @property
     def announced(self) -> int:
-        """What the receiver is told first: how many rows to expect."""
+        """Return the count that the receiver gets first: how many rows to expect."""
         return _WHOLE if self.is_whole else self.numbers.numel()
 
 
 @dataclass(frozen=True, slots=True)
 class RowWire:
-    """How a tensor of rows travels: as `start_reduce_scatter` takes it, and how long a row is."""
+    """The wire format of a tensor of rows: as for `start_reduce_scatter`, and the rows' length."""
 
     dtype: torch.dtype
     factors: Factors
@@ -70,7 +69,7 @@ class RowWire:
 def start_rows_reduce_scatter(
     full: Tensor, out: Tensor, ranks: Ranks, wire: RowWire, accumulate: bool, label: str
 ) -> Pending:
-    """As `start_reduce_scatter`, of a 1-D `full` whose slices are whole rows."""
+    """Reduce as `start_reduce_scatter` a 1-D `full` whose slices are whole rows."""
 
     def dense() -> Pending:
         return start_reduce_scatter(full, out, ranks, wire.dtype, accumulate, label, wire.factors)
@@ -97,7 +96,7 @@ def start_rows_reduce_scatter(
 
 
 def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
-    """As `start_all_reduce`, of a 1-D `full` whose slices are whole rows."""
+    """Reduce as `start_all_reduce` a 1-D `full` whose slices are whole rows."""
 
     def dense() -> Pending:
         return start_all_reduce(full, ranks, wire.dtype, label, wire.factors)
@@ -118,18 +117,18 @@ def start_rows_all_reduce(full: Tensor, ranks: Ranks, wire: RowWire, label: str)
     back = RowWire(
         wire.dtype if is_narrow else full.dtype, Factors(1.0, on_arrival), wire.row_numel
     )
-    # Rounded as it travels on: the arithmetic is that of the dense way.
+    # Rounded before it travels on, as the arithmetic of the dense way does.
     out = torch.empty_like(mine, dtype=wire.dtype) if is_narrow else mine
     pending = start_rows_reduce_scatter(full, out, ranks, scaled, False, label)
     return pending.then(lambda: _start_spread(full, out, ranks, back, label))
 
 
 def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label: str) -> Pending:
-    """Give every rank the owners' slices, of which I have `mine`, in rows where they are few."""
+    """Send `mine` to every rank, and fill the slices of `full`, in rows if they are few."""
     packed = _packed(mine, 1.0, wire.dtype, wire.row_numel)
 
     def fill(pieces: Sequence[_Rows]) -> None:
-        # My own too: what was rounded for the wire has the same bits on every rank.
+        # My own too: after rounding for the wire all ranks have the same bits.
         for owner, piece in enumerate(pieces):
             target = slice_of(full, owner, ranks)
             _add_up(target, [piece], wire.factors.after, False, wire.row_numel)
@@ -139,14 +138,14 @@ def _start_spread(full: Tensor, mine: Tensor, ranks: Ranks, wire: RowWire, label
 
 
 def _touched(rows: Tensor) -> Tensor:
-    """The numbers (int32) of the rows that are not zero; a NaN is not zero either."""
+    """Return the numbers (int32) of the rows that are not zero; a NaN is not zero either."""
     is_touched = (rows != 0).any(dim=1)
     with waiting_for("the rows that are not zero") if rows.device.type != "cpu" else nullcontext():
         return is_touched.nonzero().flatten().to(torch.int32)
 
 
 def _packed(cut: Tensor, before: float, dtype: torch.dtype, row_numel: int) -> _Rows:
-    """A 1-D slice in the shorter of its two forms."""
+    """Return a 1-D slice in the shorter of its two forms."""
     rows = cut.view(-1, row_numel)
     touched = _touched(rows)
     if _is_short(touched.numel(), rows.shape[0], row_numel, dtype):
@@ -155,7 +154,7 @@ def _packed(cut: Tensor, before: float, dtype: torch.dtype, row_numel: int) -> _
 
 
 def _is_short(count: int, rows: int, row_numel: int, dtype: torch.dtype) -> bool:
-    """Whether so many rows with their numbers take fewer bytes than all of them without."""
+    """Return True if so many rows with numbers take fewer bytes than all rows without."""
     row_nbytes = row_numel * dtype.itemsize
     return count * (row_nbytes + torch.int32.itemsize) < rows * row_nbytes
 
@@ -169,7 +168,7 @@ def _start_exchange(
 ) -> Pending:
     """Send `sent[r]` of slices of `shape` to each rank r: first how many rows, then the rows.
 
-    `act` gets what each rank has sent, by rank.
+    `act` gets the slices that the ranks have sent, by rank.
     """
     label, count_tag, number_tag, value_tag = way
     counts = torch.empty(ranks.size, dtype=torch.int64)
@@ -194,7 +193,7 @@ def _start_by_collectives(
     act: Callable[[Sequence[_Rows]], None],
     dense: Callable[[], Pending],
 ) -> Pending:
-    """Gather every rank's rows on every rank; the dense way where one rank brings too many."""
+    """Gather every rank's rows on every rank; take the dense way if one rank has too many."""
     rows = full.view(-1, wire.row_numel)
     touched = _touched(rows)
     counts = torch.zeros(ranks.size, dtype=torch.int64, device=full.device)
@@ -232,7 +231,7 @@ def _start_by_collectives(
 
 
 def _between(piece: _Rows, first: int, stop: int) -> _Rows:
-    """The rows numbered [first, stop), counted from `first`."""
+    """Return the rows numbered [first, stop), counted from `first`."""
     inside = (piece.numbers >= first) & (piece.numbers < stop)
     return _Rows(piece.values[inside], piece.numbers[inside] - first)
 
@@ -240,7 +239,7 @@ def _between(piece: _Rows, first: int, stop: int) -> _Rows:
 def _add_up(
     out: Tensor, pieces: Sequence[_Rows], after: float, accumulate: bool, row_numel: int
 ) -> None:
-    """`sum_into`, of slices in either form: of those rows that any of them has."""
+    """Sum as `sum_into` slices in either form: the rows that any of them has."""
     if any(piece.is_whole for piece in pieces):
         whole = [_whole(piece, out.numel()) for piece in pieces]
         sum_into(out, whole, after, accumulate)
@@ -255,7 +254,7 @@ def _add_up(
 
 
 def _among(piece: _Rows, union: Tensor) -> Tensor:
-    """The rows numbered `union`, those of a slice and zeros, in 1-D."""
+    """Return the rows numbered `union` of a slice, zeros if it lacks them, in 1-D."""
     if piece.numbers.numel() == union.numel():
         return piece.values.flatten()
     found = piece.values.new_zeros(union.numel(), piece.values.shape[1])
@@ -264,7 +263,7 @@ def _among(piece: _Rows, union: Tensor) -> Tensor:
 
 
 def _whole(piece: _Rows, numel: int) -> Tensor:
-    """A slice in its 1-D dense form."""
+    """Return a slice in its 1-D dense form."""
     if piece.is_whole:
         return piece.values.flatten()
     full = piece.values.new_zeros(numel // piece.values.shape[1], piece.values.shape[1])

@@ -1,4 +1,4 @@
-"""Start-up: who am I, how many are we, where is rank 0. The only reader of the environment here."""
+"""Start-up: rank, world size, rank 0's address. The only file here that reads the environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hadal.launcher.place import first_slurm_host
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WATCHDOG_S = 300.0
-# Without the interpreter's lock, which is all that gloo's threads wait for: microseconds of work.
+# Without the interpreter's lock, which gloo's threads wait for: microseconds of work.
 _GIVING_BACK_S = 0.1
 # How long rank 0 waits for the others to read why it ends.
 _LAST_WORD_S = 10.0
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 ALONE = Place(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
 
-# How long to wait for other ranks in what the library carries itself; the last one counts.
+# How long to wait for other ranks in the library's own messages; the last entry counts.
 _timeout = [DEFAULT_TIMEOUT]
 
 # (launcher, rank, world size, local rank): the first whose rank and world size are both set wins.
@@ -71,13 +71,13 @@ def init_distributed(
 ) -> None:
     """Start the process group, unless one already runs.
 
-    The place of this process is taken from the arguments, else from the variables of torchrun,
-    Slurm or an MPI (Open MPI, MVAPICH, MPICH, Intel's), else it is alone. Where rank 0 is, is said
-    by MASTER_ADDR, else by Slurm, Azure or SageMaker, else asked of MPI by way of mpi4py.
+    The place of this process comes from the arguments, else from the variables of torchrun, Slurm
+    or an MPI (Open MPI, MVAPICH, MPICH, Intel's), else it is alone. The address of rank 0 comes
+    from MASTER_ADDR, else from Slurm, Azure or SageMaker, else from MPI by way of mpi4py.
 
     Args:
         dist_backend: torch's backend name; by default the one of the current device.
-        distributed_port: rank 0's port where neither MASTER_PORT nor `init_method` names one.
+        distributed_port: rank 0's port if neither MASTER_PORT nor `init_method` names one.
         timeout: how long to wait for the other ranks, at start and in every collective; by default
             DEEPSPEED_TIMEOUT minutes, or 30.
         init_method: torch's URL (`tcp://host:port`, `file:///path`), in place of variables.
@@ -110,10 +110,10 @@ def init_distributed(
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         where = init_method or f"{place.address}:{place.port}"
         raise CommunicationError(
-            f"rank {place.rank} of {place.world_size} (told by {place.told_by}) could not meet the"
+            f"rank {place.rank} of {place.world_size} (set by {place.told_by}) could not meet the"
             f" others at {where} within {timeout.total_seconds():g} s: {error}. Check that rank 0"
             " runs, that MASTER_ADDR and MASTER_PORT are the same on all ranks and that no firewall"
-            " stands between them."
+            " blocks them."
         ) from error
 
 
@@ -125,7 +125,7 @@ def obey_chosen_device() -> None:
 
 
 def told_timeout(variables: Mapping[str, str]) -> timedelta:
-    """How long to wait for other ranks (DEEPSPEED_TIMEOUT, in minutes; 30).
+    """Return how long to wait for other ranks (DEEPSPEED_TIMEOUT, in minutes; 30).
 
     Raises:
         CommunicationError: the variable does not hold such a number.
@@ -137,16 +137,16 @@ def told_timeout(variables: Mapping[str, str]) -> timedelta:
 
 @cache
 def _end_with_program() -> None:
-    """End the process group with the program, whoever started it: see `_end`."""
+    """End the process group when the program ends, whoever started it: see `_end`."""
     atexit.register(_end)
 
 
 def _end() -> None:
-    """End the process group, and let gloo's threads give back the tensors of the last collective.
+    """End the process group, and let gloo's threads free the tensors of the last collective.
 
-    That takes the interpreter's lock. A thread that asks for it once the interpreter ends is ended
-    by it, and that aborts the process, though all was done. Other backends may wait for ranks that
-    are gone.
+    That takes the interpreter's lock. An ending interpreter kills a thread that asks for the lock,
+    and that aborts the process, though all was done. Other backends may wait for ranks that are
+    gone.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
@@ -162,7 +162,7 @@ def _start(
 ) -> None:
     rank, world_size, bound = 0, 1, None
     if place.world_size == 1 and init_method is None:
-        # Alone there is nobody to meet: no port is opened, so that many such runs share a host.
+        # A single rank opens no port, so that many such runs share a host.
         store: Store = dist.HashStore()  # type: ignore[attr-defined]
     else:
         url = init_method or _url(place)
@@ -183,7 +183,7 @@ def _start(
 
 
 def _carries(backend: str, device: torch.device) -> bool:
-    """Whether the device's own backend is among these: it then connects its ranks at once."""
+    """Return True if `backend` has the device's own, which then connects its ranks at once."""
     if device.type == "cpu":
         return False
     return dist.get_default_backend_for_device(device) in backend
@@ -227,7 +227,7 @@ def _url(place: Place) -> str:
 
 
 class _Told(NamedTuple):
-    """What a launcher's variables say."""
+    """A launcher's variables, as read."""
 
     launcher: str
     rank_key: str
@@ -250,9 +250,9 @@ def _told(variables: Mapping[str, str]) -> _Told | None:
 def find_place(
     variables: Mapping[str, str], port: int = DEFAULT_PORT, *, is_told_where: bool = False
 ) -> Place:
-    """Read this process's place from a launcher's variables; `ALONE` where there are none.
+    """Read this process's place from a launcher's variables; `ALONE` if there are none.
 
-    With `is_told_where` the caller knows where the ranks meet, and no address is looked for.
+    With `is_told_where` the caller knows where the ranks meet, and no address is needed.
     """
     told = _told(variables)
     if told is None:
@@ -260,7 +260,7 @@ def find_place(
     if not 0 <= told.rank < told.world_size:
         raise CommunicationError(
             f"{told.rank_key}={told.rank} is not one of 0..{told.world_size - 1}, as"
-            f" {told.world_key}={told.world_size} demands; {told.launcher} set one of them, or an"
+            f" {told.world_key}={told.world_size} requires; {told.launcher} set one of them, or an"
             " older run left it in the environment"
         )
     port = _whole_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port
@@ -271,23 +271,23 @@ def find_place(
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number in a group, by default in the world; 0 where no group runs."""
+    """Return this process's rank in a group, by default in the world; 0 if no group runs."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """How many processes a group has, by default the world; 1 where no group runs."""
+    """Return how many processes a group has, by default the world; 1 if no group runs."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This process's number on its host, as its launcher told it; 0 without a launcher."""
+    """Return this process's rank on its host, from its launcher; 0 without a launcher."""
     told = _told(os.environ)
     return told.local_rank if told else 0
 
 
 def told_world_size() -> int | None:
-    """How many ranks there are, as the launcher told it; None without one."""
+    """Return the number of ranks, from the launcher; None without one."""
     told = _told(os.environ)
     if told is not None:
         return told.world_size
@@ -295,16 +295,16 @@ def told_world_size() -> int | None:
 
 
 def told_elasticity() -> str | None:
-    """The `elasticity` section that a scheduler of elastic jobs was given, as JSON."""
+    """Return the `elasticity` section that a scheduler of elastic jobs was given, as JSON."""
     return os.environ.get("DEEPSPEED_ELASTICITY_CONFIG")
 
 
 def collective_timeout_s() -> float:
-    """Seconds to wait for another rank, as `init_distributed` was told."""
+    """Return the seconds to wait for another rank, as given to `init_distributed`."""
     return _timeout[-1].total_seconds()
 
 
-# What launchers set to the number of processes on this host; Slurm's reads `4(x2),2`.
+# Launchers' variables for the number of processes on this host; Slurm's reads `4(x2),2`.
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -315,9 +315,9 @@ _SLURM_LOCAL_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 
 
 def get_local_world_size() -> int | None:
-    """How many processes run on each host, as the launcher told it; None where it did not.
+    """Return how many processes run on each host, from the launcher; None if it did not say.
 
-    None too where Slurm says that hosts have unequally many.
+    None too if Slurm says that hosts have unequally many.
     """
     told = _told_local_size(os.environ)
     if told is not None:
@@ -331,7 +331,7 @@ def _told_local_size(variables: Mapping[str, str]) -> int | None:
 
 
 def watchdog_limit() -> float:
-    """Seconds after which a rank tells that it waits for another one (HADAL_WATCHDOG_S; 0: never).
+    """Return the seconds after which a wait for a rank is reported (HADAL_WATCHDOG_S; 0: never).
 
     Raises:
         CommunicationError: the variable does not hold such a number.
@@ -341,7 +341,7 @@ def watchdog_limit() -> float:
 
 
 def memory_is_tuned() -> bool:
-    """Whether the user has told the C library himself what becomes of freed memory."""
+    """Return True if the user has configured the C library's handling of freed memory."""
     told = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
     return any(key in os.environ for key in told) or "malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
@@ -349,10 +349,10 @@ def memory_is_tuned() -> bool:
 
 
 def may_read_memory() -> bool:
-    """Whether ranks of one host may read from each other's memory (HADAL_CROSS_MEMORY; yes).
+    """Return True if ranks of one host may read each other's memory (HADAL_CROSS_MEMORY; yes).
 
     Raises:
-        CommunicationError: the variable holds something else than 0 or 1.
+        CommunicationError: the variable is neither 0 nor 1.
     """
     told = os.environ.get("HADAL_CROSS_MEMORY", "") or "1"
     if told not in ("0", "1"):
@@ -368,7 +368,7 @@ def _number(
     *,
     is_zero_fine: bool = False,
 ) -> float:
-    """A finite number above 0, or 0; `usual` where the variable is not set."""
+    """Return a finite number above 0, or 0; `usual` if the variable is not set."""
     told = variables.get(key, "")
     try:
         number = float(told or usual)
@@ -388,7 +388,7 @@ def _whole_number(variables: Mapping[str, str], key: str) -> int:
         ) from None
 
 
-# Azure's variables of the first node's address: of a job on several nodes `10.0.0.4:6000`.
+# Azure's variables for the first node's address: for a job on several nodes `10.0.0.4:6000`.
 _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 _MPI = ("Open MPI", "MVAPICH", "MPI")
 
@@ -416,7 +416,7 @@ def _azure_host(variables: Mapping[str, str]) -> str:
 
 
 def _sagemaker_host(variables: Mapping[str, str]) -> str:
-    """The first of SageMaker's hosts, which it lists in the order of their ranks."""
+    """Return the first of SageMaker's hosts, which it lists in the order of their ranks."""
     if not variables.get("SM_HOSTS"):
         return ""
     try:
@@ -430,7 +430,7 @@ def _sagemaker_host(variables: Mapping[str, str]) -> str:
 
 
 def _host_by_mpi() -> str:
-    """Rank 0's address, told by MPI to all; empty without mpi4py."""
+    """Return rank 0's address, which MPI broadcasts; empty without mpi4py."""
     try:
         mpi: Any = importlib.import_module("mpi4py").MPI
     except ImportError:
@@ -439,7 +439,7 @@ def _host_by_mpi() -> str:
 
 
 def _own_address() -> str:
-    """The address by which other hosts reach this one; its name where that is not known."""
+    """Return the address at which other hosts reach this one; its name if that is unknown."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,

@@ -1,4 +1,4 @@
-"""The log of collectives as a table, with what each rank lost by waiting for the last one."""
+"""The log of collectives as a table, with the time that each rank lost waiting for the last one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _Latencies = Mapping[Key, tuple[int, tuple[float, ...]]]
 
 
 def log_summary(show_straggler: bool = False) -> list[Row]:
-    """Print what was recorded on rank 0 as a table; return what was recorded on this rank.
+    """Print the records of rank 0 as a table; return those of this rank.
 
     Args:
-        show_straggler: compare latencies between the ranks: whoever comes last waits least. All
-            ranks must call it.
+        show_straggler: compare latencies between the ranks: the last to come waits least. All ranks
+            must call it.
     """
     rows = comms_log.rows()
     if show_straggler and dist.is_initialized():
@@ -41,14 +41,14 @@ def log_summary(show_straggler: bool = False) -> list[Row]:
 
 
 def key_of(row: Row) -> Key:
-    """What a row counts together."""
+    """Return the key that a row counts."""
     return Key(row.operation, row.nbytes, row.dtype, row.ranks, row.site)
 
 
 def lost(key: Key, everybody: Sequence[_Latencies]) -> dict[int, float] | None:
-    """By rank: by how much its latest calls took longer than those of the rank that came last.
+    """Return, by rank, how much longer its latest calls took than those of the last rank to come.
 
-    None where the ranks of the group have not as many calls: they cannot be matched.
+    None if the ranks of the group have unequally many calls: they cannot be matched.
     """
     found = {rank: everybody[rank].get(key) for rank in key.ranks}
     counts = {None if one is None else one[0] for one in found.values()}
@@ -72,7 +72,7 @@ def _print(rows: Sequence[Row], show_straggler: bool) -> None:
 
 
 def table_of(rows: Sequence[Row], show_straggler: bool) -> Table:
-    """The rows as a table."""
+    """Return the rows as a table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -112,7 +112,7 @@ def _figures(row: Row) -> Iterator[str]:
 
 
 def _straggler(row: Row) -> str:
-    """Who came last, and how long the others waited for it, by call."""
+    """Return the rank that came last, and how long the others waited for it, by call."""
     if row.lost_s is None or row.straggler is None:
         return "-"
     most = max(row.lost_s.values()) / len(row.latencies_s)
@@ -120,7 +120,7 @@ def _straggler(row: Row) -> str:
 
 
 def shown_ranks(numbers: Sequence[int]) -> str:
-    """The numbers of ranks, in short where they are many."""
+    """Return the ranks as text, shortened if they are many."""
     if len(numbers) <= 4:
         return ", ".join(map(str, numbers))
     step = numbers[1] - numbers[0]

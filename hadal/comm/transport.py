@@ -1,6 +1,6 @@
-"""How tensors travel between ranks: on the host in pairs, on an accelerator by its collectives.
+"""Transport of tensors between ranks: on the host in pairs, on an accelerator by its collectives.
 
-All that differs between the two stands here. A table has a row for each rank.
+All differences between the two are here. A table has a row for each rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hadal.comm.works import Work
 
 Tensors = Sequence[Tensor]
 
-# Messages in pairs are matched by their order within a tag: what is started in an order of its own
-# has a tag of its own.
+# Messages in pairs are matched by their order within a tag: collectives with an order of their own
+# have a tag of their own.
 REDUCE, GATHER, SPREAD, CODE, EXCHANGE, SMALL, HOP, ANSWER = range(11, 19)
 
 
 class Summands(NamedTuple):
-    """What makes a sum once the works are over: the sum of the pieces, times a last factor."""
+    """The ingredients of a sum: the works to wait for, the pieces to add, a last factor."""
 
     works: Sequence[Work]
     pieces: Tensors
@@ -36,10 +36,10 @@ class Summands(NamedTuple):
 
 
 class Collectives:
-    """The collectives of an accelerator's backend. They are matched by their order alone."""
+    """The collectives of an accelerator's backend, which are matched by their order alone."""
 
     def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:
-        """Fill the rows from their ranks. Columns of a wider table are gathered by a copy."""
+        """Fill the rows from their ranks. A wider table's columns are gathered through a copy."""
         whole = table if table.is_contiguous() else table.new_empty(table.shape)
         mine = whole[ranks.rank]
         if whole is not table:
@@ -49,11 +49,11 @@ class Collectives:
         return Pending(label, [work], None if whole is table else lambda: table.copy_(whole))
 
     def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
-        """The factors of a sum whose values travel in `wire`; the backend adds them up in that."""
+        """Return the factors of a sum whose values travel in `wire`; the backend sums in `wire`."""
         return factors.divided_first(ranks.size) if wire == torch.float16 else factors
 
     def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
-        """Begin to sum my row; values have been multiplied with `before` already."""
+        """Start to sum my row; the values have been multiplied with `before` already."""
         operation, after = _backend_operation(*factors, ranks)
         total, group = torch.empty_like(table[0]), ranks.group
         sent = table.view(-1)
@@ -82,11 +82,11 @@ class Collectives:
 
 
 class Pairs(Collectives):
-    """Each rank sends every other one just the slice it needs, and does the arithmetic itself.
+    """Sends of each slice to the rank that needs it, which does the arithmetic itself.
 
-    It adds up in float32, whatever the wire carries, in the order of the ranks, whichever slice is
-    its own: an element's sum does not depend on how its buffer is cut. gloo's own reduce-scatter
-    takes ten times as long.
+    It sums in float32, whatever the wire's dtype, in rank order, whichever slice it owns: an
+    element's sum does not depend on how its buffer is cut. gloo's own reduce-scatter takes ten
+    times as long.
     """
 
     def gather(self, table: Tensor, ranks: Ranks, label: str, tag: int) -> Pending:
@@ -96,11 +96,11 @@ class Pairs(Collectives):
         return Pending(label, exchange("all_gather", table, leaving, coming, ranks, tag, label))
 
     def factors(self, factors: Factors, wire: torch.dtype, ranks: Ranks) -> Factors:
-        """They stay as they are: sums are made in float32."""
+        """Return `factors` unchanged: sums are made in float32."""
         return factors
 
     def reduce(self, table: Tensor, factors: Factors, ranks: Ranks, label: str) -> Summands:
-        """Send the others their rows, and receive what they have for mine."""
+        """Send the others their rows, and receive theirs of mine."""
         mine = table[ranks.rank]
         pieces = ranks.by_rank(mine, [torch.empty_like(mine) for _ in ranks.others])
         leaving = [(table[other], other) for other in ranks.others]
@@ -127,7 +127,7 @@ class Pairs(Collectives):
         return pending.then(lambda: sum_into(full, [carried], on_arrival, False))
 
     def exchange(self, out: Tensors, found: Tensors, ranks: Ranks, label: str, tag: int) -> Pending:
-        """What is empty does not travel."""
+        """Send and fill as in `Collectives`; empty tensors are not sent."""
         found[ranks.rank].copy_(out[ranks.rank])
         leaving = [(out[other], other) for other in ranks.others if out[other].numel()]
         coming = [(found[other], other) for other in ranks.others if found[other].numel()]
@@ -137,7 +137,7 @@ class Pairs(Collectives):
 def _backend_operation(
     before: float, after: float, ranks: Ranks
 ) -> tuple[dist.ReduceOp.RedOpType, float]:
-    """What an accelerator's backend does itself, and what is left to multiply with afterwards."""
+    """Return the operation for an accelerator's backend, and the factor left for afterwards."""
     if (before, after) == Factors.of_mean(ranks.size):
         return dist.ReduceOp.AVG, 1.0
     return dist.ReduceOp.SUM, after
@@ -147,5 +147,5 @@ _PAIRS, _COLLECTIVES = Pairs(), Collectives()
 
 
 def transport_of(tensor: Tensor, ranks: Ranks) -> Collectives:
-    """What carries `tensor` from where it is."""
+    """Return the transport that carries `tensor` from its device."""
     return _PAIRS if ranks.exchanges_in_pairs(tensor.device) else _COLLECTIVES

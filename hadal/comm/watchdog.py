@@ -1,9 +1,9 @@
-"""Tells who waits too long for whom: a hang that says where it is.
+"""Reports of long waits: a hang says which rank is missing.
 
 One daemon thread looks at the waits that have begun and not ended. A wait costs an append to a
-list and a removal. Which rank is missing is known where messages go from rank to rank. For other
-collectives the thread asks the other ranks' threads how far they have come, by way of the store
-that the ranks met in.
+list and a removal. If messages go from rank to rank, the missing rank is known. For other
+collectives the thread asks the other ranks' threads how far they have come, through the store
+of the rendezvous.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAST_LOOK_S = 2.0
 
 
 class Wait:
-    """A wait that has begun: what for, since when, and when it is worth a line next."""
+    """A wait that has begun: its purpose, its start, and its last report."""
 
     __slots__ = ("label", "since", "told_at", "works")
 
@@ -43,7 +43,7 @@ class Wait:
         self.told_at = 0.0
 
     def is_due(self, now: float, limit: float) -> bool:
-        """Whether to tell of it: at the limit, at twice the limit, at four times, and so on."""
+        """Return True if it is to be reported: at the limit, twice the limit, four times, ..."""
         return now - self.since >= max(limit, 2 * self.told_at)
 
     @property
@@ -52,7 +52,7 @@ class Wait:
         return collective_of(self.works) or unfinished()
 
     def tell(self, now: float) -> str:
-        """The line that says what is waited for; who is missing, where that is known."""
+        """Return the line that reports the wait, with the missing rank if that is known."""
         self.told_at = now - self.since
         missing = missing_rank(self.works)
         first = None if missing is not None or self.works else unfinished()
@@ -61,12 +61,12 @@ class Wait:
         return (
             f"rank {get_rank()} has waited {self.told_at:.0f} s for {self.label}{behind}: {who} has"
             " not come. It died, hangs, or runs another program: look at its log and its stack."
-            " (HADAL_WATCHDOG_S sets after how many seconds this is told; 0: never)"
+            " (HADAL_WATCHDOG_S sets the seconds before this report; 0: never)"
         )
 
 
 class Inquiry:
-    """Asks how far the others have come, and answers them; for the thread of the watchdog."""
+    """Questions and answers on how far each rank has come; for the watchdog's thread."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._store = PrefixStore("hadal/progress", world.get_group_store())
@@ -74,7 +74,7 @@ class Inquiry:
         self._answered = 0
 
     def answer(self) -> None:
-        """Tell how far this rank has come, if somebody has asked since it last did."""
+        """Publish how far this rank has come, if a rank has asked since it last did."""
         asked = self._store.add("asked", 0)
         if asked != self._answered:
             self._answered = asked
@@ -82,7 +82,7 @@ class Inquiry:
             self._store.set(str(self._rank), json.dumps([asked, mine]))
 
     def ask(self, begun: Begun, patience: float) -> str:
-        """Which ranks have not begun a collective; waits so many seconds for their answers."""
+        """Report which ranks have not begun a collective; waits `patience` seconds for answers."""
         asked, deadline = self._store.add("asked", 1), time.monotonic() + patience
         found: dict[int, list[Any] | None] = {}
         others = [rank for rank in begun.ranks if rank != self._rank]
@@ -114,7 +114,7 @@ def _told(begun: Begun, found: dict[int, list[Any] | None]) -> str:
 
 
 class Watchdog:
-    """Looks at all waits of this process, and tells of those longer than `limit` seconds."""
+    """A thread that looks at all waits of this process, and reports those over `limit` seconds."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -125,7 +125,7 @@ class Watchdog:
 
     @contextmanager
     def over(self, label: str, works: Sequence[object] = ()) -> Iterator[None]:
-        """Around one wait."""
+        """Watch one wait, inside the block."""
         if not self._limit:
             yield
             return
@@ -149,7 +149,7 @@ class Watchdog:
                 self._inquire(asked, 2 * pause)
 
     def _tell(self, now: float) -> list[Begun]:
-        """Tell of the long ones. While `_look` sleeps it holds no wait, nor its tensors."""
+        """Report the long ones. While `_look` sleeps it holds no wait, nor its tensors."""
         unknown = []
         for wait in tuple(self._waits):
             if wait.is_due(now, self._limit):
@@ -180,11 +180,11 @@ _watchdog: Watchdog | None = None
 
 
 def watched(label: str, works: Sequence[object] = ()) -> AbstractContextManager[None]:
-    """A context around one wait of this process for others."""
+    """Return a context that watches one wait of this process for others."""
     global _watchdog
     if _watchdog is None:
         _watchdog = Watchdog(watchdog_limit())
     return _watchdog.over(label, works)
 
 
-watch_waits(watched)  # those of the host for its accelerator too
+watch_waits(watched)  # waits of the host for its accelerator too

@@ -1,8 +1,8 @@
-"""Works under way, and how errors and the watchdog name them.
+"""Works under way, and their names in errors and for the watchdog.
 
 All ranks of a group begin its collectives in one order, so a number names the same one on all of
-them. The host of an accelerator waits for no collective, only its stream does: an event behind each
-tells which are over.
+them. An accelerator's host waits for no collective, only its stream does: an event behind each
+shows which are over.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST = 4096
 
 
 class Work(Protocol):
-    """One call under way."""
+    """A call under way."""
 
     def wait(self) -> Any:
         """Wait for its end."""
 
 
 def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
-    """What to raise where the backend reports `error` in the collective `label`."""
+    """Return the exception to raise if the backend reports `error` in the collective `label`."""
     told = f" ({what})" if what else ""
     return CommunicationError(
         f"{label} failed{told}: {error}. Another rank died (its own message tells more), ended"
@@ -42,7 +42,7 @@ def failure(label: str, error: Exception, what: str = "") -> CommunicationError:
 
 
 class NamedWork(dist.Work):
-    """A work of torch's, which names itself where it fails."""
+    """A work of torch's that names itself if it fails."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class NamedWork(dist.Work):
             tell_end(work, ended)
 
     def then(self, act: Callable[[], None]) -> None:
-        """Let `act` follow the first wait."""
+        """Call `act` after the first wait."""
         self._acts.append(act)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, an accelerator's stream in place of its host.
+        """Wait for the end; on an accelerator its stream does, not the host.
 
         Raises:
-            CommunicationError: it failed, or came to no end in time.
+            CommunicationError: it failed, or did not end in time.
         """
         try:
             is_over = self._work.wait() if timeout is None else self._work.wait(timeout)
@@ -80,40 +80,41 @@ class NamedWork(dist.Work):
         return bool(is_over)
 
     def synchronize(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for it."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return True if it has ended."""
         return bool(self._work.is_completed())
 
     def result(self) -> list[Tensor]:
-        """The tensors that it fills."""
+        """Return the tensors that it fills."""
         found: list[Tensor] = self._work.result()
         return found
 
     def source_rank(self) -> int:
-        """Of a receive from any rank: who has sent."""
+        """Return the sender of a receive from any rank."""
         return int(self._work.source_rank())
 
     def get_future(self) -> Future[Any]:
-        """Its end as torch's future."""
+        """Return torch's future of its end."""
         return self._work.get_future()
 
 
 def tell_end(work: dist.Work, ended: Callable[[], None]) -> None:
-    """Call `ended` when a work has ended, where torch tells it; on an accelerator at once, with a
-    stream as the current one that waits for it.
+    """Call `ended` when a work has ended, if torch reports that.
+
+    On an accelerator call it at once, inside a stream that waits for the work.
     """
     try:
         future = work.get_future()
     except RuntimeError:
-        return  # gloo's sends and reduce-scatters have none: whoever waits knows the end
+        return  # gloo's sends and reduce-scatters have none: the wait reports the end
     future.add_done_callback(lambda _: ended())
 
 
 class Letter:
-    """One send or receive under way, the rank at its other end, and whom to tell of its end."""
+    """One send or receive under way, the rank at its other end, and a callback for its end."""
 
     __slots__ = ("_ended", "_work", "is_over", "other")
 
@@ -157,7 +158,7 @@ def begin(group: dist.ProcessGroup | None, label: str) -> Begun:
 
 
 class Queued:
-    """A work, and which collective it is."""
+    """A work, and the collective that it belongs to."""
 
     __slots__ = ("_device", "_work", "begun")
 
@@ -178,18 +179,18 @@ class Queued:
 
 
 def unfinished() -> Begun | None:
-    """The first collective that the device still waits for."""
+    """Return the first collective that the device still waits for."""
     return next((begun for begun, event in tuple(_queued) if not event.is_over), None)
 
 
 def missing_rank(works: Sequence[object]) -> int | None:
-    """The number in the world of the rank that has not come, where what is waited for tells it."""
-    # They are waited for in their order, so the first that is not over is the one that hangs.
+    """Return the world's number of the missing rank, if the awaited work knows it."""
+    # Waits go in order, so the first one that is not over is the one that hangs.
     letters = (work for work in works if isinstance(work, Letter))
     return next((letter.other for letter in letters if not letter.is_over), None)
 
 
 def collective_of(works: Sequence[object]) -> Begun | None:
-    """The collective that is waited for, where what is waited for tells it."""
+    """Return the collective that is waited for, if the awaited work knows it."""
     found = (work.begun if isinstance(work, Queued) else work for work in works)
     return next((one for one in found if isinstance(one, Begun)), None)

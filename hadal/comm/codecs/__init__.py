@@ -1,1 +1,1 @@
-"""Codecs: how values become bytes for the wire. Pure arithmetic; what travels is another's job."""
+"""Codecs: values as bytes for the wire. Pure arithmetic; nothing is sent here."""

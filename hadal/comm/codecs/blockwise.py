@@ -1,4 +1,4 @@
-"""Whole numbers of few bits, with one scale for each block of values."""
+"""Integers of few bits, with one scale for each block of values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from hadal.comm.codecs.codec import Codec, stretches, whole_words
 
 _SCALE_BYTES = 4
-# Two numbers of four bits in a byte, low + 16 x high: the low one is at most 7 either way, so that
-# rounding tells the high one.
+# Two 4-bit numbers in a byte, low + 16 x high: the low one is at most 7 either way, so that
+# rounding recovers the high one.
 _BASE = 16
-# What would need a smaller one counts as zero: the inverse may be infinite, and devices differ in
-# what whole number they make of that.
+# A value that would need a smaller scale becomes zero: the inverse may be infinite, and devices
+# convert that to different integers.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
 class Blockwise(Codec):
-    """Symmetric: a block's largest magnitude becomes the largest whole number of `bits`.
+    """Symmetric integers: a block's largest magnitude becomes the largest integer of `bits`.
 
     The wire holds the scales in float32, then the numbers: a byte each, or two in a byte, one from
     the first half of a block and one from the second. Values are off by half a scale at most; with
     `is_stochastic` by one, up or down at random and right on average (drawn from torch's default
-    generator of the device). Where a value is not finite, nothing of its block is.
+    generator of the device). If a value is not finite, no value of its block is.
     """
 
     bits: Literal[4, 8] = 8
@@ -37,11 +37,11 @@ class Blockwise(Codec):
 
     @property
     def limit(self) -> int:
-        """The largest whole number."""
+        """The largest integer."""
         return int(2 ** (self.bits - 1)) - 1
 
     def wire_bytes(self, numel: int) -> int:
-        """How many bytes `numel` values become."""
+        """Return how many bytes `numel` values become."""
         return whole_words(self._used(numel))
 
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -60,14 +60,14 @@ class Blockwise(Codec):
             self._put(rows, numbers)
 
     def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the values of a wire, some blocks at a time, and where each part begins."""
+        """Yield the values of a wire, some blocks at a time, and the offset of each."""
         for start, stop in self._stretches(numel, wire.device):
             scales, numbers = self._parts(wire, numel, start, stop)
             rows = self._taken(numbers, (stop - start) // len(scales)).mul_(scales)
             yield start, rows.reshape(-1)
 
     def _used(self, numel: int) -> int:
-        """How many bytes of a wire say something."""
+        """Return how many bytes of a wire hold data."""
         return self._blocks(numel) * _SCALE_BYTES + self._bytes_of(numel)
 
     def _blocks(self, numel: int) -> int:
@@ -77,14 +77,14 @@ class Blockwise(Codec):
         return -(-numel * self.bits // 8)
 
     def _stretches(self, numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
-        """What is worked on at a time: whole blocks, and the short one at the end by itself."""
+        """Yield ranges to work on: whole blocks, and the short one at the end by itself."""
         whole = numel // self.block_numel * self.block_numel
         yield from stretches(whole, self.block_numel, device)
         if whole < numel:
             yield whole, numel
 
     def _parts(self, wire: Tensor, numel: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The scales of values [start, stop), and their numbers, a row for each block."""
+        """Return the scales of values [start, stop), and their numbers, a row for each block."""
         first, last = start // self.block_numel, self._blocks(stop)
         scales = wire[first * _SCALE_BYTES : last * _SCALE_BYTES].view(torch.float32)
         begin = self._blocks(numel) * _SCALE_BYTES
@@ -92,7 +92,7 @@ class Blockwise(Codec):
         return scales.view(-1, 1), numbers.view(last - first, -1)
 
     def _put(self, rows: Tensor, numbers: Tensor) -> None:
-        """Write whole numbers into their bytes."""
+        """Write integers into their bytes."""
         if self.bits == 8:
             numbers.view(torch.int8).copy_(rows)
             return
@@ -102,7 +102,7 @@ class Blockwise(Codec):
         numbers.view(torch.int8).copy_(low)
 
     def _taken(self, numbers: Tensor, numel: int) -> Tensor:
-        """The whole numbers of bytes as float32, `numel` in a row."""
+        """Return the integers of bytes as float32, `numel` in a row."""
         if self.bits == 8:
             return numbers.view(torch.int8).to(torch.float32)
         half = numbers.shape[1]

@@ -1,4 +1,4 @@
-"""Values that travel in another dtype, or in their own."""
+"""Values sent in another dtype, or in their own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hadal.comm.codecs.codec import Codec, whole_words
 
 @dataclass(frozen=True, slots=True)
 class Cast(Codec):
-    """Rounded to a dtype. In the values' own one nothing is lost: the plain codec."""
+    """Rounding to a dtype. The values' own dtype loses nothing: the plain codec."""
 
     dtype: torch.dtype
 
     def wire_bytes(self, numel: int) -> int:
-        """How many bytes `numel` values become."""
+        """Return how many bytes `numel` values become."""
         return whole_words(numel * self.dtype.itemsize)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write `values` into `out`; what the dtype cannot hold becomes infinite."""
+        """Write `values` into `out`; values beyond the dtype's range become infinite."""
         used = values.numel() * self.dtype.itemsize
         out[:used].view(self.dtype).copy_(values)
         out[used:].zero_()

@@ -1,4 +1,4 @@
-"""What a codec is: how 1-D values become bytes for the wire, and values again."""
+"""The interface of a codec: 1-D values to bytes for the wire, and back."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Every wire is a multiple of so many bytes, so that stretches of a longer one can be looked at as
-# numbers of any dtype, and be added up as whole words.
+# Every wire is a multiple of so many bytes, so that slices of a longer one can be viewed as
+# any dtype, and be added up as whole words.
 WIRE_BYTES = 8
 
-# Elements that are worked on at a time on a CPU: what is computed for them stays in the cache.
+# Elements processed at a time on a CPU: intermediate results stay in the cache.
 _CPU_BLOCK_NUMEL = 1 << 16
-# On an accelerator, calls are to be few.
+# An accelerator needs few calls.
 _ACCELERATOR_BLOCK_NUMEL = 1 << 24
 
 
 class Codec(ABC):
-    """How 1-D values become bytes, and values again. A frozen value that keeps no state.
+    """A conversion of 1-D values to bytes and back. A frozen value that keeps no state.
 
-    The same wire gives the same bits on every rank. Where a value is infinite or not a number, so
-    is what is decoded in its place, and maybe in its neighbours': never a finite number.
+    The same wire gives the same bits on every rank. If a value is infinite or NaN, so is its
+    decoded value, and maybe its neighbours': never a finite number.
     """
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """How many bytes `numel` values become: a multiple of `WIRE_BYTES`."""
+        """Return how many bytes `numel` values become: a multiple of `WIRE_BYTES`."""
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -35,7 +35,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the `numel` values that a wire holds, 1-D in parts, and where each part begins."""
+        """Yield the `numel` values of a wire, 1-D in parts, and the offset of each part."""
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Fill 1-D `out`, of any floating dtype, with the values that a wire holds."""
@@ -49,12 +49,12 @@ class Codec(ABC):
 
 
 def whole_words(nbytes: int) -> int:
-    """The next multiple of `WIRE_BYTES`."""
+    """Return `nbytes` rounded up to a multiple of `WIRE_BYTES`."""
     return -(-nbytes // WIRE_BYTES) * WIRE_BYTES
 
 
 def stretches(numel: int, multiple: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Cut [0, `numel`) into stretches to work on, each of a `multiple` of elements but the last."""
+    """Cut [0, `numel`) into ranges to work on, each of a `multiple` of elements but the last."""
     block = _CPU_BLOCK_NUMEL if device.type == "cpu" else _ACCELERATOR_BLOCK_NUMEL
     step = max(1, block // multiple) * multiple
     for start in range(0, numel, step):

@@ -12,18 +12,18 @@ from torch import Tensor
 from hadal.comm.codecs.codec import Codec, stretches, whole_words
 
 _SIGNS_PER_BYTE = 8
-# Eight bytes of 0 and 1, read as one number and multiplied by this, have their eight bits side by
-# side in the topmost byte: the first byte's bit lowest.
+# Eight bytes of 0 and 1, viewed as one number and multiplied by this, have their eight bits side
+# by side in the topmost byte: the first byte's bit lowest.
 _PACK = 0x0102040810204080
 _TOP_BYTE = 56
 
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """What is decoded is the mean magnitude of a value's block, with the value's sign; 0 is plus.
+    """Signs with the mean magnitude of their block as the decoded value; 0 is plus.
 
-    Of all values that a block of such could become, these are the nearest in the sum of squares: so
-    the error of a block is never longer than the block. The wire holds the scales, then the signs.
+    Among all such blocks these values have the least squared error, so the error of a block is
+    never longer than the block. The wire holds the scales, then the signs.
 
     `block_numel` is a multiple of 8.
     """
@@ -31,7 +31,7 @@ class Sign(Codec):
     block_numel: int = 1024
 
     def wire_bytes(self, numel: int) -> int:
-        """How many bytes `numel` values become."""
+        """Return how many bytes `numel` values become."""
         return whole_words(self._scales_nbytes(numel) + -(-numel // _SIGNS_PER_BYTE))
 
     def encode(self, values: Tensor, out: Tensor) -> None:
@@ -46,7 +46,7 @@ class Sign(Codec):
         signs[-(-numel // _SIGNS_PER_BYTE) :].zero_()
 
     def decoded(self, wire: Tensor, numel: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the values of a wire, some blocks at a time, and where each part begins."""
+        """Yield the values of a wire, some blocks at a time, and the offset of each."""
         block = self.block_numel
         scales, signs = self._parts(wire, numel)
         table = _table(wire.device)
@@ -65,7 +65,7 @@ class Sign(Codec):
         return -(-numel // self.block_numel) * torch.float32.itemsize
 
     def _parts(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales, and the bytes of signs with what fills them up."""
+        """Return the scales, and the bytes of signs with their padding."""
         nbytes = self._scales_nbytes(numel)
         return wire[:nbytes].view(torch.float32), wire[nbytes : self.wire_bytes(numel)]
 
@@ -91,7 +91,7 @@ def _put_signs(values: Tensor, packed: Tensor) -> None:
 
 @lru_cache
 def _table(device: torch.device) -> Tensor:
-    """(256, 8): the signs that each byte stands for."""
+    """Return a (256, 8) table of the signs that each byte stands for."""
     bytes_ = torch.arange(256, device=device)[:, None]
     bits = bytes_ >> torch.arange(_SIGNS_PER_BYTE, device=device) & 1
     return bits.to(torch.float32) * 2 - 1
