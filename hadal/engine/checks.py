@@ -68,8 +68,8 @@ def check_parameters(
             )
         if parameter.device.type == "meta":
             raise ModelError(
-                f"rank {ranks.rank}: parameter {name} is on meta and has no values; give it some"
-                " (model.to_empty(device=...) and an initialisation), or build the model inside"
+                f"rank {ranks.rank}: parameter {name} is on meta and has no values; initialize it"
+                " (model.to_empty(device=...), then its values), or build the model inside"
                 " hadal.zero.Init()"
             )
         misplaced = parameter.device.type not in ("cpu", device.type)

@@ -51,7 +51,7 @@ class FirstUpdate(Listener):
             _log.warning(
                 "the first batch has %d samples (dimension 0 of the model's inputs), but"
                 " train_micro_batch_size_per_gpu is %d: global_samples and samples per second count"
-                " %d for each batch. Gradients are those of the batch as it is",
+                " %d for each batch. Gradients use the batch as it is",
                 found,
                 micro,
                 micro,

@@ -45,14 +45,14 @@ class Newcomers:
         added = [name for name, parameter in asking if parameter not in self._known]
         if added:
             raise UsageError(
-                f"{where}: {few(added)} would get gradients and never be trained: put into the"
-                " model after initialize. Give them to optimizer.add_param_group({'params': [...]})"
+                f"{where}: {few(added)} would get gradients and never be trained: added to the"
+                " model after initialize. Pass them to optimizer.add_param_group({'params': [...]})"
                 " on every rank, or freeze them (requires_grad_(False)); to train them yourself,"
-                " put them in before initialize and leave them out of model_parameters."
+                " add them before initialize and leave them out of model_parameters."
             )
         if asking:
             _log.warning(
-                "%s: %s get gradients and are not trained: thawed after initialize. Give them to"
+                "%s: %s get gradients but are not trained: unfrozen after initialize. Pass them to"
                 " optimizer.add_param_group({'params': [...]}), or freeze them again.",
                 where,
                 few([name for name, _ in asking]),
@@ -60,8 +60,8 @@ class Newcomers:
         frozen = [name for name, parameter in found if not parameter.requires_grad]
         if frozen:
             _log.warning(
-                "%s: %s were put into the model after initialize, frozen: each rank computes with"
-                " its own values of them; the next optimizer.add_param_group gives rank 0's to all",
+                "%s: %s were added to the model after initialize, frozen: each rank computes with"
+                " its own values; the next optimizer.add_param_group sends rank 0's to all",
                 where,
                 few(frozen),
             )

@@ -33,7 +33,7 @@ def mixed(*parts: int) -> int:
 def drawing_from(seed: int) -> Iterator[None]:
     """Draw random numbers from `seed`, and leave the generators of this process as they were."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    # Not torch.manual_seed: that would start the accelerators' generators too.
+    # Not torch.manual_seed: that would reseed the accelerators' generators too.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)

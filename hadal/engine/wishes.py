@@ -101,7 +101,7 @@ def make_schedule(
     with suppress(TypeError):  # a stream without a length
         steps = len(loader) if loader is not None else steps
     _log.warning(
-        "no optimizer is named: %s with its defaults trains, under %s, which warms up and then"
+        "no optimizer is named: training uses %s with its defaults and %s, which warms up and then"
         " lowers the learning rate to 0 at update %d. Name `optimizer` and `scheduler` in the"
         " configuration to choose",
         _DEFAULT_OPTIMIZER,
