@@ -83,6 +83,14 @@ class CommunicationError(HadalError, RuntimeError):
     """Ranks cannot reach each other, or a collective failed."""
 
 
+class MonitorError(HadalError, RuntimeError):
+    """A monitor (TensorBoard, CSV files, ...) cannot be started."""
+
+
+class MissingPackageError(MonitorError, ImportError):
+    """A package that the configuration asks for is not installed."""
+
+
 class MismatchError(CommunicationError):
     """Ranks disagree on something that must be the same on all of them (model, config, path)."""
 

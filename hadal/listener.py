@@ -29,6 +29,19 @@ class Forward(NamedTuple):
     is_training: bool
     """True if the module is in training mode."""
 
+    @property
+    def tokens(self) -> int:
+        """The elements of `input_ids`, by name, in a batch that is a mapping, or as a matrix of
+        integers that is the first argument; 0 if there are none.
+        """
+        first = self.args[0] if self.args else None
+        given = self.kwargs.get("input_ids")
+        if given is None and isinstance(first, Mapping):
+            given = first.get("input_ids")
+        if given is None and isinstance(first, Tensor) and first.dtype == torch.int64:
+            given = first if first.dim() == 2 else None
+        return given.numel() if isinstance(given, Tensor) else 0
+
 
 class Options(NamedTuple):
     """Options of the optimizer's param groups, one value for each group."""

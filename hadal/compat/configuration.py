@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hadal.comm import get_world_size
+from hadal.compat.monitors import DeepSpeedMonitorConfig
 from hadal.config import Config, load_config
 from hadal.config.reading import Source, read
 
@@ -80,6 +81,11 @@ class DeepSpeedConfig:
                 raise AttributeError(f"the configuration has no key {name!r}")
             value = value[part]
         return value
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        """The sections of the monitors."""
+        return DeepSpeedMonitorConfig.of(self._checked)
 
     @property
     def optimizer_name(self) -> str | None:

@@ -21,13 +21,13 @@ from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.debug import debug_extract_module_and_param_names
 from hadal.compat.groups import remember_groups
 from hadal.compat.log import logger
+from hadal.compat.monitors import MonitorMaster
 from hadal.compat.optimizer import DeepSpeedOptimizer, ParameterOffload, PlainOptimizer
 from hadal.compat.parameters import mark_stage_1_or_2, mark_stage_3, unmark, watch_parameters
 from hadal.compat.placeholders import unbuilt
 from hadal.compat.surface import VERSION
 from hadal.compat.timers import (
     PhaseTimers,
-    SilentMonitor,
     SynchronizedWallClockTimer,
     ThroughputTimer,
 )
@@ -61,8 +61,7 @@ class DeepSpeedEngine(Accessors):
         self._outer: DeepSpeedOptimizer | None = None
         self._offload: ParameterOffload | None = None
         self._was_applied = False
-        self.monitor = SilentMonitor()
-        """What scalars are written to: nothing, as there are no monitors yet."""
+        self._monitors = MonitorMaster.of(parts.monitor)
         self.timers = SynchronizedWallClockTimer()
         """Clocks by name. With `wall_clock_breakdown`, the phases of updates among them."""
         if parts.clocks.lap is not None:
@@ -118,6 +117,11 @@ class DeepSpeedEngine(Accessors):
             kind = PlainOptimizer if is_plain else DeepSpeedOptimizer
             self._outer = kind(inner, self, stage=stage, moves_scale=moves)
         return self._outer
+
+    @property
+    def monitor(self) -> MonitorMaster:  # type: ignore[override]
+        """The monitors of the configuration, as `deepspeed.monitor` has them."""
+        return self._monitors
 
     @property
     def basic_optimizer(self) -> Optimizer | None:

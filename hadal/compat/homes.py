@@ -21,6 +21,7 @@ _CONFIG = "hadal.compat.configuration"
 _ACCELERATOR = "hadal.compat.accelerator"
 _FILES = "hadal.compat.files"
 _PARAMETERS = "hadal.compat.parameters"
+_MONITORS = "hadal.compat.monitors"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
     " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
@@ -70,6 +71,15 @@ _ALIKE: dict[str, dict[str, str]] = {
     },
     "deepspeed.elasticity": {_ELASTICITY: "compute_elastic_config"},
     "deepspeed.elasticity.config": {_ELASTICITY: "ElasticityError ElasticityIncompatibleWorldSize"},
+    "deepspeed.monitor.comet": {_MONITORS: "CometMonitor Event EventsLogScheduler"},
+    "deepspeed.monitor.config": {_MONITORS: "DeepSpeedMonitorConfig get_monitor_config"},
+    "deepspeed.monitor.csv_monitor": {_MONITORS: "csvMonitor"},
+    "deepspeed.monitor.monitor": {_MONITORS: "Monitor MonitorMaster"},
+    "deepspeed.monitor.tensorboard": {_MONITORS: "TensorBoardMonitor"},
+    "deepspeed.monitor.utils": {
+        _MONITORS: "check_comet_availability check_tb_availability check_wandb_availability"
+    },
+    "deepspeed.monitor.wandb": {_MONITORS: "WandbMonitor"},
     "deepspeed.ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
     "deepspeed.ops.lamb": {_OPTIMIZERS: "FusedLamb"},
@@ -203,6 +213,10 @@ _OTHERS: dict[str, str] = {
     "deepspeed.dist": "deepspeed.comm",
     "deepspeed.OnDevice": f"{_ZERO}:OnDevice",
     "deepspeed.ops.__compatible_ops__": f"{_BUILDERS}:COMPATIBLE_OPS",
+    "deepspeed.monitor.config.CSVConfig": "hadal.config.csv_monitor:CsvMonitor",
+    "deepspeed.monitor.config.CometConfig": "hadal.config.comet:Comet",
+    "deepspeed.monitor.config.TensorBoardConfig": "hadal.config.tensorboard:TensorBoard",
+    "deepspeed.monitor.config.WandbConfig": "hadal.config.wandb:Wandb",
     "deepspeed.runtime.config.DeepSpeedConfigError": "hadal.errors:ConfigError",
     "deepspeed.runtime.utils.is_model_parallel_parameter": "hadal.optim.norm:is_model_part",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hadal.errors:CheckpointError",

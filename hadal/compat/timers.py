@@ -140,15 +140,6 @@ class ThroughputTimer:
         """Do nothing: the end of an epoch does not change the rate."""
 
 
-class SilentMonitor:
-    """A monitor that writes nothing: a configuration with a monitor is refused."""
-
-    enabled = False
-
-    def write_events(self, event_list: Sequence[object], flush: bool = True) -> None:
-        """Write nothing."""
-
-
 # The names of an update's phases, for programs and in the log.
 _TIMED = {
     "fwd": "forward",

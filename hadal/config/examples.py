@@ -64,6 +64,18 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "steps_per_print": 50,
         "timers": {"throughput": {"enabled": True, "synchronized": False}},
     },
+    "tensorboard": {
+        "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "first"},
+    },
+    "csv_monitor": {
+        "csv_monitor": {"enabled": True, "output_path": "runs", "job_name": "first"},
+    },
+    "wandb": {"wandb": {"enabled": True, "project": "deep", "group": "ablations"}},
+    "comet": {"comet": {"enabled": True, "project": "deep", "samples_log_interval": 1000}},
+    "jsonl_monitor": {
+        "jsonl_monitor": {"enabled": True, "output_path": "runs", "job_name": "first"},
+    },
+    "monitor": {"csv_monitor": {"enabled": True}, "monitor": {"extra": False}},
     "autotuning": {"autotuning": {"enabled": True, "metric": "throughput"}},
     "flops_profiler": {
         "flops_profiler": {"enabled": True, "profile_step": 5, "output_file": "profile.json"},

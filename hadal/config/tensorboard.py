@@ -1,17 +1,20 @@
-"""`tensorboard`: training events as TensorBoard event files."""
+"""`tensorboard`: scalars for TensorBoard."""
 
 from typing import ClassVar
 
-from hadal.config.section import NULL_IS_DEFAULT, UNBUILT, Section, key
+from hadal.config.section import NULL_IS_DEFAULT, Section, key
 from hadal.config.values import Boolean, Text
 
 
 class TensorBoard(Section):
-    """Training events as TensorBoard event files, written by rank 0."""
+    """Scalars of training in an event file for TensorBoard, written by rank 0.
+
+    The step is the number of samples so far. Needs `pip install tensorboard`.
+    """
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Write events.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Write scalars.")
     output_path: Text = key(
         "", "Parent directory; empty or null is the working directory.", mark=NULL_IS_DEFAULT
     )

@@ -29,6 +29,8 @@ from hadal.config.expert_parallel import ExpertParallel
 from hadal.config.flops_profiler import FlopsProfiler
 from hadal.config.fp16 import Fp16
 from hadal.config.hybrid_engine import HybridEngine
+from hadal.config.jsonl_monitor import JsonlMonitor
+from hadal.config.monitor import Monitor
 from hadal.config.nebula import Nebula
 from hadal.config.optimizer import Optimizer
 from hadal.config.pipeline import Pipeline
@@ -176,10 +178,12 @@ class Config(General):
     sparse_attention: SparseAttention | None = key(None, "Sparse attention.", mark=UNBUILT)
     data_efficiency: DataEfficiency = section(DataEfficiency, "Less data for the same quality.")
     curriculum_learning: CurriculumLearning | None = key(None, "Short sequences first.")
-    tensorboard: TensorBoard = section(TensorBoard, "Events to TensorBoard.")
-    csv_monitor: CsvMonitor = section(CsvMonitor, "Events to CSV files.")
-    wandb: Wandb = section(Wandb, "Events to Weights & Biases.")
-    comet: Comet = section(Comet, "Events to Comet.")
+    tensorboard: TensorBoard = section(TensorBoard, "Scalars to TensorBoard.")
+    csv_monitor: CsvMonitor = section(CsvMonitor, "Scalars to CSV files.")
+    wandb: Wandb = section(Wandb, "Scalars to Weights & Biases.")
+    comet: Comet = section(Comet, "Scalars to Comet.")
+    jsonl_monitor: JsonlMonitor = section(JsonlMonitor, "Scalars to one file of JSON lines.")
+    monitor: Monitor = section(Monitor, "Which scalars.")
     elasticity: Elasticity | None = key(None, "A batch size for many numbers of ranks.")
     comms_logger: CommsLogger | None = key(None, "Count, size and speed of messages between ranks.")
     compression_training: CompressionTraining = section(
@@ -219,3 +223,10 @@ class Config(General):
     def as_dict(self) -> dict[str, Any]:
         """Return the effective configuration as plain JSON values."""
         return {name: plain(getattr(self, name)) for name in type(self).model_fields}
+
+    def as_public_dict(self) -> dict[str, Any]:
+        """Return the same without secrets, for logs and files that others read."""
+        values = self.as_dict()
+        if values["comet"]["api_key"] is not None:
+            values["comet"]["api_key"] = "(hidden)"
+        return values

@@ -31,7 +31,7 @@ from hadal.engine.checks import (
     tell_untrained,
 )
 from hadal.engine.engine import Engine
-from hadal.engine.features import LISTENERS, setting_of
+from hadal.engine.features import LISTENERS, opened_monitor, setting_of
 from hadal.engine.later_groups import LaterGroups
 from hadal.engine.loader import ShardedLoader
 from hadal.engine.log import hush, open_log
@@ -66,6 +66,7 @@ from hadal.engine.wishes import (
     seed_of_program,
 )
 from hadal.errors import OffloadError
+from hadal.monitor.opening import expect_packages
 from hadal.optim.build import build_stepper
 from hadal.optim.exchanging import ExchangingStepper
 from hadal.zero import access, init
@@ -126,6 +127,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         ModelError, OptimizerError, UsageError: an argument cannot be used for training.
         MismatchError: the ranks were given different models or configurations.
         CommunicationError: the ranks cannot reach each other.
+        MonitorError: a monitor's package is missing, or it cannot write.
     """
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
@@ -200,6 +202,7 @@ def _admit(
         tell_16bit_weights(config, model)
         tell_untrained(model, groups, is_chosen=is_chosen)
         warn_of_one_thread(config, current_device())
+        expect_packages(config)
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 
@@ -271,6 +274,7 @@ def _assemble(
             computes_norm=config.zero_optimization.compute_grad_norm,
             batches=batches,
             clocks=setting.clocks,
+            monitor=opened_monitor(setting),
             listeners=listeners,
             loader=loader,
             loading=loading,

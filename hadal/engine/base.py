@@ -18,6 +18,7 @@ from hadal.engine.reading import Collate
 from hadal.engine.session import Session
 from hadal.engine.topology import Topology
 from hadal.errors import UsageError
+from hadal.monitor.monitor import Monitor
 from hadal.optim.step import OptimizerStepper
 from hadal.order import Order
 
@@ -238,6 +239,15 @@ class EngineBase(nn.Module):
         plus `backward_allreduce`, the work on and the wait for reductions; `step` is the update.
         """
         return dict(self._parts.clocks.last)
+
+    @property
+    def monitor(self) -> Monitor:
+        """The monitors of the configuration, for a program's own scalars.
+
+        `engine.monitor.write_events([("Eval/loss", loss, engine.global_samples)])` writes them;
+        `enabled` says whether any monitor is on. Ranks other than 0 write nothing.
+        """
+        return self._parts.monitor
 
     # ---- who takes part --------------------------------------------------------------------------
 

@@ -10,13 +10,21 @@ from torch import nn
 
 from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
+from hadal.comm.faults import told_to_all
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
+from hadal.errors import MonitorError
 from hadal.listener import Listener
+from hadal.monitor.monitor import Monitor
+from hadal.monitor.opening import open_writers, sections_on
+from hadal.monitor.run import describe_run
+from hadal.monitor.training import ScalarScope, TrainingEvents
+from hadal.optim.loss_scale import ScaleRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +34,11 @@ class Setting:
     config: Config
     model: nn.Module
     world: Ranks
+    topology: Topology
     device: torch.device
     clocks: Clocks
     batches: BatchSizes
-    model_parallel_size: int
+    monitor: Monitor
 
 
 def setting_of(
@@ -45,7 +54,30 @@ def setting_of(
     clocks = Clocks(
         device, times=config.wall_clock_breakdown or others, memory=config.memory_breakdown
     )
-    return Setting(config, model, world, device, clocks, batches, topology.model_parallel_size)
+    monitor = Monitor(enabled=bool(sections_on(config)))
+    return Setting(config, model, world, topology, device, clocks, batches, monitor)
+
+
+def opened_monitor(setting: Setting) -> Monitor:
+    """The engine's monitor, with its files and connections open on rank 0. All ranks must call it.
+
+    Raises:
+        MonitorError: one cannot be opened.
+    """
+    topology, world, monitor = setting.topology, setting.world, setting.monitor
+    if not monitor.enabled:
+        return monitor
+    with told_to_all(world, "initialize", MonitorError):
+        if world.rank == 0:
+            ranks = {
+                "world": world.size,
+                "data_parallel": topology.data_parallel.size,
+                "sequence_parallel": topology.sequence_parallel_size,
+                "model_parallel": topology.model_parallel_size,
+            }
+            run = describe_run(setting.config, setting.model, ranks)
+            monitor.open(open_writers(setting.config, run))
+    return monitor
 
 
 def _clocks(setting: Setting) -> Listener | None:
@@ -83,14 +115,32 @@ def _profiler(setting: Setting) -> Listener | None:
     from hadal.profiling import ProfilerListener, Trained  # for this alone
 
     ranks = Trained(
-        setting.world.size, batches.data_parallel_size, setting.model_parallel_size, batches.micro
+        setting.world.size,
+        batches.data_parallel_size,
+        setting.topology.model_parallel_size,
+        batches.micro,
     )
     return ProfilerListener(section, setting.model, setting.device, ranks)
+
+
+def _monitors(setting: Setting) -> Listener | None:
+    config, topology = setting.config, setting.topology
+    # Rank 0 writes: the others are needed for its sums, if they hold the same part of the model.
+    if not setting.monitor.enabled or 0 not in topology.sharding.numbers:
+        return None
+    scope = ScalarScope(
+        topology.sharding,
+        topology.data_parallel.size,
+        extra=config.monitor.extra,
+        has_scale=scale_rule_of(config, setting.device) != ScaleRule(),
+    )
+    return TrainingEvents(setting.monitor, scope, setting.device)
 
 
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
+    "monitor": _monitors,
     "flops_profiler": _profiler,
     "autotuning": _experiment,
 }

@@ -21,6 +21,7 @@ from hadal.engine.loader import Loading, ShardedLoader
 from hadal.engine.tiers import Offloading
 from hadal.engine.topology import Topology
 from hadal.listener import Listener
+from hadal.monitor.monitor import Monitor
 from hadal.optim.loss_scale import ScaleRule
 from hadal.optim.norm import RowNorms, clip_coefficient
 from hadal.optim.step import OptimizerStepper
@@ -55,6 +56,7 @@ class Parts:
     computes_norm: bool
     batches: BatchSizes
     clocks: Clocks
+    monitor: Monitor
     listeners: tuple[Listener, ...]
     """Those that the configuration asks for."""
     loader: ShardedLoader | None

@@ -11,11 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from hadal.config import Config
-from hadal.listener import Forward
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -105,17 +101,6 @@ def updates_of(config: Config) -> int | None:
     params: Mapping[str, Any] = scheduler.params if scheduler is not None else {}
     total = params.get("total_num_steps")
     return total if isinstance(total, int) else None
-
-
-def tokens_of(forward: Forward) -> int:
-    """Return the tokens of a forward's inputs: the elements of `input_ids`; 0 if there are none."""
-    given = forward.kwargs.get("input_ids")
-    first = forward.args[0] if forward.args else None
-    if given is None and isinstance(first, Mapping):
-        given = first.get("input_ids")
-    if given is None and isinstance(first, Tensor) and first.dtype == torch.int64:
-        given = first if first.dim() == 2 else None
-    return given.numel() if isinstance(given, Tensor) else 0
 
 
 class LiveLine:

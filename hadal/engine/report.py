@@ -14,7 +14,7 @@ from hadal.config import Config
 from hadal.device import is_host_memory, memory_use
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, MemoryGauge, Throughput
-from hadal.engine.progress import LiveLine, Progress, tokens_of
+from hadal.engine.progress import LiveLine, Progress
 from hadal.engine.topology import Topology
 from hadal.listener import Forward, Listener, Update
 from hadal.zero.bucket import Bucket
@@ -59,7 +59,7 @@ class Reporter(Listener):
     def before_forward(self, forward: Forward) -> None:
         """Count tokens."""
         if self._speaks and forward.is_training:
-            self._tokens += tokens_of(forward)
+            self._tokens += forward.tokens
 
     def after_update(self, update: Update) -> None:
         """Log a line of progress, times and memory, if they are due."""
@@ -152,7 +152,7 @@ def tell_state(
     config: Config, model: nn.Module, runtime: ZeroRuntime, batches: BatchSizes, topology: Topology
 ) -> None:
     """Log the output of `dump_state`."""
-    _log.info("configuration: %s", json.dumps(config.as_dict(), indent=1, default=str))
+    _log.info("configuration: %s", json.dumps(config.as_public_dict(), indent=1, default=str))
     _log.info("%s", "\n".join(_state(model, runtime, batches, topology)))
 
 

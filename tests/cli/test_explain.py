@@ -106,14 +106,14 @@ def test_whatever_is_refused_is_told_at_once(
         "optimizer": {"type": "AdmaW", "params": {"learning_rate": 1e-3}},
         "scheduler": {"type": "WarmupLr", "params": {}},
         "zero_optimization": {"stage": 7, "offload_parm": {}},
-        "csv_monitor": {"enabled": True},
+        "hybrid_engine": {"enabled": True},
         "torch_autocast": {"enabled": True, "lower_precision_safe_modules": [3]},
     }
     code, lines, error = explained(capsys, tmp_path, config, "--world-size", "2")
     assert code == 1
     refused = [line.split() for line in lines if line.endswith("refused")]
     assert sorted((name, value) for name, *value, _ in refused) == [
-        ("csv_monitor.enabled", ["true"]),
+        ("hybrid_engine.enabled", ["true"]),
         ("lower_precision_safe_modules", ["[3]"]),
         ("offload_parm", ["{}"]),
         ("params.learning_rate", ["0.001"]),

@@ -25,6 +25,7 @@ EVERYDAY = {
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
     *("flops_profiler", "timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
+    *("tensorboard", "csv_monitor", "wandb", "comet"),
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
 }
 # Rows of these sections that belong to a feature of its own, by the feature.

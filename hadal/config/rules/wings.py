@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
 from hadal.config.data_efficiency import CurriculumMetric
 from hadal.config.elasticity import Elasticity
+from hadal.config.plain import shown
 from hadal.config.rules.rule import reading
 from hadal.config.section import Section
 from hadal.config.top_level import Config
@@ -215,6 +217,19 @@ def _pruning(config: Config) -> Iterator[Fault]:
         )
 
 
+@reading("tensorboard", "csv_monitor", "jsonl_monitor")
+def _folders_of_monitors(config: Config) -> Iterator[Fault]:
+    for name in ("tensorboard", "csv_monitor", "jsonl_monitor"):
+        section = getattr(config, name)
+        job = PurePosixPath(section.job_name)
+        if section.enabled and (job.is_absolute() or ".." in job.parts):
+            yield Fault(
+                f"{name}.job_name",
+                f"{shown(section.job_name)} leads out of output_path; give a name without"
+                f' ".." or a leading "/", and the place in {name}.output_path',
+            )
+
+
 RULES = (
     _curriculum,
     _sampling,
@@ -228,4 +243,5 @@ RULES = (
     _two_degrees,
     _compression_groups,
     _pruning,
+    _folders_of_monitors,
 )

@@ -1,0 +1,240 @@
+"""`deepspeed.monitor`: the monitors under the names and with the methods of DeepSpeed's."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from hadal.comm import get_rank
+from hadal.config import Config, load_config
+from hadal.config.comet import Comet
+from hadal.config.csv_monitor import CsvMonitor
+from hadal.config.tensorboard import TensorBoard
+from hadal.config.wandb import Wandb
+from hadal.monitor.comet import ThinnedEvents
+from hadal.monitor.monitor import Monitor as HouseMonitor
+from hadal.monitor.opening import WRITERS, open_writers, sections_on
+from hadal.monitor.packages import expect_package
+from hadal.monitor.record import GivenScalars, events_of
+from hadal.monitor.writer import Writer
+
+Event = tuple[str, float, int]
+EventsLogScheduler = ThinnedEvents
+
+_SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
+
+
+class Monitor(ABC):
+    """One monitor. Programs derive their own from it.
+
+    Args:
+        monitor_config: the monitor's section.
+    """
+
+    @abstractmethod
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Any]) -> None:
+        """Write (name, value, samples) each."""
+
+
+class _OneMonitor(Monitor):
+    """A monitor around its writer, which rank 0 has if the section is on."""
+
+    section: ClassVar[str]
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.enabled = bool(monitor_config.enabled)
+        self._writer: Any = None
+        if self.enabled and get_rank() == 0:
+            self._writer = WRITERS[self.section](monitor_config, {})
+
+    @classmethod
+    def over(cls, writer: Writer) -> _OneMonitor:
+        """The monitor of a writer that is open."""
+        made = cls.__new__(cls)
+        made.enabled, made._writer = True, writer
+        return made
+
+    def write_events(self, event_list: Iterable[Any], flush: bool = True) -> None:
+        """Write (name, value, samples) each."""
+        if self._writer is None:
+            return
+        for record in GivenScalars(events_of(event_list), time.time()).records():
+            self._writer.write(record)
+        if flush:
+            self._writer.flush()
+
+
+class TensorBoardMonitor(_OneMonitor):
+    """Writes an event file for TensorBoard."""
+
+    section = "tensorboard"
+
+    def __init__(self, tensorboard_config: TensorBoard) -> None:
+        super().__init__(tensorboard_config)
+
+    @property
+    def summary_writer(self) -> Any:
+        """Torch's `SummaryWriter`; None on ranks other than 0, and if the section is off."""
+        return None if self._writer is None else self._writer.summary_writer
+
+    def get_summary_writer(self) -> Any:
+        """The same."""
+        return self.summary_writer
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._writer is not None:
+            self._writer.flush()
+
+
+class WandbMonitor(_OneMonitor):
+    """Logs to a run of Weights & Biases."""
+
+    section = "wandb"
+
+    def __init__(self, wandb_config: Wandb) -> None:
+        super().__init__(wandb_config)
+
+    def log(
+        self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None
+    ) -> None:
+        """Log values to the run, as `wandb.log`."""
+        if self._writer is not None:
+            self._writer.log(data, step, commit)
+
+
+class csvMonitor(_OneMonitor):
+    """Writes a CSV file for each name."""
+
+    section = "csv_monitor"
+
+    def __init__(self, csv_config: CsvMonitor) -> None:
+        super().__init__(csv_config)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the files; None on ranks other than 0, and if the section is off."""
+        return None if self._writer is None else str(self._writer.folder)
+
+    @property
+    def filenames(self) -> list[str]:
+        """The paths of the files written so far."""
+        return [] if self._writer is None else [str(path) for path in self._writer.paths]
+
+    def setup_log_dir(self) -> str | None:
+        """The folder, which is there."""
+        return self.log_dir
+
+
+class CometMonitor(_OneMonitor):
+    """Logs to an experiment of Comet."""
+
+    section = "comet"
+
+    def __init__(self, comet_config: Comet) -> None:
+        super().__init__(comet_config)
+
+    @property
+    def experiment(self) -> Any:
+        """Comet's experiment; None on ranks other than 0, and if the section is off."""
+        return None if self._writer is None else self._writer.experiment
+
+    @property
+    def samples_log_interval(self) -> int | None:
+        """The samples between two values of one name that are sent."""
+        return None if self._writer is None else self._writer.samples_log_interval
+
+
+class DeepSpeedMonitorConfig:
+    """The sections of a configuration that belong to monitors.
+
+    Raises:
+        ConfigError: they have faults; all are listed.
+    """
+
+    def __init__(self, **sections: Any) -> None:
+        # The batch is nobody's: a configuration is not complete without one.
+        self._hold(load_config({"train_batch_size": 1, **sections}, allow_unbuilt=True))
+
+    @classmethod
+    def of(cls, config: Config) -> DeepSpeedMonitorConfig:
+        """Those of a configuration that is checked."""
+        made = cls.__new__(cls)
+        made._hold(config)
+        return made
+
+    def _hold(self, config: Config) -> None:
+        self.checked = config
+        self.tensorboard, self.wandb = config.tensorboard, config.wandb
+        self.csv_monitor, self.comet = config.csv_monitor, config.comet
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any monitor is on."""
+        return bool(sections_on(self.checked))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """Read the monitors' sections of a configuration.
+
+    Raises:
+        ConfigError: they have faults; all are listed.
+    """
+    return DeepSpeedMonitorConfig(**{k: v for k, v in param_dict.items() if k in _SECTIONS})
+
+
+class MonitorMaster(Monitor):
+    """All monitors of a configuration. Rank 0 writes.
+
+    Raises:
+        MonitorError: a package is missing, a folder cannot be written, or a service refuses.
+    """
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        super().__init__(monitor_config)
+        house = HouseMonitor(enabled=monitor_config.enabled)
+        if house.enabled and get_rank() == 0:
+            house.open(open_writers(monitor_config.checked, {}))
+        self._hold(house)
+
+    @classmethod
+    def of(cls, house: HouseMonitor) -> MonitorMaster:
+        """Those of an engine."""
+        made = cls.__new__(cls)
+        made._hold(house)
+        return made
+
+    def _hold(self, house: HouseMonitor) -> None:
+        self._house = house
+        self.enabled = house.enabled
+        kinds = (TensorBoardMonitor, WandbMonitor, csvMonitor, CometMonitor)
+        found: dict[str, Any] = {writer.section: writer for writer in house.writers}
+        self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor = (
+            kind.over(found[kind.section]) if kind.section in found else None for kind in kinds
+        )
+
+    def write_events(self, event_list: Iterable[Any], flush: bool = True) -> None:
+        """Write (name, value, samples) each to every monitor."""
+        self._house.write_events(event_list, flush)
+
+
+def check_tb_availability() -> None:
+    """Raise `MissingPackageError` if TensorBoard's package is missing."""
+    expect_package("tensorboard")
+
+
+def check_wandb_availability() -> None:
+    """Raise `MissingPackageError` if the package of Weights & Biases is missing."""
+    expect_package("wandb")
+
+
+def check_comet_availability() -> None:
+    """Raise `MissingPackageError` if Comet's package is missing."""
+    expect_package("comet")

@@ -1,0 +1,1 @@
+"""Monitors: files and services that the scalars of a training run are written to."""

@@ -1,0 +1,79 @@
+"""`jsonl_monitor`: everything about a run in one file, a JSON object on each line."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hadal.config.jsonl_monitor import JsonlMonitor
+from hadal.monitor.lines import LineFile
+from hadal.monitor.record import ScalarRecord, Value
+
+FILE = "events.jsonl"
+
+
+class JsonlWriter:
+    """Appends to one file: a line that describes the run, then one line for each record.
+
+    Each line is written at once. Runs that go on from a checkpoint append to the same file.
+    """
+
+    section = "jsonl_monitor"
+
+    def __init__(self, config: JsonlMonitor, run: Mapping[str, Any]) -> None:
+        """Make the folder, and write the line about the run.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        folder = Path(config.output_path) / config.job_name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = LineFile(folder / FILE)
+        self._write({"kind": "run", **run})
+
+    def write(self, record: ScalarRecord) -> None:
+        """Append one line: step, samples and time, and the values by name."""
+        head: dict[str, Any] = {"kind": "events"}
+        if record.step is not None:
+            head = {"kind": "update", "step": record.step}
+        head |= {"samples": record.samples, "time": record.time}
+        self._write(head | {name: _plain(value) for name, value in record.values.items()})
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Append the line that tells an orderly end from a kill."""
+        try:
+            self._write({"kind": "end", "time": time.time()})
+        finally:
+            self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def _plain(value: Value) -> Value | str:
+    """A value as every reader of JSON takes it: it knows no infinity."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, in order. Damaged lines, such as a half one at the end, are left out.
+
+    Values that are not finite are the texts "NaN", "Infinity" and "-Infinity", which `float` takes.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found

@@ -1,0 +1,75 @@
+"""The table of monitors: which section opens which writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hadal.config import Config
+from hadal.errors import MonitorError
+from hadal.monitor.comet import CometWriter
+from hadal.monitor.csv_monitor import CsvWriter
+from hadal.monitor.jsonl_monitor import JsonlWriter
+from hadal.monitor.packages import expect_package
+from hadal.monitor.tensorboard import TensorBoardWriter
+from hadal.monitor.wandb import WandbWriter
+from hadal.monitor.writer import Writer
+
+WRITERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Writer]] = {
+    "tensorboard": TensorBoardWriter,
+    "wandb": WandbWriter,
+    "csv_monitor": CsvWriter,
+    "comet": CometWriter,
+    "jsonl_monitor": JsonlWriter,
+}
+"""By section, in the order in which they are written. Each takes the section and a description of
+the run, which may be empty."""
+
+
+def sections_on(config: Config) -> tuple[str, ...]:
+    """The monitors that a configuration turns on.
+
+    None while the autotuner measures: a few updates of each experiment would mix with training's.
+    """
+    if config.autotuning.enabled:
+        return ()
+    return tuple(name for name in WRITERS if getattr(config, name).enabled)
+
+
+def expect_packages(config: Config) -> None:
+    """Import the packages that the monitors of a configuration need.
+
+    Raises:
+        MissingPackageError: one cannot be imported.
+    """
+    for name in sections_on(config):
+        expect_package(name)
+
+
+def open_writers(config: Config, run: Mapping[str, Any]) -> tuple[Writer, ...]:
+    """Open the monitors of a configuration; `run` describes the run to those who look at it later.
+
+    Raises:
+        MonitorError: a folder cannot be written, or a service refuses.
+    """
+    return tuple(_opened(name, getattr(config, name), run) for name in sections_on(config))
+
+
+def _opened(name: str, section: Any, run: Mapping[str, Any]) -> Writer:
+    try:
+        return WRITERS[name](section, run)
+    except MonitorError:
+        raise
+    except OSError as error:
+        path = getattr(section, "output_path", None)
+        if path is None:
+            raise MonitorError(f"{name} cannot be started: {error}") from error
+        raise MonitorError(
+            f"{name} cannot write: {error}; give {name}.output_path a folder that rank 0 can write"
+            f" to (it is {path!r})"
+        ) from error
+    except Exception as error:  # whatever a service's package raises
+        raise MonitorError(
+            f"{name} cannot be started: {type(error).__name__}: {error}; follow that, or give"
+            f" {name}.enabled false"
+        ) from error

@@ -1,0 +1,138 @@
+"""Scalars on their way to the monitors: checked, and grouped by the samples they belong to."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from hadal.device import HostCopy, is_host_memory, start_reading
+from hadal.errors import UsageError
+
+Value = int | float | None
+"""None stands for no value: a CSV file has an empty field, the other monitors leave it out."""
+
+_EXPECTED = "expected (name, value, samples), for example ('Eval/loss', 1.5, engine.global_samples)"
+
+
+class ScalarRecord(NamedTuple):
+    """Scalars that belong to the same number of samples."""
+
+    samples: int
+    """Samples so far on all ranks: the x-axis."""
+    values: Mapping[str, Value]
+    time: float
+    """When they were measured, in seconds since 1970."""
+    step: int | None = None
+    """The update that they describe; None for a program's own scalars."""
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """The values without those that are None."""
+        return {name: value for name, value in self.values.items() if value is not None}
+
+
+class ScalarDraft(Protocol):
+    """Records whose values the device may still be computing."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `records` does not wait for the device."""
+
+    def records(self) -> Iterable[ScalarRecord]:
+        """The records with their values. Waits for the device."""
+
+
+class Scalar(NamedTuple):
+    """One scalar as a program gives it."""
+
+    name: str
+    value: Value | HostCopy
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivenScalars:
+    """Scalars that a program wrote at one moment."""
+
+    events: tuple[Scalar, ...]
+    time: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has computed all of them."""
+        return all(one.value.is_over for one in self.events if isinstance(one.value, HostCopy))
+
+    def records(self) -> Iterator[ScalarRecord]:
+        """The scalars in their order, consecutive ones of the same samples together."""
+        values: dict[str, Value] = {}
+        samples = 0
+        for name, value, at in self.events:
+            if values and (at != samples or name in values):
+                yield ScalarRecord(samples, values, self.time)
+                values = {}
+            samples = at
+            values[name] = _read(value)
+        if values:
+            yield ScalarRecord(samples, values, self.time)
+
+
+def _read(value: Value | HostCopy) -> Value:
+    found = value.values().item() if isinstance(value, HostCopy) else value
+    return int(found) if isinstance(found, bool) else found
+
+
+def events_of(event_list: Iterable[Any]) -> tuple[Scalar, ...]:
+    """Check scalars given as (name, value, samples). Nothing is read from the device.
+
+    Raises:
+        UsageError: one is not such a triple, its value is not a number, or its samples are not
+            whole.
+    """
+    return tuple(_event(given) for given in event_list)
+
+
+def _event(given: Any) -> Scalar:
+    try:
+        name, value, samples = given
+    except (TypeError, ValueError):
+        raise UsageError(f"write_events got {given!r}; {_EXPECTED}") from None
+    if not isinstance(name, str):
+        raise UsageError(f"write_events got the name {name!r}; {_EXPECTED}")
+    return Scalar(name, _value(name, value), _whole(name, samples))
+
+
+def _value(name: str, value: Any) -> Value | HostCopy:
+    if value is None or type(value) is float or type(value) is int:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        if is_host_memory(value.device):
+            return _value(name, value.item())
+        return start_reading(value.detach().reshape(()), f"the value of {name}")
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        return _value(name, value.item())  # numpy's
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise UsageError(
+        f"write_events got {kind} as the value of {name}; expected a number or a tensor of one"
+        " element"
+    )
+
+
+def _whole(name: str, samples: Any) -> int:
+    if isinstance(samples, float) and samples.is_integer():
+        return int(samples)
+    try:
+        return operator.index(samples)
+    except TypeError:
+        raise UsageError(
+            f"write_events got {samples!r} as the samples of {name}; expected a whole number, for"
+            " example engine.global_samples"
+        ) from None
