@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -170,6 +171,9 @@ class Listener:
         if cls.name in ("", *(base.__name__ for base in cls.__mro__)):
             cls.name = cls.__name__
 
+    def on_attach(self, engine: Any) -> None:
+        """The listener was added to `engine`, which it may keep by a weak reference only."""
+
     def before_forward(self, forward: Forward) -> Forward | None:
         """Called before a forward, in training or evaluation. A returned Forward replaces it."""
 
@@ -200,6 +204,14 @@ class Listener:
 
     def after_update(self, update: Update) -> None:
         """Called after an update of weights and learning rate, or after it was skipped."""
+
+    def after_save(self, folder: Path, seconds: float) -> None:
+        """A checkpoint was saved to `folder`, or is on its way there (`checkpoint.async_save`).
+
+        Args:
+            folder: the checkpoint's own, named by its tag.
+            seconds: how long training waited for it.
+        """
 
     def on_error(self, error: BaseException) -> None:
         """Called if a forward, backward or update raised `error`, instead of its `after_...`."""

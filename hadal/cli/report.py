@@ -33,10 +33,18 @@ def add_to(group: Any) -> None:
     parser = add_command(
         group,
         "report",
-        help="Show versions, devices, and what is available here",
+        help="Show versions, devices, and what is available here; or make a page about a run",
         description="Show the versions of what is installed, the devices of this machine, what is"
-        " available here and why something is not.",
-        examples=("hadal report --markdown  # to be pasted into an issue",),
+        " available here and why something is not. With the folder of a run that had"
+        " jsonl_monitor enabled, write one HTML page about the run.",
+        examples=(
+            "hadal report --markdown  # to be pasted into an issue",
+            "hadal report runs/first --output first.html",
+        ),
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="Folder of a run, or its events.jsonl")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="HTML file to write [report.html in the folder]"
     )
     form = parser.add_mutually_exclusive_group()
     add_json(form)
@@ -48,6 +56,11 @@ def add_to(group: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Show it."""
+    if parsed.folder is not None:
+        from hadal.monitor.report import write_page
+
+        show(f"wrote {write_page(parsed.folder, parsed.output)}")
+        return 0
     sections = {
         "versions": versions(),
         "machine": machine(),

@@ -20,3 +20,9 @@ class JsonlMonitor(Section):
         "", "Parent directory; empty or null is the working directory.", mark=NULL_IS_DEFAULT
     )
     job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")
+    report: Boolean = key(
+        False,
+        "Also note warnings, checkpoints, memory, profile and communication in the file, and write"
+        " report.html beside it when the engine is destroyed. `hadal report FOLDER` makes that page"
+        " from any such file.",
+    )

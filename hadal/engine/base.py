@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -239,6 +239,27 @@ class EngineBase(nn.Module):
         plus `backward_allreduce`, the work on and the wait for reductions; `step` is the update.
         """
         return dict(self._parts.clocks.last)
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Bytes of this rank's model states by kind, wherever they are stored.
+
+        Optimizer state counts once there is some; what is on a disk does not.
+        """
+        found = {"weights": 0, "masters": 0, "gradients": 0, "optimizer state": 0}
+        for bucket in self._parts.runtime.buckets:
+            partition, precision = bucket.partition, bucket.precision
+            start, stop = bucket.span
+            numel = {False: bucket.layout.numel, True: stop - start}
+            found["weights"] += numel[partition.weights] * precision.compute.itemsize
+            if bucket.trainable:
+                found["gradients"] += numel[partition.gradients] * precision.accumulate.itemsize
+                if precision.keeps_master:
+                    found["masters"] += numel[True] * precision.master.itemsize
+        optimizer = self._session.optimizer
+        for state in optimizer.state.values() if optimizer else ():
+            values = state.values()
+            found["optimizer state"] += sum(v.nbytes for v in values if isinstance(v, Tensor))
+        return found
 
     @property
     def monitor(self) -> Monitor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -69,6 +70,7 @@ class Checkpoints:
             ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
                 `CheckpointError` that says so).
         """
+        began = time.perf_counter()
         self._session.expect_alive()
         self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
@@ -88,6 +90,8 @@ class Checkpoints:
         with told_to_all(world, where, CheckpointError):
             self._session.parts.runtime.check_freed()
         self._saver.save(order, self._session.live())
+        for listener in self._session.listeners:
+            listener.after_save(Path(save_dir) / name, time.perf_counter() - began)
         return True
 
     def _forget_residuals(self) -> None:

@@ -60,6 +60,8 @@ class Engine(EngineBase):
         self._is_compiled = False
         session.direct = DirectBackward(self._backwards.direct, parts.runtime)
         place.attend(parts.runtime, self)
+        for listener in session.listeners:
+            listener.on_attach(self)
 
     def __getattr__(self, name: str) -> Any:
         """Look the attribute up in the module."""
@@ -339,6 +341,7 @@ class Engine(EngineBase):
             UsageError: it is not a `hadal.Listener`, or the engine has one of this name.
         """
         self._session.listeners.add(listener)
+        listener.on_attach(self)
 
     def remove_listener(self, listener: Listener) -> None:
         """Stop calling `listener`. It is not closed.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
+from hadal.comm.comms_log import comms_log
 from hadal.comm.faults import told_to_all
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
@@ -20,6 +23,7 @@ from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError
 from hadal.listener import Listener
+from hadal.monitor.jsonl_monitor import path_of
 from hadal.monitor.monitor import Monitor
 from hadal.monitor.opening import open_writers, sections_on
 from hadal.monitor.run import describe_run
@@ -137,10 +141,48 @@ def _monitors(setting: Setting) -> Listener | None:
     return TrainingEvents(setting.monitor, scope, setting.device)
 
 
+def _journal(setting: Setting) -> Listener | None:
+    path = _reported(setting)
+    if path is None:
+        return None
+    from hadal.monitor.report import Journal, communication_lines  # for this alone
+
+    def profile(engine: Any) -> Mapping[str, Any] | None:
+        found = engine.flops_profiler and engine.flops_profiler.profile
+        return None if found is None else found.as_dict()
+
+    first = {"memory": lambda engine: {"bytes": engine.state_nbytes()}}
+    at_end = {
+        "profile": profile,
+        "communication": lambda _: communication_lines(comms_log.rows()),
+    }
+    return Journal(path, first, at_end)
+
+
+def _page(setting: Setting) -> Listener | None:
+    path = _reported(setting)
+    if path is None:
+        return None
+    from hadal.monitor.report import PageAtEnd  # for this alone
+
+    return PageAtEnd(path)
+
+
+def _reported(setting: Setting) -> Path | None:
+    """The file of the run that is reported, on rank 0."""
+    section = setting.config.jsonl_monitor
+    if not (section.enabled and section.report) or setting.world.rank != 0:
+        return None
+    return path_of(section)
+
+
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
+    # What a report has beside the scalars is written before the monitors close their files.
+    "jsonl_monitor": _journal,
     "monitor": _monitors,
+    "jsonl_monitor.report": _page,
     "flops_profiler": _profiler,
     "autotuning": _experiment,
 }

@@ -16,6 +16,11 @@ from hadal.monitor.record import ScalarRecord, Value
 FILE = "events.jsonl"
 
 
+def path_of(config: JsonlMonitor) -> Path:
+    """The file that a section asks for."""
+    return Path(config.output_path) / config.job_name / FILE
+
+
 class JsonlWriter:
     """Appends to one file: a line that describes the run, then one line for each record.
 
@@ -30,9 +35,9 @@ class JsonlWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        folder = Path(config.output_path) / config.job_name
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = LineFile(folder / FILE)
+        path = path_of(config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = LineFile(path)
         self._write({"kind": "run", **run})
 
     def write(self, record: ScalarRecord) -> None:

@@ -1,0 +1,7 @@
+"""One HTML page about a run, made from its `events.jsonl` alone."""
+
+from hadal.monitor.report.journal import Journal, PageAtEnd, communication_lines
+from hadal.monitor.report.page import write_page
+from hadal.monitor.report.run import Run, read_run
+
+__all__ = ["Journal", "PageAtEnd", "Run", "communication_lines", "read_run", "write_page"]
