@@ -2,7 +2,8 @@
 
     hadal run --num_accelerators 2 examples/22_hadal_run.py --steps 30
 
-The same line with `--hostfile hosts` starts it on all hosts of that file. Try `--fail 1`: rank 1
+The same line with `--hostfile hosts` starts it on all hosts of that file, and with `--dry-run` it
+shows what would be started where. Try `--fail 1`: rank 1
 raises an error, and the report shows its traceback first and the other rank's end below it.
 """
 
@@ -24,14 +25,13 @@ CONFIG = {
 def main() -> None:
     """Learn a sum; each rank prints what it sees."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, help="which rank of this host, by hadal run")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--fail", type=int, help="the rank that is to fail")
     told = parser.parse_args()
 
     hadal.init_distributed()
     rank, threads = int(os.environ["RANK"]), torch.get_num_threads()
-    print(f"number {told.local_rank} of this host, {threads} threads", flush=True)
+    print(f"number {os.environ['LOCAL_RANK']} of this host, {threads} threads", flush=True)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))

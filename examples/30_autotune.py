@@ -64,7 +64,6 @@ def search() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, help="which rank of this host, by hadal run")
     parser.add_argument("--deepspeed", metavar="CONFIG", help="train, as one experiment")
     parser.add_argument("--largest", type=int, default=32)
     told = parser.parse_args()

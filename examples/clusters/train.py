@@ -22,7 +22,6 @@ import hadal
 def main() -> None:
     """Train from the last checkpoint, if there is one."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, help="which rank of this host, by hadal run")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"), help="for all hosts")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two updates")

@@ -203,7 +203,7 @@ def _start_ranks(parsed: argparse.Namespace) -> int:
         raise CommandError(f"--ranks {ranks}, but this machine has {found} accelerators")
     if ranks == 1:
         note("one rank sends nothing: the figures are what the calls themselves take")
-    started = ["--quiet", "--num_accelerators", str(ranks), "--no_local_rank", "--module"]
+    started = ["--quiet", "--num_accelerators", str(ranks), "--module"]
     with tempfile.TemporaryDirectory() as folder:
         words = [*_words(parsed), "--hand-over", folder]
         with _followed(Path(folder, _PROGRESS), _count(parsed, ranks)):

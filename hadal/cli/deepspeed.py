@@ -19,8 +19,11 @@ _OF_REPORT = ("--hide_operator_status", "--hide_errors_and_warnings")
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """`deepspeed`: starts a program, as `hadal run` does, with these words or the command's own."""
-    return main(["run", *(sys.argv[1:] if args is None else args)])
+    """`deepspeed`: starts a program, as `hadal run` does, with these words or the command's own.
+
+    Programs written for it expect `--local_rank=N`.
+    """
+    return main(["run", "--local_rank", *(sys.argv[1:] if args is None else args)])
 
 
 def launch() -> int:
@@ -41,7 +44,7 @@ def launch() -> int:
         )
         where = ["--hostfile", str(hostfile), "--include", include, "--no_ssh"]
         where += ["--node_rank", told.node_rank, "--master_addr", told.master_addr]
-        return main(["run", *where, *rest, *program])
+        return main(["run", "--local_rank", *where, *rest, *program])
 
 
 def report() -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadal.cli.arguments import integer, port
 from hadal.cli.parser import underscored
+from hadal.cli.terminal import note, say
 from hadal.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hadal.launcher.choices import Choices
 
 _LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
+_LABEL = "hadal run"
 _LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")
 
 
@@ -31,7 +32,7 @@ class Flag(NamedTuple):
     @property
     def takes_value(self) -> bool:
         """Whether the next word belongs to it."""
-        return self.keywords.get("action") != "store_true"
+        return "action" not in self.keywords
 
 
 def _flag(names: str, help: str, **keywords: Any) -> Flag:
@@ -128,8 +129,20 @@ _REACHING = (
 _PROGRAM = (
     _switch("--module", "The program is a module, as after python -m"),
     _switch("--no_python", "The program is not started by Python"),
-    _switch("--no_local_rank", "Do not give --local_rank=N as the first argument"),
-    _switch("--as-deepspeed", "`import deepspeed` finds Hadal, in every rank"),
+    _switch("--as-deepspeed", "`import deepspeed` finds Hadal in every rank; adds --local_rank"),
+    _flag(
+        "--local_rank",
+        "Give --local_rank=N as the first argument; LOCAL_RANK is set in any case",
+        action="store_const",
+        const=True,
+    ),
+    _flag(
+        "--no_local_rank",
+        "Do not give it, with --as-deepspeed either",
+        action="store_const",
+        const=False,
+        dest="local_rank",
+    ),
     _switch("--bind_cores_to_rank", "Give each rank cores of its own"),
     _flag("--bind_core_list", "Which cores, such as 0-3,8", metavar="CORES", default=""),
     _flag(
@@ -147,6 +160,7 @@ _PROGRAM = (
         default="info",
     ),
     _switch("-q --quiet", "Report failures only"),
+    _switch("--dry-run", "Print what would be started where, and start nothing"),
 )
 _ELASTIC = (
     _switch("--elastic_training", "Go on without hosts that are lost, and with those that come"),
@@ -268,19 +282,20 @@ class Said:
     """What this command says itself, on the standard error."""
 
     def __init__(self, parsed: argparse.Namespace) -> None:
-        self._is_detailed = parsed.log_level in ("trace", "debug") and not parsed.quiet
+        self.is_detailed = parsed.log_level in ("trace", "debug") and not parsed.quiet
         self._is_quiet = parsed.quiet or parsed.log_level in ("warning", "error", "critical")
 
     def note(self, text: str) -> None:
         """Tell what people may want to know."""
         if not self._is_quiet:
-            self.report(text)
+            note(text, label=_LABEL)
 
     def detail(self, text: str) -> None:
         """Tell what they want to know who look for something."""
-        if self._is_detailed:
-            self.report(text)
+        if self.is_detailed:
+            note(text, label=_LABEL)
 
     def report(self, text: str) -> None:
         """Tell what has failed."""
-        print(f"hadal run: {text}", file=sys.stderr, flush=True)
+        style = "hint" if text.startswith("hint: ") else "error"
+        say(_LABEL, text, "faint" if text.startswith("  ") else style)

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hadal.cli.flags import GROUPS, Said, choices_of, divided
 from hadal.cli.parser import Parser, add_command, add_group
-from hadal.cli.terminal import FAILED, MISUSED, fail
-from hadal.errors import HadalError
+from hadal.cli.terminal import MISUSED, fail
+from hadal.errors import HadalError, LaunchError, nearest
+
+if TYPE_CHECKING:
+    from hadal.launcher.choices import LaunchPlan
 
 UNREAD = 141  # what a shell says of a process that SIGPIPE has ended
 
@@ -72,6 +75,7 @@ def _train(parsed: argparse.Namespace) -> int:
     try:
         choices = choices_of(parsed)
         plan = planned(choices, os.environ, Path.cwd())
+        _check_program(plan)
     except (HadalError, OSError) as error:
         fail(str(error))
         return MISUSED
@@ -80,6 +84,11 @@ def _train(parsed: argparse.Namespace) -> int:
 
     for note in plan.notes:
         said.note(note)
+    if parsed.dry_run:
+        from hadal.cli.dry_run import show_plan
+
+        show_plan(plan, os.environ)
+        return 0
     for host, way in plan.ways.items():
         said.detail(f"{host} {list(plan.job.pool.get(host, ()))}: {shlex.join(way.words)}")
     missing = sorted({way.words[0] for way in plan.ways.values() if not which(way.words[0])})
@@ -87,7 +96,7 @@ def _train(parsed: argparse.Namespace) -> int:
         said.report(
             f"{missing[0]}: no such program is found; install it, or take another --launcher"
         )
-        return FAILED
+        return MISUSED
     front = (Front if plan.job.elastic is None else ElasticFront)(
         plan.job,
         plan.ways,
@@ -95,12 +104,32 @@ def _train(parsed: argparse.Namespace) -> int:
         said.report,
         address=plan.address,
         waits_for_all=not choices.no_ssh_check,
+        full_tracebacks=said.is_detailed or os.environ.get("HADAL_TRACEBACK") == "full",
     )
     try:
         return front.run()
     except BrokenPipeError:  # nobody reads what ranks print: without this process they end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+
+
+def _check_program(plan: LaunchPlan) -> None:
+    """Raise `LaunchError` if this machine is to start a program that it does not have."""
+    from hadal.launcher.job import ProgramKind
+    from hadal.launcher.ways import Reach
+
+    program = plan.job.program
+    name = program.words[0]
+    path = Path(program.folder, name)
+    if all(way.reach is not Reach.HERE for way in plan.ways.values()):
+        return
+    if program.kind is ProgramKind.SCRIPT and not path.exists():
+        there = [each.name for each in path.parent.glob("*.py")]
+        near = nearest(path.name, there)
+        hint = f"; did you mean {Path(name).with_name(near)}?" if near else ""
+        raise LaunchError(f"{name}: there is no such file ({path}){hint}")
+    if program.kind is ProgramKind.BARE and not which(str(path) if "/" in name else name):
+        raise LaunchError(f"{name}: no such program is found")
 
 
 @contextmanager

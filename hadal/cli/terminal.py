@@ -137,13 +137,11 @@ def key(text: str) -> Text:
     return Text(text, "key")
 
 
-def fail(problem: HadalError | str, hint: str = "", label: str = "error") -> None:
+def fail(problem: HadalError | str, hint: str = "") -> None:
     """Report an error on the standard error; every fault of a configuration has a line."""
-    from rich.text import Text
-
     target = console(sys.stderr)
     head, *more = str(problem).splitlines() or [""]
-    target.print(Text.assemble((f"{label}: ", "error"), _marked(head)), soft_wrap=True)
+    say("error", head, "error")
     faults = problem.faults if isinstance(problem, ConfigError) else ()
     if faults and more:
         rows = [(key(fault.path), _marked(fault.message)) for fault in faults]
@@ -154,14 +152,19 @@ def fail(problem: HadalError | str, hint: str = "", label: str = "error") -> Non
         for line in more:
             target.print(_marked(line), soft_wrap=True)
     if hint:
-        target.print(Text.assemble(("hint: ", "hint"), hint), soft_wrap=True)
+        say("hint", hint, "hint")
 
 
 def note(text: str, label: str = "note") -> None:
     """Report on the standard error what is worth knowing."""
+    say(label, text, "warning")
+
+
+def say(label: str, text: str, style: str) -> None:
+    """Write a line to the standard error, behind a label in a style of the theme."""
     from rich.text import Text
 
-    line = Text.assemble((f"{label}: ", "warning"), _marked(text))
+    line = Text.assemble((f"{label}: ", style), _marked(text))
     console(sys.stderr).print(line, soft_wrap=True)
 
 

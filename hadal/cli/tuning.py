@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.flags import Said, choices_of
+from hadal.cli.terminal import FAILED, MISUSED, fail, show, table
 from hadal.errors import HadalError, LaunchError
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from hadal.autotuning.tuner import ModelProfile, Tuner
     from hadal.launcher.choices import Choices
     from hadal.launcher.job import Job
-
-_FAULTY, _NOTHING = 2, 1
 
 
 def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
@@ -34,8 +33,8 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
     try:
         tuner = _tuner(parsed, said)
     except (HadalError, OSError) as error:
-        said.report(f"{type(error).__name__}: {error}")
-        return _FAULTY, []
+        fail(error if isinstance(error, HadalError) else str(error))
+        return MISUSED, []
     code = 0
     try:
         with stoppable():
@@ -44,8 +43,8 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
         said.report(f"{stopped.sent.name}: the search is stopped")
         code = exit_code(-stopped.sent)
     except (HadalError, OSError) as error:  # TuningError, mostly
-        said.report(str(error))
-        code = _NOTHING
+        fail(error if isinstance(error, HadalError) else str(error))
+        code = FAILED
     _show(tuner)
     return code, [] if code else list(tuner.best_words())
 
@@ -58,7 +57,7 @@ def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
     from hadal.launcher.choices import planned
 
     choices, folder = choices_of(parsed), Path.cwd()
-    _refuse(choices)
+    _refuse(choices, parsed.dry_run)
     plan = planned(choices, os.environ, folder)
     for note in plan.notes:
         said.note(note)
@@ -79,7 +78,9 @@ def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
     return Tuner(wish, runner, _states_of(wish, plan.job), said.note)
 
 
-def _refuse(choices: Choices) -> None:
+def _refuse(choices: Choices, is_dry: bool) -> None:
+    if is_dry:
+        raise LaunchError("--dry-run shows one job, --autotuning starts many; give one of them")
     if choices.elastic_training:
         raise LaunchError(
             "--elastic_training changes the number of ranks, for which --autotuning searches; give"
@@ -127,22 +128,15 @@ def _states_of(wish: SearchRequest, job: Job) -> Any:
 
 def _show(tuner: Tuner) -> None:
     """The table, why something has no result, and where the best one is."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     from hadal.autotuning.summary import BEST_COMMAND, BEST_CONFIG, SUMMARY, TITLES
 
     findings, folder = tuner.findings, tuner.runner.results
-    console = Console(soft_wrap=True, highlight=False)
     if findings.results:
-        table = Table(*TITLES, box=SIMPLE_HEAD, pad_edge=False)
+        made = table(*TITLES, right=TITLES[1:3])
         for row in findings.rows():
-            table.add_row(*row, style="bold" if row[0] == "global" else None)
-        console.print(table)
-        for line in findings.failures():
-            console.print(line, markup=False)
-    sys.stdout.flush()
+            made.add_row(*row, style="best" if row[0] == "global" else None)
+        show(made, *findings.failures())
     if findings.best() is not None:
-        print(f"best configuration: {folder / BEST_CONFIG}, its command: {folder / BEST_COMMAND}")
-    print(f"all of it: {folder / SUMMARY}", flush=True)
+        show(f"best configuration: {folder / BEST_CONFIG}, its command: {folder / BEST_COMMAND}")
+    show(f"all of it: {folder / SUMMARY}")
+    sys.stdout.flush()

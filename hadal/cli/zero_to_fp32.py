@@ -6,7 +6,11 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from hadal.cli.arguments import integer, size
+from hadal.cli.parser import Parser
+from hadal.cli.terminal import FAILED, fail
 from hadal.errors import HadalError
 
 _DTYPES = {
@@ -23,26 +27,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def main_torch(arguments: Sequence[str] | None = None) -> int:
     """Write the weights of a checkpoint in the dtype that is named; return the exit code."""
-    parser = _parser("weights")
-    parser.add_argument("--dtype", required=True, choices=sorted(_DTYPES), help="of the weights")
+    parser = _parser("weights", " --dtype bf16")
+    parser.add_argument(
+        "--dtype", required=True, choices=sorted(_DTYPES), help="dtype of the weights"
+    )
     parsed = parser.parse_args(arguments)
     return _write(parsed, _DTYPES[parsed.dtype])
 
 
-def _parser(what: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=f"Write the {what} of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint wrote to")
-    parser.add_argument("output_dir", help="the folder to write to")
-    parser.add_argument("--max_shard_size", default="5GB", help="longest file (default 5GB)")
-    parser.add_argument(
-        "--safe_serialization", action="store_true", help="write safetensors, not torch.save's"
+def _parser(what: str, more: str = "") -> Parser:
+    parser = Parser(
+        description=f"Write the {what} of a checkpoint in Hugging Face layout.",
+        examples=(f"python {Path(sys.argv[0]).name} . exported{more}",),
     )
-    parser.add_argument("-t", "--tag", help="which checkpoint (default: the latest)")
     parser.add_argument(
-        "--exclude_frozen_parameters", action="store_true", help="leave out what was not trained"
+        "checkpoint_dir", metavar="DIR", help="The directory given to save_checkpoint"
     )
-    parser.add_argument("--part", type=int, help="which part of a model in model-parallel parts")
-    parser.add_argument("-d", "--debug", action="store_true", help="show the log, too")
+    parser.add_argument("output_dir", metavar="OUT", help="The directory to write to")
+    parser.add_argument(
+        "--max_shard_size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="Size of the largest file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--safe_serialization",
+        action="store_true",
+        help="Write safetensors files instead of torch.save's",
+    )
+    parser.add_argument("-t", "--tag", help="Which checkpoint (default: the latest)")
+    parser.add_argument(
+        "--exclude_frozen_parameters",
+        action="store_true",
+        help="Leave out parameters that were not trained",
+    )
+    parser.add_argument(
+        "--part",
+        type=integer(ge=0),
+        metavar="N",
+        help="Which part of a model that was trained in model-parallel parts",
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="Show the log, too")
     return parser
 
 
@@ -65,6 +91,6 @@ def _write(parsed: argparse.Namespace, dtype: str) -> int:
             part=parsed.part,
         )
     except (HadalError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        fail(str(error))
+        return FAILED
     return 0

@@ -76,7 +76,7 @@ def table_of(rows: Sequence[Row], show_straggler: bool) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     several = len({row.ranks for row in rows}) > 1
     sites = any(row.site for row in rows)
     table.add_column("operation")

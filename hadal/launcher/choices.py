@@ -45,7 +45,8 @@ class Choices:
     launcher_args: tuple[str, ...] = ()
     module: bool = False
     no_python: bool = False
-    no_local_rank: bool = False
+    local_rank: bool | None = None
+    """Whether `--local_rank=N` is the program's first argument; None: if it is DeepSpeed's."""
     no_ssh: bool = False
     no_ssh_check: bool = False
     ssh_port: int | None = None
@@ -399,7 +400,7 @@ def _program(choices: Choices, folder: Path, variables: Mapping[str, str]) -> Pr
         folder=str(folder),
         kind=kind,
         as_deepspeed=choices.as_deepspeed,
-        tells_local_rank=not choices.no_local_rank,
+        tells_local_rank=choices.as_deepspeed if choices.local_rank is None else choices.local_rank,
         binds=choices.bind_cores_to_rank or bool(cores),
         cores=read_cores(cores) if cores else None,
         logs=str(folder / logs) if logs else "",

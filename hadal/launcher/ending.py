@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import signal
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hadal.launcher.processes import exit_code
+from hadal.launcher.tracebacks import RaisedError, error_in
 
 TRACEBACK = b"Traceback (most recent call last):"
 BY_TORCH = re.compile(rb"(?m)^\[rank\d+\]: ?")
 """torch's prefix on each line of a traceback, once ranks have joined a process group."""
-WAITED_IN_VAIN = "hadal.errors.CommunicationError"
-"""The name, in a traceback's last line, of what a rank raises if another process has ended."""
+WAITED_IN_VAIN = "CommunicationError"
+"""The error that a rank raises if another process has ended."""
 _LAST_LINES = 20
+_FOLDED_LENGTH = 200
 _WORDLESS_S = 0.5
 
 
@@ -49,9 +52,17 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The last non-blank line of its output."""
+        """The error of its traceback, or the last non-blank line of its output."""
+        error = error_in(self.text)
+        if error is not None:
+            return " ".join(" ".join(error.lines).split())
         lines = [line for line in self.text.splitlines() if line.strip()]
         return lines[-1].strip() if lines else self.how
+
+    @property
+    def signature(self) -> str:
+        """The reason without the number of the rank, to find other ranks' repeats of it."""
+        return re.sub(rf"\brank {self.rank}\b", "rank N", self.reason)
 
 
 def signal_name(number: int) -> str:
@@ -73,43 +84,65 @@ def report(
     names_hosts: bool,
     logs: str = "",
     succeeded: Collection[int] = (),
+    folder: str = "",
+    is_full: bool = False,
 ) -> list[str]:
     """Return the lines to show: the first failure in full, the others folded.
+
+    If the first failure is an error of Hadal, its message comes first, then the frames of the
+    user's program.
 
     Args:
         failures: at least one.
         names_hosts: whether there is more than one host.
         logs: the directory of the ranks' logs, if they are kept.
         succeeded: the ranks whose program ended without a failure.
+        folder: the directory of the job; files in it are shown by their path from there.
+        is_full: show tracebacks of Hadal's errors as any other.
     """
     first, *others = sorted(failures, key=lambda failure: failure.order)
-    lines = [f"{_who([first], names_hosts)} failed first: {first.how}"]
-    if succeeded and WAITED_IN_VAIN in first.reason:
+    error = error_in(first.text)
+    lines: list[str] = []
+    if succeeded and error is not None and error.is_ours and error.kind == WAITED_IN_VAIN:
         noun = "rank" if len(succeeded) == 1 else "ranks"
-        lines.insert(
-            0,
+        lines.append(
             f"{noun} {runs(succeeded)} finished while {_who(failures, names_hosts)} still trained:"
             " the ranks ran different numbers of steps (uneven data?). Give every rank as many"
-            " batches, for example by hadal.initialize(training_data=...)",
+            " batches, for example by hadal.initialize(training_data=...)"
         )
-    lines += [f"  {line}" for line in first.text.splitlines()]
+    hints = [_hint(first)]
+    if error is not None and error.is_ours and not is_full:
+        lines += _message_first(_who([first], names_hosts), error, folder)
+        hints.append("HADAL_TRACEBACK=full shows the frames inside Hadal, too")
+    else:
+        lines.append(f"{_who([first], names_hosts)} failed first: {first.how}")
+        lines += [f"  {line}" for line in first.text.splitlines()]
     if not first.text:
         lines.append("  it has written nothing to its standard error")
     folded: dict[str, list[Failure]] = {}
     for failure in others:
-        folded.setdefault(f"{failure.how}: {failure.reason}"[:200], []).append(failure)
-    for reason, same in folded.items():
-        lines.append(f"{_who(same, names_hosts)} failed after it, {reason}")
-    hint = _hint(first)
-    if hint:
-        lines.append(hint)
-    if others:
-        lines.append(
-            f"all that each rank has printed is in {logs}"
-            if logs
-            else "--enable_each_rank_log DIR keeps all that each rank prints"
-        )
-    return lines
+        is_same = error is not None and failure.signature == first.signature
+        how = "with the same error" if is_same else f"after it, {_folded(failure)}"
+        folded.setdefault(how, []).append(failure)
+    lines += [f"{_who(same, names_hosts)} failed {how}" for how, same in folded.items()]
+    if others and logs:
+        hints.append(f"all that each rank has printed is in {logs}")
+    elif others:
+        hints.append("--enable_each_rank_log DIR keeps all that each rank prints")
+    return lines + [f"hint: {hint}" for hint in hints if hint]
+
+
+def _message_first(who: str, error: RaisedError, folder: str) -> list[str]:
+    head, *more = error.lines
+    own = error.own_frames(folder)
+    place = ["  raised by this program at", *(f"  {line}" for line in own)] if own else []
+    return [f"{who} failed first: {head}", *(f"  {line}" for line in more), *place]
+
+
+def _folded(failure: Failure) -> str:
+    """Return a failure in one line that ends at a whole word."""
+    text = f"{failure.how}: {failure.reason}"
+    return textwrap.shorten(text, _FOLDED_LENGTH, placeholder=" ...")
 
 
 def agents_words(notes: str, port: int) -> list[str]:
@@ -121,7 +154,9 @@ def agents_words(notes: str, port: int) -> list[str]:
 
 def _hint(first: Failure) -> str:
     if "unrecognized arguments: --local_rank" in first.text:
-        return "the script knows no --local_rank: start it with --no_local_rank"
+        return "the program does not take --local_rank: add --no_local_rank to hadal run"
+    if "required: --local_rank" in first.text:
+        return "the program wants --local_rank: add --local_rank to hadal run"
     if first.code == -signal.SIGKILL:
         return "SIGKILL often comes from the kernel when memory is exhausted: see `dmesg`"
     return ""

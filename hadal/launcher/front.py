@@ -104,8 +104,10 @@ class Front:
         *,
         address: str = "",
         waits_for_all: bool = True,
+        full_tracebacks: bool = False,
     ) -> None:
         self._job = job
+        self._full_tracebacks = full_tracebacks
         self._printer = printer
         self._say = say
         self._address = address
@@ -375,17 +377,23 @@ class Front:
         for told in self._lost:
             self._say(told)
         if self._failures:
-            names_hosts = len(self._job.pool) > 1
-            logs = self._job.program.logs
-            for line in report(
-                self._failures, names_hosts=names_hosts, logs=logs, succeeded=self._succeeded
-            ):
+            for line in self._report():
                 self._say(line)
         if self._interrupted_by is not None:
             return exit_code(-self._interrupted_by)
         if self._lost:
             return _LOST
         return worst(self._failures) or self._agents_code()
+
+    def _report(self) -> list[str]:
+        return report(
+            self._failures,
+            names_hosts=len(self._job.pool) > 1,
+            logs=self._job.program.logs,
+            succeeded=self._succeeded,
+            folder=self._job.program.folder,
+            is_full=self._full_tracebacks,
+        )
 
     def _who(self) -> str:
         starters = [c.host for c in self._channels.values() if c.way.reach is Reach.ALL]

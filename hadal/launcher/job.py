@@ -37,7 +37,7 @@ class Program:
     """The working directory."""
     kind: ProgramKind = ProgramKind.SCRIPT
     as_deepspeed: bool = False
-    tells_local_rank: bool = True
+    tells_local_rank: bool = False
     """True if `--local_rank=N` becomes its first argument."""
     binds: bool = False
     """True if each rank is bound to its own cores."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
-from hadal.launcher.ending import report
 from hadal.launcher.frames import HostEnded, RankEnded, RoundRequest
 from hadal.launcher.front import HELLO_S, Channel, Front, HostState
 from hadal.launcher.job import CHANGE, ROUND, Elastic, Round, packed, share_of
@@ -255,11 +254,7 @@ class ElasticFront(Front):
         """Report the failures of the last round; end the job if there were too many."""
         if not self._failures:
             return True
-        names_hosts = len(self._job.pool) > 1
-        logs = self._job.program.logs
-        lines = report(
-            self._failures, names_hosts=names_hosts, logs=logs, succeeded=self._succeeded
-        )
+        lines = self._report()
         if self._has_lost:
             self._say(lines[0])
             return True

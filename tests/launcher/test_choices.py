@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hadal.cli.flags import divided
-from hadal.cli.main import main
+from hadal.cli.main import command_line, main
 from hadal.errors import LaunchError
 from hadal.launcher import choices as choosing
 from hadal.launcher.choices import Choices, LaunchPlan, planned
@@ -209,7 +209,7 @@ def test_flags_without_effect_are_reported(plan: Any, hostfile: str) -> None:
     pdsh = plan(**fields, hostfile=hostfile, launcher="pdsh").notes
     assert pdsh == ("--ssh_port, --no_ssh_check: no effect here",)
     assert plan(num_slots=1, launcher="pdsh").notes == ("--launcher: no effect here",)
-    slurm = plan(num_slots=1, launcher="slurm", ssh_port=22, no_local_rank=True).notes
+    slurm = plan(num_slots=1, launcher="slurm", ssh_port=22, local_rank=True).notes
     assert slurm == ("--ssh_port: no effect with Slurm",)
 
 
@@ -220,10 +220,10 @@ def test_a_grace_that_is_no_number_is_refused(plan: Any) -> None:
 
 
 def test_the_programs_fields(plan: Any, tmp_path: Path) -> None:
-    made = plan(module=True, bind_core_list="0-1", enable_each_rank_log="logs", no_local_rank=True)
+    made = plan(module=True, bind_core_list="0-1", enable_each_rank_log="logs", local_rank=True)
     program = made.job.program
     assert (program.kind, program.binds, program.cores) == (ProgramKind.MODULE, True, (0, 1))
-    assert (program.logs, program.tells_local_rank) == (str(tmp_path / "logs"), False)
+    assert (program.logs, program.tells_local_rank) == (str(tmp_path / "logs"), True)
     assert plan(no_python=True).job.program.kind is ProgramKind.BARE
 
 
@@ -276,7 +276,7 @@ def test_every_flag_is_read(
             launcher_args=("-x", "-y"),
             module=True,
             no_python=True,
-            no_local_rank=True,
+            local_rank=False,
             no_ssh=True,
             no_ssh_check=True,
             ssh_port=22,
@@ -359,3 +359,27 @@ def test_unknown_flags_and_words_are_refused(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {told}")
     assert "Usage: hadal run [OPTIONS] SCRIPT" in error
+
+
+def test_as_deepspeed_adds_the_local_rank(plan: Any) -> None:
+    def tells(**fields: Any) -> bool:
+        told: bool = plan(num_slots=1, **fields).job.program.tells_local_rank
+        return told
+
+    assert [tells(), tells(as_deepspeed=True)] == [False, True]
+    assert tells(local_rank=True) and not tells(as_deepspeed=True, local_rank=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_given"),
+    [
+        ([], None),
+        (["--local_rank"], True),
+        (["--local-rank", "--no_local_rank"], False),
+        (["--no-local-rank"], False),
+    ],
+)
+def test_the_last_flag_of_the_local_rank_wins(words: list[str], is_given: bool | None) -> None:
+    own, program = divided([*words, "train.py", "--local_rank=3"])
+    assert program == ["train.py", "--local_rank=3"]
+    assert command_line().parse_args(["run", *own]).local_rank is is_given

@@ -90,7 +90,7 @@ def surroundings(folder: Path, **variables: str) -> dict[str, str]:
     return {"PATH": path, "HADAL_LOST_S": "3", "HADAL_GRACE_S": "1", **variables}
 
 
-FLAGS = ["-H", "hosts", "--elastic_training", "--no_local_rank"]
+FLAGS = ["-H", "hosts", "--elastic_training"]
 
 
 def losses(folder: Path) -> list[list[Any]]:
@@ -181,7 +181,7 @@ print("good, of", os.environ["WORLD_SIZE"])
 def test_ranks_that_fail_are_started_again(tmp_path: Path, restarts: int, code: int) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
     flags = ["--elastic_training", "--max_restarts", restarts, "--num_gpus", 1]
-    done = run(*flags, "--no_local_rank", "fail.py", folder=tmp_path)
+    done = run(*flags, "fail.py", folder=tmp_path)
     assert done.returncode == code, done.stderr
     assert "hadal run:   ValueError: bad sample 0\n" in done.stderr
     assert f"hadal run: starting again (1 of {restarts} times)\n" in done.stderr

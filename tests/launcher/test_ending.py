@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import signal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.launcher.ending import Failure, report, runs, worst
+from hadal.launcher.job import where_hadal_is
 from hadal.launcher.printing import HOLD_S, Printer
+from hadal.launcher.tracebacks import error_in
 
 TRACE = "Traceback (most recent call last):\n  File x\nValueError: bad sample"
 
@@ -29,8 +32,56 @@ def test_the_first_failure_is_whole_and_the_others_are_folded() -> None:
         "ranks 0, 2 on a, b failed after it, exit code 1: RuntimeError: peer gone",
         "rank 4 on c failed after it, ended by SIGSEGV: ended by SIGSEGV",
     ]
-    assert "--enable_each_rank_log DIR" in lines[6]
+    assert lines[6].startswith("hint: --enable_each_rank_log DIR")
     assert "/logs" in report(failures, names_hosts=False, logs="/logs")[-1]
+
+
+def test_repeats_are_folded_and_cut_at_whole_words() -> None:
+    def failure(rank: int, message: str) -> Failure:
+        return Failure(rank, "a", 1, float(rank), f"{TRACE}\n{message}".replace("ValueError", "E"))
+
+    same = [failure(rank, f"rank {rank}: of 12") for rank in range(3)]
+    lines = report([*same, failure(12, "rank 12: of 12")], names_hosts=False)
+    assert "ranks 1-2, 12 failed with the same error" in lines
+    long = failure(1, " ".join(["another"] * 60))
+    (line,) = (x for x in report([same[0], long], names_hosts=False) if x.startswith("rank 1 "))
+    assert line.endswith("another another ...") and len(line) < 230
+
+
+def test_an_error_of_ours_comes_before_the_users_frames() -> None:
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/job/data.py", line 3, in batch\n    return 1 / 0\n           ~~^~~\n'
+        "ZeroDivisionError: division by zero\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\n"
+        '  File "/job/train.py", line 7, in <module>\n    step()\n    ~~~~^^\n'
+        f'  File "{where_hadal_is()}/hadal/engine/engine.py", line 9, in step\n    raise\n'
+        '  File "/v/lib/python3.12/site-packages/torch/x.py", line 9, in f\n    raise\n'
+        '  File "<string>", line 1, in <module>\n'
+        "hadal.errors.UsageError: two\n  lines\n"
+        "[W1123 torch says goodbye]\n"
+    )
+    failures = [Failure(0, "a", 1, 0.0, text)]
+    assert report(failures, names_hosts=False, folder="/job") == [
+        "rank 0 failed first: UsageError: two",
+        "    lines",
+        "  raised by this program at",
+        '    File "train.py", line 7, in <module>',
+        "      step()",
+        "hint: HADAL_TRACEBACK=full shows the frames inside Hadal, too",
+    ]
+    assert failures[0].reason == "UsageError: two lines"
+    full = report(failures, names_hosts=False, is_full=True)
+    assert full == ["rank 0 failed first: exit code 1", *(f"  {x}" for x in text.splitlines())]
+    theirs = text.replace("hadal.errors.UsageError", "their.UsageError")
+    lines = report([Failure(0, "a", 1, 0.0, theirs)], names_hosts=False)
+    assert lines[0] == "rank 0 failed first: exit code 1"
+
+
+@pytest.mark.parametrize("text", ["", "no traceback", "Traceback (most recent call last):\n  File"])
+def test_what_is_no_traceback_has_no_error(text: str) -> None:
+    assert error_in(text) is None
 
 
 def test_a_silent_death_is_ordered_before_later_tracebacks() -> None:
@@ -42,13 +93,16 @@ def test_a_silent_death_is_ordered_before_later_tracebacks() -> None:
 
 
 def test_a_hint_is_given() -> None:
-    argparse = "usage: t.py\nt.py: error: unrecognized arguments: --local_rank=0"
-    assert "--no_local_rank" in report([Failure(0, "a", 2, 0, argparse)], names_hosts=False)[-1]
+    wrong = "usage: t.py\nt.py: error: unrecognized arguments: --local_rank=0"
+    assert "add --no_local_rank" in report([Failure(0, "a", 2, 0, wrong)], names_hosts=False)[-1]
+    wrong = "usage: t.py\nt.py: error: the following arguments are required: --local_rank"
+    assert "add --local_rank" in report([Failure(0, "a", 2, 0, wrong)], names_hosts=False)[-1]
     assert "memory" in report([Failure(0, "a", -9, 0, "")], names_hosts=False)[-1]
 
 
 def test_ranks_that_ran_fewer_steps_are_named_first() -> None:
-    waited = f"{TRACE}\nhadal.errors.CommunicationError: all ranks to come failed (with rank 0)"
+    error = "hadal.errors.CommunicationError: all ranks to come failed (with rank 0)"
+    waited = TRACE.replace("ValueError: bad sample", error)
     failures = [Failure(1, "a", 1, 0, waited), Failure(3, "a", 1, 1, waited)]
     line, following, *_ = report(failures, names_hosts=False, succeeded={0, 2})
     assert line.startswith("ranks 0, 2 finished while ranks 1, 3 still trained: the ranks ran diff")

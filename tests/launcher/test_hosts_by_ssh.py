@@ -36,7 +36,7 @@ def folder(hosts: Hosts, tmp_path: Path) -> Path:
 
 def flags(hosts: Hosts, *options: str) -> list[str]:
     words = " ".join(["-F", str(hosts.config), *options])
-    return ["-H", "hosts", "--launcher_args", words, "--no_local_rank"]
+    return ["-H", "hosts", "--launcher_args", words]
 
 
 TRAIN = """
@@ -203,7 +203,7 @@ def test_a_job_continues_while_nobody_reads_its_output(hosts: Hosts, folder: Pat
 def test_each_host_may_be_started_by_itself(hosts: Hosts, folder: Path) -> None:
     (folder / "who.py").write_text("import os; print(os.environ['RANK'], os.uname().nodename)\n")
     address = hosts.address("alpha")
-    common = ["-H", "hosts", "--num_nodes", 2, "--num_gpus", 1, "--no_local_rank", "--no_ssh"]
+    common = ["-H", "hosts", "--num_nodes", 2, "--num_gpus", 1, "--no_ssh"]
     jobs = [
         start(
             *(*common, "--node_rank", rank, "--master_addr", address, "who.py"),
@@ -223,7 +223,7 @@ def test_hosts_may_be_started_by_pdsh(hosts: Hosts, folder: Path) -> None:
     (folder / "stay.py").write_text(STAY)
     words = ["-H", "hosts", "--launcher", "pdsh", "--num_nodes", 2, "--num_gpus", 1]
     ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {hosts.config}"}
-    job = start(*words, "--no_local_rank", "stay.py", folder, folder=folder, **ssh)
+    job = start(*words, "stay.py", folder, folder=folder, **ssh)
     wait_for(lambda: (folder / "up0").exists() and (folder / "up1").exists())
     told, _ = interrupt(job, signal.SIGINT)
     assert job.returncode == 130, told

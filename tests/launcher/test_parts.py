@@ -174,16 +174,21 @@ REST = ["a b", "$x", "--", "'"]
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, ["py", "-u", "train.py", "--local_rank=1", *REST]),
-        ({"tells_local_rank": False}, ["py", "-u", "train.py", *REST]),
-        ({"kind": ProgramKind.MODULE}, ["py", "-u", "-m", "train.py", "--local_rank=1", *REST]),
-        ({"kind": ProgramKind.BARE}, ["train.py", "--local_rank=1", *REST]),
+        ({}, ["py", "-u", "train.py", *REST]),
+        ({"tells_local_rank": True}, ["py", "-u", "train.py", "--local_rank=1", *REST]),
+        ({"kind": ProgramKind.MODULE}, ["py", "-u", "-m", "train.py", *REST]),
         (
-            {"as_deepspeed": True},
-            ["py", "-u", "-m", "hadal.compat", "train.py", "--local_rank=1", *REST],
+            {"kind": ProgramKind.MODULE, "tells_local_rank": True},
+            ["py", "-u", "-m", "train.py", "--local_rank=1", *REST],
         ),
+        ({"kind": ProgramKind.BARE}, ["train.py", *REST]),
         (
-            {"as_deepspeed": True, "kind": ProgramKind.MODULE},
+            {"kind": ProgramKind.BARE, "tells_local_rank": True},
+            ["train.py", "--local_rank=1", *REST],
+        ),
+        ({"as_deepspeed": True}, ["py", "-u", "-m", "hadal.compat", "train.py", *REST]),
+        (
+            {"as_deepspeed": True, "kind": ProgramKind.MODULE, "tells_local_rank": True},
             ["py", "-u", "-m", "hadal.compat", "-m", "train.py", "--local_rank=1", *REST],
         ),
     ],

@@ -47,7 +47,7 @@ def test_ranks_get_their_place_and_arguments(tmp_path: Path) -> None:
     (tmp_path / ".hadal_env").write_text("FROM_FILE=a b\n")
     port = str(quiet_port())
     flags = ["--include", "localhost:0,2", "--master_port", port, "--bind_cores_to_rank"]
-    flags += ["--enable_each_rank_log", "logs", "-q"]
+    flags += ["--enable_each_rank_log", "logs", "-q", "--local_rank"]
     done = run(*flags, "tell.py", *AWKWARD, KEYS, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -109,7 +109,7 @@ sample(17)
 
 def test_the_first_failure_is_reported_first_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAIL)
-    done = run("--num_gpus", 3, "--no_local_rank", "fail.py", tmp_path, folder=tmp_path)
+    done = run("--num_gpus", 3, "fail.py", tmp_path, folder=tmp_path)
     assert done.returncode == 1
     lines = [line.removeprefix("hadal run: ") for line in done.stderr.splitlines()]
     assert lines[0] == "rank 1 failed first: exit code 1"
@@ -161,7 +161,7 @@ except KeyboardInterrupt:
 
 def stubborn(tmp_path: Path, ranks: int = 2) -> subprocess.Popen[str]:
     (tmp_path / "stay.py").write_text(STUBBORN)
-    words = ["--num_gpus", ranks, "--no_local_rank", "--save_pid", "stay.py", tmp_path]
+    words = ["--num_gpus", ranks, "--save_pid", "stay.py", tmp_path]
     job = start(*words, folder=tmp_path, TMPDIR=str(tmp_path), HADAL_GRACE_S="1")
     wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(ranks)))
     assert (tmp_path / f"{job.pid}.ds").read_text() == str(job.pid)
@@ -202,14 +202,14 @@ def test_nothing_outlives_the_processes_in_between(tmp_path: Path, module: str) 
 def test_arguments_may_be_long(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text("import sys; print(*map(len, sys.argv[1:]))\n")
     long = ["x" * 120_000, "y" * 120_000]
-    done = run("--num_gpus", 1, "--no_local_rank", "long.py", *long, folder=tmp_path)
+    done = run("--num_gpus", 1, "long.py", *long, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "120000 120000\n"), done.stderr[-2000:]
 
 
 @pytest.mark.slow
 def test_a_log_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("print('one', flush=True)\n")
-    flags = ["--num_gpus", 1, "--no_local_rank", "--enable_each_rank_log"]
+    flags = ["--num_gpus", 1, "--enable_each_rank_log"]
     (tmp_path / "file").touch()
     done = run(*flags, "file", "talk.py", folder=tmp_path)
     assert done.returncode == 127
@@ -227,7 +227,7 @@ def test_an_ignored_hangup_ends_nothing(tmp_path: Path) -> None:
         "import os, time\nopen('up', 'w')\n"
         "while not os.path.exists('enough'):\n    time.sleep(0.05)\n"
     )
-    words = ["--num_gpus", 1, "--no_local_rank", "wait.py"]
+    words = ["--num_gpus", 1, "wait.py"]
     job = start(*words, folder=tmp_path, before=["nohup"])
     wait_for(lambda: (tmp_path / "up").exists())
     job.send_signal(signal.SIGHUP)
@@ -239,6 +239,7 @@ def test_an_ignored_hangup_ends_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_too_few_cores_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").touch()
     flags = ["--bind_core_list", "0", "--num_gpus", 2]
     done = run(*flags, "nothing.py", folder=tmp_path)
     assert done.returncode == 127
@@ -247,6 +248,7 @@ def test_too_few_cores_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").touch()
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -285,9 +287,7 @@ def test_it_starts_fast(tmp_path: Path) -> None:
 
 
 def test_a_host_that_must_end_at_once_starts_nothing(tmp_path: Path) -> None:
-    program = Program(
-        ("touch", str(tmp_path / "ran")), "/", kind=ProgramKind.BARE, tells_local_rank=False
-    )
+    program = Program(("touch", str(tmp_path / "ran")), "/", kind=ProgramKind.BARE)
     job = Job(program, {"a": (0,)})
     done = subprocess.run(
         [sys.executable, "-m", "hadal.launcher.node"],
@@ -306,7 +306,7 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         "import sys, time\nprint(sys.argv[1], flush=True)\n"
         "while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n"
     )
-    words = ["--log_level", "debug", "--no_local_rank", "--num_gpus", 1, "talk.py", tmp_path]
+    words = ["--log_level", "debug", "--num_gpus", 1, "talk.py", tmp_path]
     job = start(*words, folder=tmp_path, HADAL_GRACE_S="1")
     assert job.stdout is not None and job.stderr is not None
     assert job.stdout.readline() == f"{tmp_path}\n"
@@ -317,3 +317,48 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
     assert "Traceback" not in shown
     job.stderr.close()
     wait_for(lambda: alive(tmp_path) == [])
+
+
+def test_a_missing_program_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    missing = f"there is no such file ({tmp_path}/trian.py); did you mean train.py?"
+    for words, told in (
+        (["trian.py"], f"trian.py: {missing}"),
+        (["--no_python", "nosuchprogram"], "nosuchprogram: no such program is found"),
+    ):
+        done = run("--num_gpus", 2, *words, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"error: {told}\n"
+
+
+# The configuration has a fault that every rank finds, in a function of the user's.
+MISTAKE = """
+import hadal
+from torch import nn
+def made():
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdmaW"}}
+    return hadal.initialize(model=nn.Linear(2, 2), config=config)
+made()
+"""
+
+
+def test_an_error_of_ours_is_its_message_and_the_users_lines(tmp_path: Path) -> None:
+    (tmp_path / "mistake.py").write_text(MISTAKE)
+    done = run("--num_gpus", 2, "mistake.py", folder=tmp_path)
+    assert done.returncode == 1
+    lines = [line.removeprefix("hadal run: ") for line in done.stderr.splitlines()]
+    first = lines[0][5]
+    assert lines[0] == f"rank {first} failed first: ConfigError: 1 fault in the configuration"
+    assert lines[1].startswith("    optimizer.type  ") and 'did you mean "AdamW"?' in lines[1]
+    assert lines[2:] == [
+        "  raised by this program at",
+        '    File "mistake.py", line 7, in <module>',
+        "      made()",
+        '    File "mistake.py", line 6, in made',
+        "      return hadal.initialize(model=nn.Linear(2, 2), config=config)",
+        f"rank {1 - int(first)} failed with the same error",
+        "hint: HADAL_TRACEBACK=full shows the frames inside Hadal, too",
+        "hint: --enable_each_rank_log DIR keeps all that each rank prints",
+    ]
+    done = run("--num_gpus", 1, "mistake.py", folder=tmp_path, HADAL_TRACEBACK="full")
+    assert "Traceback" in done.stderr and "hadal/config/report.py" in done.stderr

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def called(folder: Path, launcher: str, *words: object, **variables: str) -> tuple[Any, Any]:
     """Run a job with a launcher; return the launcher's arguments, and the outcome."""
     done = run(
-        *("--launcher", launcher, "--no_local_rank", *words),
+        *("--launcher", launcher, *words),
         folder=folder,
         PATH=f"{folder}/bin:/usr/bin:/bin",
         FAKE_CALLS=str(folder / "calls"),
@@ -122,7 +122,7 @@ def test_ranks_of_mpi_see_the_chosen_slots(folder: Path, launcher: str) -> None:
 def test_openmpi_itself(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=4\n")
     words = ["--allow-run-as-root", "--oversubscribe"]
-    flags = ["-H", "hosts", "--force_multi", "--launcher", "openmpi", "--no_local_rank"]
+    flags = ["-H", "hosts", "--force_multi", "--launcher", "openmpi"]
     args = ["--launcher_args", " ".join(words), "--master_port", 7, "train.py"]
     done = run(*flags, *args, "x", folder=folder)
     assert done.returncode == 0, done.stderr

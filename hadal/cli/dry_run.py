@@ -1,0 +1,120 @@
+"""`hadal run --dry-run`: what would be started where."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hadal.cli.terminal import aligned, key, show
+
+if TYPE_CHECKING:
+    from hadal.launcher.choices import LaunchPlan
+    from hadal.launcher.job import Job
+    from hadal.launcher.ways import Way
+
+_LONG = 120
+_LATER, _FREE = "(rank 0's host)", "(a free one)"
+
+
+def show_plan(plan: LaunchPlan, variables: Mapping[str, str]) -> None:
+    """Print each host with its ranks, their command and variables, and how it is started."""
+    from rich.text import Text
+
+    job, hosts = plan.job, len(plan.job.pool)
+    ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
+    where = f"{hosts} host{'s' * (hosts > 1)}"
+    show(Text(f"{ranks} on {where}; nothing is started", "heading"))
+    for host in job.pool:
+        way = plan.ways.get(host)
+        if way is None and set(plan.ways) <= set(job.pool):
+            continue  # with --no_ssh each host starts its own
+        rows = [(key(name), text) for name, text in _rows(plan, host, way, variables)]
+        show("", Text(host, "key"), aligned(rows, indent=2))
+    for name, way in plan.ways.items():
+        if name not in job.pool:  # one program starts all hosts
+            show(
+                "", Text(name, "key"), aligned([(key("started by"), _joined(way.words))], indent=2)
+            )
+    if job.elastic is not None:
+        least, most = job.elastic.least, job.elastic.most
+        show("", f"elastic: goes on with {least} to {most} hosts, whose ranks are numbered anew")
+
+
+def _rows(
+    plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    from hadal.launcher.ending import runs
+
+    job = plan.job
+    slots = ", ".join(map(str, job.pool[host]))
+    rows = [
+        ("ranks", f"{runs(job.ranks_of(host))}, on slots {slots}"),
+        ("command", _command(job)),
+        ("directory", job.program.folder),
+        ("variables", _variables(plan, host, way, variables)),
+    ]
+    if job.program.logs:
+        rows.append(("logs", f"{job.program.logs}/rankN.log"))
+    if way is not None:
+        rows.append(("started by", _joined(way.words)))
+    return rows
+
+
+def _command(job: Job) -> str:
+    """The command of every rank; N stands for its number on its host."""
+    words = job.program.command(0)
+    if job.program.tells_local_rank:
+        words[words.index("--local_rank=0")] = "--local_rank=N"
+    return _joined(words)
+
+
+def _variables(plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]) -> str:
+    job = plan.job
+    ranks, size = job.ranks_of(host), len(job.pool[host])
+    found = {
+        "RANK": _range(ranks),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": _range(range(size)),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": plan.address or _LATER,
+        "MASTER_PORT": str(job.port) if job.port else _FREE,
+        **_own_variables(plan, host, way, variables),
+    }
+    return " ".join(
+        f"{name}={value if value in (_LATER, _FREE) else shlex.quote(value)}"
+        for name, value in found.items()
+    )
+
+
+def _own_variables(
+    plan: LaunchPlan, host: str, way: Way | None, variables: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that Hadal sets for the ranks of a host, besides their place."""
+    from hadal.launcher.job import share_of
+    from hadal.launcher.node import variables_of
+    from hadal.launcher.variables import showing
+    from hadal.launcher.ways import Reach
+
+    job, is_here = plan.job, way is not None and way.reach is Reach.HERE
+    starters = [each for name, each in plan.ways.items() if name not in job.pool]
+    if starters and "pdsh" not in plan.ways:  # Slurm or MPI starts each rank
+        slots = showing(job.pool[host]) if job.program.slots else {}
+        return {**slots, **dict(starters[0].variables)}
+    share = share_of(job, host, plan.address)
+    told = variables_of(share, variables, len(os.sched_getaffinity(0)))
+    if not is_here:
+        told.pop("OMP_NUM_THREADS", None)  # by the cores of that host
+    return told
+
+
+def _range(numbers: range) -> str:
+    """Consecutive numbers, one for each rank."""
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}..{last}"
+
+
+def _joined(words: tuple[str, ...] | list[str]) -> str:
+    """Words as a shell reads them; a job that travels packed in one word is cut short."""
+    return shlex.join(word if len(word) <= _LONG else f"{word[:20]}..." for word in words)
