@@ -8,7 +8,7 @@ bucket    the parameters of a unit that share dtype, policy and trainability, en
 slot      the place of one parameter in its bucket
 full      a bucket's whole buffer           shard     one rank's even cut of it
 fragment  the part of one parameter that lies in a shard
-run       the stretch of a shard that belongs to one param group: what an optimizer steps
+run       the range of a shard that belongs to one param group: what an optimizer steps
 master    the values that the optimizer updates
 """
 
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is public here and lives elsewhere when it is first asked for."""
+    """Import a public name that is defined elsewhere when it is first accessed."""
     if name not in __all__:
         raise AttributeError(f"module 'hadal.zero' has no attribute {name!r}")
     home = "hadal.compat.tiling" if name == "TiledLinear" else "hadal.autotuning.estimate"

@@ -1,7 +1,7 @@
-"""Whole parameters for a while, wherever their values are stored; and copies of them.
+"""Temporary access to whole parameters, wherever their values are stored; and copies of them.
 
-For whom: who asks for them (`GatheredParameters`), functions given to `Module.apply`, and
-`copy.deepcopy` and `pickle` (so `torch.save` too).
+Users are `GatheredParameters`, functions given to `Module.apply`, and `copy.deepcopy` and `pickle`
+(so `torch.save` too).
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from hadal.zero.runtime import ZeroRuntime
 
 
 class Buckets(Protocol):
-    """The bucket of each parameter that somebody holds."""
+    """A mapping from each held parameter to its bucket."""
 
     def __getitem__(self, parameter: nn.Parameter, /) -> Bucket: ...
 
 
 class Keeper(Protocol):
-    """Whoever holds the buckets of some parameters: an engine's runtime, or `zero.Init`."""
+    """The holder of some parameters' buckets: an engine's runtime, or `zero.Init`."""
 
     @property
     def bucket_of(self) -> Buckets:
         """The bucket of each parameter that it holds."""
 
     def whole(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
-        """A context in which these buckets are readable."""
+        """Return a context in which these buckets are readable."""
 
     def editing(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """A context in which initialisations may work on a bucket; rank 0's values are kept."""
+        """Return a context in which initialisations may edit a bucket; rank 0's values are kept."""
 
 
-# Who keeps a parameter, so that `GatheredParameters` needs nothing but the parameter.
+# The keeper of each parameter, so that `GatheredParameters` needs nothing but the parameter.
 _keepers: Attached[Keeper] = Attached("keeper")
 _COPY, _PICKLE = "__deepcopy__", "__reduce_ex__"
 Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
@@ -58,15 +58,15 @@ _gather: list[Gather] = []
 _M = TypeVar("_M", bound=nn.Module)
 _plain_apply = nn.Module.apply
 _left_alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# How many contexts, or applies further out, see to the parameters already.
+# How many contexts, or outer applies, already gather the parameters.
 _attended = 0
 
 
 def register(keeper: Keeper, parameters: Iterable[nn.Parameter]) -> None:
-    """Make parameters known to `GatheredParameters`, and keep copies of them honest."""
+    """Make parameters known to `GatheredParameters`, and let copies of them hold real values."""
     for parameter in parameters:
         _keepers[parameter] = keeper
-        held = weakref.ref(parameter)  # it is the parameter that holds these
+        held = weakref.ref(parameter)  # the parameter itself holds these
         setattr(parameter, _COPY, partial(_deepcopied, held))
         setattr(parameter, _PICKLE, partial(_reduced, held))
 
@@ -80,31 +80,30 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper | None:
-    """Who holds this parameter's bucket; None for a parameter of nobody's."""
+    """Return the keeper of this parameter's bucket; None if it has none."""
     return _keepers.get(parameter)
 
 
 def is_kept_by_engine(parameter: nn.Parameter) -> bool:
-    """Whether an engine's runtime holds this parameter."""
+    """Return True if an engine's runtime holds this parameter."""
     return isinstance(_keepers.get(parameter), ZeroRuntime)
 
 
 class GatheredParameters:
-    """Make whole parameters readable for a while, and keep what one rank writes into them.
+    """A context with whole parameters, which keeps one rank's changes to them.
 
-    All ranks must enter and leave it together; it may be nested, and used inside forward. What is
-    computed from the parameters inside may go into a loss: backward finds their values again.
+    All ranks must enter and leave it together; it may be nested, and used inside forward. A loss
+    may depend on values computed from the parameters inside: backward gathers them again.
 
-    What the modifier rank had written before an exception is kept, on every rank: whichever rank
+    After an exception the modifier rank's changes so far are kept, on every rank: whichever rank
     raised, all of them leave with the same values.
 
     Args:
-        params: a parameter, or several. What no engine and no `Init` holds (None, a buffer, an
-            ordinary parameter) is passed over; what is whole already stays so.
-        modifier_rank: the rank whose changes inside are given to all ranks and kept, by its number
-            among those that share the parameters (all ranks, but where parts of the model lie on
-            several); those of other ranks are overwritten. With None each rank must make the same
-            changes.
+        params: a parameter, or several. Those that no engine and no `Init` holds (None, a buffer,
+            an ordinary parameter) are skipped; whole ones stay whole.
+        modifier_rank: the rank whose changes inside are broadcast and kept, by its number among the
+            ranks that share the parameters (all ranks, unless parts of the model lie on several);
+            changes of other ranks are overwritten. With None each rank must make the same changes.
         fwd_module: a module whose forward reads these parameters without owning them
             (`register_external_parameter`).
         enabled: False makes it a no-op.
@@ -143,7 +142,7 @@ class GatheredParameters:
             buckets.setdefault(keeper, []).append(keeper.bucket_of[parameter])
         for keeper, held in buckets.items():
             self._stack.enter_context(keeper.whole(held))
-            # Inside forward and backward this is done already.
+            # Inside forward and backward the edits are kept already.
             if isinstance(keeper, ZeroRuntime) and keeper.gathering.phase is Phase.IDLE:
                 self._stack.enter_context(saving(keeper.gathering))
 
@@ -163,20 +162,20 @@ class GatheredParameters:
 
 
 def _can_go_on(error: BaseException | None) -> bool:
-    """Whether the ranks still answer each other: an exception of the user's own code is no end."""
+    """Return True if the ranks still answer each other: an error of the user's code is no end."""
     ordinary = error is None or isinstance(error, Exception)
     return ordinary and not isinstance(error, CommunicationError)
 
 
 # ---- `Module.apply` ------------------------------------------------------------------------------
 #
-# Initialisations go through `apply`, often on a model that is built already. While one runs,
-# parameters that it touches are gathered, whichever module they belong to; rank 0's values are
-# kept, on every rank.
+# Initialisations go through `apply`, often on a model that is built already. While one runs, the
+# parameters that it touches are gathered, whichever module owns them; rank 0's values are kept, on
+# every rank.
 
 
 def watch_apply() -> None:
-    """Take the place of `nn.Module.apply`; on modules without freed weights nothing changes."""
+    """Replace `nn.Module.apply`; nothing changes for modules without freed weights."""
     nn.Module.apply = _gathering_apply  # type: ignore[method-assign]
     watch_wrappers(_is_kept)
 
@@ -193,7 +192,7 @@ def leave_alone(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def attended() -> Iterator[None]:
-    """While it lasts somebody else gathers what is touched."""
+    """Leave the gathering of touched parameters to the caller inside the block."""
     global _attended
     _attended += 1
     try:
@@ -209,7 +208,7 @@ def _gathering_apply(self: _M, fn: Callable[[nn.Module], None]) -> _M:
 
     def watched(module: nn.Module) -> None:
         fn(module)
-        touched.keep(1)  # the next call mostly works on the same bucket
+        touched.keep(1)  # the next call usually works on the same bucket
 
     try:
         with attended(), ReadWatcher(touched.on_read):
@@ -219,7 +218,7 @@ def _gathering_apply(self: _M, fn: Callable[[nn.Module], None]) -> _M:
 
 
 def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
-    """The bucket of a parameter whose weights are cut over the ranks, where it may be gathered."""
+    """Return the bucket of a freed parameter, if it may be gathered."""
     keeper = keeper_of(parameter)
     if keeper is None or parameter in _left_alone:
         return None
@@ -228,7 +227,7 @@ def _freed_bucket(parameter: nn.Parameter) -> Bucket | None:
 
 
 class Touched:
-    """The buckets that are gathered at the moment because an operation touched a parameter.
+    """The buckets that are gathered now because an operation touched a parameter.
 
     At most the `limit` latest stay gathered: a value that an initialisation still holds must not be
     freed under it.
@@ -242,7 +241,7 @@ class Touched:
         self._held: OrderedDict[Bucket, AbstractContextManager[None]] = OrderedDict()
 
     def on_read(self, parameter: nn.Parameter) -> None:
-        """Gather the bucket of a parameter that is about to be read or written."""
+        """Gather the bucket of a parameter before it is read or written."""
         bucket = self._bucket_of(parameter)
         if bucket is None:
             return
@@ -261,7 +260,7 @@ class Touched:
         return bucket in self._held
 
     def keep(self, count: int) -> None:
-        """Take rank 0's values of all but the `count` latest, on every rank, and free them."""
+        """Keep rank 0's values, on every rank, of all but the `count` latest, and free those."""
         while len(self._held) > count:
             with unwatched():
                 self._held.popitem(last=False)[1].__exit__(None, None, None)
@@ -269,21 +268,20 @@ class Touched:
 
 # ---- copies --------------------------------------------------------------------------------------
 #
-# `copy.deepcopy` and `pickle` ask the object itself first, so each parameter that a bucket holds
-# has its own answer: values in memory of their own, or a refusal.
+# `copy.deepcopy` and `pickle` call methods of the object itself, so each parameter in a bucket
+# has its own: they return values in separate memory, or refuse.
 
 
 def gather_to_copy(gather: Gather | None) -> None:
-    """Let `copy.deepcopy` gather values that are spread, in the place of refusing; None: refuse.
+    """Let `copy.deepcopy` gather sharded values in place of refusing; None: refuse.
 
-    All ranks must copy then. Programs that are known to do so are those whose libraries copy
-    modules at stage 3 on every rank.
+    All ranks must copy then. Known cases are libraries that copy modules at stage 3 on every rank.
     """
     _gather[:] = [] if gather is None else [gather]
 
 
 def _deepcopied(held: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
-    """Answer `copy.deepcopy`."""
+    """Return a copy for `copy.deepcopy`."""
     parameter = held()
     assert parameter is not None  # it is being copied
     if id(parameter) not in memo:
@@ -293,7 +291,7 @@ def _deepcopied(held: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Par
 
 
 def _reduced(held: weakref.ref[nn.Parameter], protocol: Any) -> Any:
-    """Answer `pickle`."""
+    """Return the reduction for `pickle`."""
     parameter = held()
     assert parameter is not None  # it is being pickled
     copied = _copied(parameter, "pickled")
@@ -304,9 +302,9 @@ def _reduced(held: weakref.ref[nn.Parameter], protocol: Any) -> Any:
 
 
 def _copied(parameter: nn.Parameter, verb: str) -> nn.Parameter:
-    # Where reads are watched (forward, `zero.Init`) this look gathers the values.
+    # If reads are watched (forward, `zero.Init`), this read gathers the values.
     values = parameter.data
-    # A placeholder is one element, spread over the shape.
+    # A placeholder is one element, expanded to the shape.
     if values.numel() > 1 and not any(values.stride()):
         if _gather and verb == "copied":
             with _gather[0](parameter):

@@ -1,11 +1,11 @@
-"""How ranks that may take different paths agree on which bucket to gather next.
+"""The agreement of ranks on different paths about which bucket to gather next.
 
-Every gather is announced. Where all ranks announce the same bucket it is gathered; where they
-differ each announced bucket is gathered in turn, and a rank that did not ask for it lends its
-shard. A rank that is through announces a marker and keeps lending until all are through. So no
-rank ever waits for one that went another way.
+Every gather is announced. If all ranks announce the same bucket it is gathered; if they differ,
+each announced bucket is gathered in turn, and a rank that did not ask for it lends its shard. A
+rank that is through announces a marker and keeps lending until all are through. So no rank ever
+waits for one on another path.
 
-With its marker a rank gives a word: a number by which all see whether they have done the same, or
+With its marker a rank sends a word: a number that shows all whether they have done the same, or
 are about to. Ranks that are need not announce (see `gathering.py`).
 """
 
@@ -49,21 +49,21 @@ WORD_LIMIT = 1 << 59
 
 
 class Met(NamedTuple):
-    """What each rank announced where all met."""
+    """The announcements of all ranks at one meeting."""
 
     markers: frozenset[int]
     words: tuple[int, ...]
 
     @property
     def is_alike(self) -> bool:
-        """Whether all ranks gave the same word."""
+        """Return True if all ranks sent the same word."""
         return len(set(self.words)) == 1
 
 
 class Agreement:
-    """One rank's side of the agreement. It owns nothing but the means to gather and to lend.
+    """One rank's side of the agreement. It owns only the means to gather and to lend.
 
-    `lend` is told which ranks have asked: where none of those that a rank gathers with has, it has
+    `lend` gets the ranks that have asked: if none of those that a rank gathers with has, it takes
     no part in the gather.
     """
 
@@ -79,9 +79,9 @@ class Agreement:
         self._gather = gather
         self._lend = lend
         self.progress: Callable[[], int] = lambda: 0
-        """How many reductions of the present backward this rank has ready."""
+        """Returns how many reductions of the present backward this rank has ready."""
         self.start: Callable[[int], None] = lambda _: None
-        """Starts so many of them: what all ranks have ready, at the same moment on all."""
+        """Starts as many as all ranks have ready, at the same moment on all."""
 
     def request(self, bucket: int) -> None:
         """Gather bucket number `bucket`, together with whatever the other ranks ask for."""
@@ -94,7 +94,7 @@ class Agreement:
                 return
 
     def finish(self, marker: int, word: int = 0) -> Met:
-        """Lend shards until every rank has come to the same point; what was announced there.
+        """Lend shards until every rank has come to the same point; return the announcements there.
 
         `word` lies in [0, `WORD_LIMIT`).
 
@@ -111,19 +111,19 @@ class Agreement:
                 continue
             told = [-code & ((1 << _MARKER_BITS) - 1) for code in codes]
             markers = frozenset(told)
-            # A rank at fault stands at the beginning of a backward too, whichever it is.
+            # A rank at fault counts as at the beginning of either kind of backward.
             excused = {AT_FAULT} if markers <= {AT_FAULT, FINE, FINE_AND_LAST} else set()
             if len(markers - excused) > 1:
                 points = ", ".join(f"rank {r}: {_MARKERS[each]}" for r, each in enumerate(told))
                 raise MismatchError(
                     f"the ranks' programs differ: they came to different points ({points}). Call"
-                    " forward, backward, step, and what saves and loads, on every rank, equally"
+                    " forward, backward, step, save and load on every rank, equally"
                     " often, with the same boundaries between updates."
                 )
             return Met(markers, tuple(-code >> _MARKER_BITS for code in codes))
 
     def compare_progress(self) -> None:
-        """Nothing but talk; the others are where they are, and are lent what they ask for."""
+        """Exchange progress alone; ranks elsewhere are lent what they ask for."""
         codes = self._talk(-PROGRESS, f"all ranks to come to {_MARKERS[PROGRESS]}")
         self._serve(sorted({code for code in codes if code >= 0}), -PROGRESS, codes)
 

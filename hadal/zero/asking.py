@@ -1,8 +1,8 @@
-"""Weights asked of the other ranks, whose programs do something else meanwhile.
+"""Requests for weights to other ranks, whose programs do something else meanwhile.
 
-In a steady round ranks meet nowhere before its end. What a rank needs beside its plan it asks for:
-a thread of each other one answers with its shard, as it has been since the round began there. So
-nobody waits for anybody's program, which may wait for this rank in a collective of its own.
+In a steady round ranks meet nowhere before its end. A rank requests the weights that its plan
+lacks: a thread of each other rank answers with its shard, unchanged since the round began there.
+So no rank waits for another's program, which may wait for this rank in a collective of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATIENCE_S = 2.0
 
 
 class _Way(NamedTuple):
-    """How the ranks that cut one copy ask each other."""
+    """The channel by which the ranks that cut one copy ask each other."""
 
     bell: Bell
     desk: int
@@ -32,19 +32,19 @@ class _Way(NamedTuple):
 
 
 class Asking:
-    """This rank's side of it, once rounds are steady."""
+    """This rank's requests and answers, once rounds are steady."""
 
     def __init__(self, rounds: Rounds, buckets: Callable[[], Sequence[Bucket]]) -> None:
         self._rounds = rounds
         self._buckets = buckets
         self._way: _Way | None = None
         self._begun = 0, Event()
-        """The last steady round that has begun here, and when its weights were there."""
+        """The last steady round that has begun here, and the event when its weights were there."""
         self._alone_in = 0
-        """The last round in which this rank could not go on as expected, and others could."""
+        """The last round in which this rank could not go on as expected, while others could."""
 
     def begin(self) -> None:
-        """A stretch of a steady round begins: weights stay as they are until the round ends."""
+        """Begin a stretch of a steady round: weights stay as they are until the round ends."""
         number, buckets = self._rounds.number, self._buckets()
         if self._begun[0] == number or not buckets:
             return
@@ -57,13 +57,13 @@ class Asking:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a steady round has begun here, and not ended: others may ask."""
+        """Return True in a steady round that has begun here and not ended: others may ask."""
         return self._rounds.is_steady and self._begun[0] == self._rounds.number
 
     def all_leave(self) -> bool:
-        """Where this rank cannot go on as expected: whether no other can in this stretch, either.
+        """Return True if no rank can go on as expected in this stretch, as this one cannot.
 
-        Then all may meet. Once a rank has found itself alone it does not ask in this round again.
+        Then all may meet. A rank that found itself alone does not ask again in this round.
         """
         way, number = self._way, self._rounds.number
         if way is None or not self.is_asked:
@@ -75,9 +75,9 @@ class Asking:
         return self._alone_in != number
 
     def fetch(self, number: int) -> bool:
-        """Fill bucket number `number`, which is sharded, with what the other ranks answer.
+        """Fill sharded bucket number `number` from the other ranks' answers.
 
-        False: it cannot be asked for.
+        Returns False if it cannot be asked for.
         """
         bucket, way = self._buckets()[number], self._way
         if way is None or not self.is_asked or not bucket.lends_shard:
@@ -90,7 +90,7 @@ class Asking:
         return True
 
     def answer(self, what: Sequence[int]) -> Tensor | None:
-        """In the bell's thread: a bucket's shard, on the host; None while it is not there yet."""
+        """Return a bucket's shard on the host; None if not there yet. For the bell's thread."""
         round_, number = what
         begun, there = self._begun
         return self._buckets()[number].shard_on_host(there) if begun == round_ else None

@@ -1,4 +1,4 @@
-"""What is known of single parameters: held by each parameter itself, so that it ends with it."""
+"""Values attached to single parameters: each parameter holds its own, so that both end together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MARK = "_hadal_"
 class Attached(Generic[_V]):
     """Values by parameter.
 
-    A table with weak keys would hold its values, and a bucket holds its parameters: what nobody
-    else needs any more would never be freed. Here both lead to each other only.
+    A table with weak keys would hold its values, and a bucket holds its parameters: unused ones
+    would never be freed. Here both refer to each other only.
     """
 
     def __init__(self, name: str) -> None:
         self._name = _MARK + name
 
     def __setitem__(self, parameter: nn.Parameter, value: _V) -> None:
-        # Programs give all attributes of one parameter to another: the number tells them apart.
+        # Programs copy all attributes of one parameter to another: the number tells them apart.
         vars(parameter)[self._name] = (id(parameter), value)
 
     def __getitem__(self, parameter: nn.Parameter) -> _V:
@@ -38,15 +38,15 @@ class Attached(Generic[_V]):
         return self.get(parameter) is not None
 
     def get(self, parameter: nn.Parameter) -> _V | None:
-        """The value of a parameter, if it has one."""
+        """Return the value of a parameter, if it has one."""
         number, value = vars(parameter).get(self._name, (None, None))
         return value if number == id(parameter) else None
 
     def pop(self, parameter: nn.Parameter) -> None:
-        """Let a parameter have no value."""
+        """Remove a parameter's value."""
         vars(parameter).pop(self._name, None)
 
 
 def is_attached(name: str) -> bool:
-    """Whether an attribute of a parameter is one of these: no copy of the parameter has it."""
+    """Return True for an attribute that holds such a value: copies of a parameter lack it."""
     return name.startswith(_MARK)

@@ -1,7 +1,7 @@
-"""What `zero.Init` takes from a configuration: the one place of this folder that reads it.
+"""The settings of `zero.Init` from a configuration: the only place of this folder that reads it.
 
-A model may be built long before the configuration is complete: only what matters here is read, and
-`"auto"` counts as left out. `initialize` reads and checks all of it.
+A model may be built long before the configuration is complete: only the keys needed here are read,
+and `"auto"` counts as missing. `initialize` reads and checks all of it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _SECTIONS = ("fp16", "bf16", "bfloat16", "zero_optimization", "aio")
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """How parameters are born."""
+    """The settings of parameters that are born sharded."""
 
     dtype: torch.dtype | None = None
-    """What they are shown in once they are born; None: as they were given."""
+    """The dtype in which they are shown once they are born; None: as they were given."""
     gathers_in_apply: bool = True
-    """Whether functions given to `Module.apply` find their values."""
+    """True: functions given to `Module.apply` find their values."""
     tier: Tier | None = None
-    """Where the configuration stores weights; None: it does not say."""
+    """The configured tier of weights; None: not configured."""
     nvme_path: str | None = None
     pins: bool = False
-    """Whether host memory for them is page-locked."""
+    """True: host memory for them is pinned."""
     io: IoSettings = field(default_factory=IoSettings)
 
 
@@ -41,10 +41,10 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def tier_of(birth: Birth, remote_device: str | None) -> Tier:
-    """The tier of shards that `zero.Init(remote_device=...)` and the configuration ask for.
+    """Return the tier of shards for `zero.Init(remote_device=...)` and the configuration.
 
     Raises:
-        UsageError: there is no such place, a path is missing, or the two contradict each other.
+        UsageError: there is no such device, a path is missing, or the two contradict each other.
     """
     where = f"zero.Init(remote_device={remote_device!r})"
     if remote_device is not None and remote_device not in _TIERS:
@@ -69,7 +69,7 @@ def birth_of(source: Any) -> Birth:
     """Read a configuration: a dict, the path of a JSON file, or its base64 text.
 
     Raises:
-        ConfigError: what is read of it has faults.
+        ConfigError: one of the keys it reads has a fault.
     """
     if source is None:
         return Birth()
@@ -83,7 +83,7 @@ def birth_of(source: Any) -> Birth:
         dtype = torch.bfloat16
     zero = config.zero_optimization
     offload = zero.offload_param
-    # Without a stage, the configuration of a model that is cut here means one that cuts weights.
+    # Without a stage, the configuration of a model that is sharded here means stage 3.
     is_cut = STAGES[zero.stage].weights or "stage" not in _zero_section(raw)
     is_said = offload is not None and is_cut
     return Birth(

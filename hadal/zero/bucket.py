@@ -32,7 +32,7 @@ _AS_THEY_ARE = Transport()
 
 
 class Weights(Enum):
-    """Where a bucket's weights stand."""
+    """The state of a bucket's weights."""
 
     SHARDED = auto()
     """Only my shard exists; the parameters hold placeholders."""
@@ -45,17 +45,17 @@ class Weights(Enum):
 class Bucket:
     """The weights of a few parameters, end to end.
 
-    Owns `full` (1-D, compute dtype; its storage is empty while SHARDED), `shard` (my cut of it: a
-    view of `full` unless weights are partitioned) and, for what is trained, `master` (the values
-    that the optimizer updates, for elements `span` of the bucket; the weights themselves where
-    they already have the master's dtype, and lie where updates are made). Where a node keeps a
-    second copy of weights, my cut of that one too (`node_copy`).
+    Owns `full` (1-D, compute dtype; its storage is empty while SHARDED), `shard` (my slice of it: a
+    view of `full` unless weights are partitioned) and, if trained, `master` (the values that the
+    optimizer updates, for elements `span` of the bucket; the weights themselves if they have the
+    master's dtype, and are stored where updates are made). If a node keeps a second copy of
+    weights, my slice of that one too (`node_copy`).
 
-    Where weights travel coded, `full` holds what was decoded of them, on every rank the same, and
-    the shard stays what it is. An `exact` gather brings the shards themselves.
+    If weights travel coded, `full` holds their decoded values, the same on every rank, and the
+    shard keeps its own. An `exact` gather brings the shards themselves.
 
-    `offload` says where shard and master are stored. What is on the disk, or encoded, is a tensor
-    inside `present` alone; gathers read it by themselves.
+    `offload` says where shard and master are stored. A shard or master on the disk, or encoded, is
+    a tensor only inside `present`; gathers read it by themselves.
     """
 
     def __init__(
@@ -97,24 +97,24 @@ class Bucket:
         self.span = self.layout.span(sharing.shards.rank) if cut else (0, self.layout.numel)
         self.state = Weights.SHARDED if plan.partition.weights else Weights.FULL
         self.on_gather: Callable[[Tensor, range], None] | None = None
-        """Is shown what was gathered, for this rank's use or for the others', and by whom."""
+        """Called after each gather with the full buffer and the ranks that took part."""
         self._steps_off = offload.lands_off(device)
-        # Of weights as the last update left them, or as they arrived, where what they were made of
-        # lies in another memory.
+        # The digest of weights as the last update left them, or as they arrived, if their source
+        # is in another memory.
         self._digest: Tensor | None = None
         self._is_suspect = True
-        # On an accelerator: whether weights that were freed meanwhile had changed in their use.
+        # On an accelerator: True if weights that were freed meanwhile had changed in their use.
         self._is_lost: Tensor | None = None
         self._pending: Pending | None = None
         self._places = range(0)
-        # My cut of what was decoded, as it arrived; None where `full` holds the shards themselves.
+        # My slice of the decoded values, as it arrived; None if `full` holds the shards themselves.
         self._arrived: Tensor | None = None
         self.node_copy = NodeCopy(sharing.node)
         self._is_exact = False
         self._adopt(leaving or Leaving(0), is_agreed=plan.is_agreed)
 
     def divided(self, plan: BucketPlan) -> Bucket:
-        """A bucket like this one, which takes over the parameters of `plan` from it."""
+        """Return a bucket like this one, which takes over the parameters of `plan` from it."""
         return Bucket(
             plan,
             self.precision,
@@ -125,7 +125,7 @@ class Bucket:
         )
 
     def rename(self, names: Sequence[str]) -> None:
-        """Call the parameters by other full names, in their order."""
+        """Set the parameters' full names, in their order."""
         pairs = zip(self.layout.slots, names, strict=True)
         slots = tuple(dataclasses.replace(slot, name=name) for slot, name in pairs)
         self.layout = self._views.layout = dataclasses.replace(self.layout, slots=slots)
@@ -133,9 +133,9 @@ class Bucket:
     # ---- laying down -----------------------------------------------------------------------------
 
     def _adopt(self, leaving: Leaving, *, is_agreed: bool) -> None:
-        """Take over the parameters' values, rank 0's on every rank; where they are cut, my cut.
+        """Take over the parameters' values from rank 0, on every rank; if they are cut, my slice.
 
-        Masters are made of them before any cast, but where the precision says otherwise.
+        Masters are made of them before any cast, unless the precision says otherwise.
         """
         given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         for start, stop in self.layout.gaps:
@@ -144,7 +144,7 @@ class Bucket:
             place = shaped(given[slot.offset : slot.stop], slot)
             place.copy_(parameter.detach())
             parameter.grad = None
-            # One parameter's old memory after the other: never a second copy of all of them.
+            # Free one parameter's old memory after the other: never a second copy of all of them.
             look_at(parameter, place)
         is_cut, compute = self.partition.weights, self.precision.compute
         label = f"the broadcast of rank 0's weights of {self.name}"
@@ -163,7 +163,7 @@ class Bucket:
         if is_cut:
             self._views.look_at_placeholders()
             self._full.untyped_storage().resize_(0)
-            # Whoever sent it or took it may still know it.
+            # Its sender or receivers may still have it.
             give_back = partial(given.untyped_storage().resize_, 0)
             if cutting.done:
                 give_back()
@@ -186,7 +186,7 @@ class Bucket:
             self._master = self._shard
             if self.has_own_master:
                 first = weights if self.precision.rounds_early else mine
-                # Where all of it is mine, what was given is the master.
+                # If all of it is mine, the given values are the master.
                 is_kept = first is mine and mine.numel() == given.numel() and not is_cut
                 is_kept = is_kept and given is not self._full
                 values = first.to(self.precision.master, copy=not is_kept)
@@ -196,7 +196,7 @@ class Bucket:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether there is a master beside the weights."""
+        """Return True if there is a master beside the weights."""
         apart = self.offload.parts_master(self.device, is_cut=self.partition.weights)
         return self.trainable and (self.precision.keeps_master or apart)
 
@@ -208,7 +208,7 @@ class Bucket:
 
     @property
     def shard(self) -> Tensor:
-        """My cut of the weights: 1-D, compute dtype, for the elements of `span`."""
+        """My slice of the weights: 1-D, compute dtype, for the elements of `span`."""
         self._refresh.wait()
         return self._shard.values
 
@@ -225,23 +225,23 @@ class Bucket:
 
     @property
     def disk_weights(self) -> DiskTensor | None:
-        """My cut of the weights on the disk; None if it is elsewhere."""
+        """My slice of the weights on the disk; None if it is elsewhere."""
         return self._shard.on_disk
 
     @property
     def shard_source(self) -> Tensor | StoredSlice:
-        """My cut of the weights in memory, or what reads it in parts."""
+        """My slice of the weights in memory, or an object that reads it in parts."""
         self._refresh.wait()
         return self._shard.source
 
     @property
     def master_source(self) -> Tensor | StoredSlice | None:
-        """The master in memory, or what reads it in parts."""
+        """The master in memory, or an object that reads it in parts."""
         self._refresh.wait()
         return None if self._master is None else self._master.source
 
     def settle(self) -> None:
-        """Put the user's edits into a master on the disk too, which else the next update does."""
+        """Put the user's edits into a master on the disk now; else the next update does so."""
         if self._master is None or self._master.is_present or self.partition.weights:
             return
         with self._master.present(writes=False) as master:
@@ -252,13 +252,13 @@ class Bucket:
 
     @property
     def loads_on_use(self) -> bool:
-        """Whether shard or master is in memory inside `present` alone."""
+        """Return True if shard or master is in memory only inside `present`."""
         loads = self._master is not None and self._master.loads_on_use
         return loads or self._shard.loads_on_use
 
     @property
     def steps_on(self) -> torch.device:
-        """Where updates of this bucket are made."""
+        """The device that updates this bucket."""
         return self.offload.steps_on(self.device)
 
     @contextmanager
@@ -276,7 +276,7 @@ class Bucket:
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Around an update, which gives every element of the shard a new value.
+        """Make the block an update, which gives every element of the shard a new value.
 
         Writes to the disk count once the update is committed.
         """
@@ -286,61 +286,61 @@ class Bucket:
     def restore_weights(self) -> None:
         """Round weights in memory from the master on the disk, after an update that failed.
 
-        What the user has written into them since the last update is lost.
+        The user's edits since the last update are lost.
         """
         if self._master is not None and self._shard.is_present:
             with self._master.present(writes=False) as master:
                 self.put_weights(0, master)
 
     def read_ahead(self) -> None:
-        """Begin to read what the next gather needs of the disk, if there is room to."""
+        """Begin to read the disk for the next gather, if there is room."""
         if self.state is Weights.SHARDED and not self.node_copy.is_current:
             self._shard.read_ahead()
 
     def forget_ahead(self) -> None:
-        """What was read ahead is not wanted any more."""
+        """Drop what was read ahead."""
         self._shard.forget_ahead()
 
     def count_views(self, count: int) -> None:
-        """Say that so many tensors that were made from `master` are no user's."""
+        """Count so many tensors made from `master` as not the user's."""
         if not (self.has_own_master or self.partition.weights):
             self._own_views += count
 
     def leave_disk(self) -> None:
-        """Give room on the disk back: the bucket is not used any more."""
+        """Free the space on the disk: the bucket is not used any more."""
         self._shard.free()
         if self._master is not None and self._master is not self._shard:
             self._master.free()
 
     def index_of(self, parameter: nn.Parameter) -> int:
-        """The number of one of the bucket's parameters."""
+        """Return the number of one of the bucket's parameters."""
         return next(i for i, known in enumerate(self.parameters) if known is parameter)
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
-        """The place of one of the bucket's parameters."""
+        """Return the place of one of the bucket's parameters."""
         return self.layout.slots[self.index_of(parameter)]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """A view of `flat` (1-D, laid out like this bucket) for each parameter, in its shape."""
+        """Return a view of `flat` (1-D, this bucket's layout) for each parameter, in its shape."""
         return views_of(flat, self.layout)
 
     def show(self, values: Sequence[Tensor]) -> None:
-        """Make the parameters look at values that are not this bucket's own, while SHARDED."""
+        """Let the parameters look at values that are not this bucket's own, while SHARDED."""
         self._refresh.end()
         self._views.look_at(values)
 
     def hide(self) -> None:
-        """The parameters hold placeholders: undoes `show`, or goes before memory is given back."""
+        """Make the parameters hold placeholders: undoes `show`, or precedes freeing memory."""
         self._refresh.end()
         self._views.look_at_placeholders()
 
     def reveal(self) -> None:
-        """After `hide`: the parameters look into the full buffer again, where it is there."""
+        """Undo `hide`: let the parameters look into the full buffer again, if it is there."""
         if self.state is Weights.FULL:
             self._views.look_into_full()
 
     def tensors_of_weights(self) -> Iterator[Tensor]:
-        """What weights take of memory: my cut of them, and all that is gathered."""
+        """Yield the tensors that hold weights: my slice of them, and all that is gathered."""
         if self.state is Weights.FULL:
             yield self.full
         yield from self._shard.memory
@@ -353,12 +353,12 @@ class Bucket:
 
     @property
     def rounds(self) -> bool:
-        """Whether a gather that is not exact brings other values than the shards."""
+        """Return True if a gather that is not exact brings other values than the shards."""
         return self.partition.weights and self._codec is not None
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the full buffer holds other values than the shards."""
+        """Return True if the full buffer holds other values than the shards."""
         return self._arrived is not None
 
     def start_unshard(self, *, exact: bool = False) -> None:
@@ -378,15 +378,15 @@ class Bucket:
 
     @property
     def lends_shard(self) -> bool:
-        """Whether another rank's weights are made of my shard as it is, and it is in memory."""
+        """Return True if other ranks' weights need my shard as it is, and it is in memory."""
         return not (self.rounds or self._shard.loads_on_use)
 
     def shard_on_host(self, there: Event) -> Tensor:
-        """In any thread: my shard as it is, on the host; `there`: when the device had it."""
+        """Return my shard on the host; any thread may call it. `there`: when the device had it."""
         return self._shard.on_host(there)
 
     def fetch(self, gather: Callable[[Tensor], Pending]) -> None:
-        """Fill the full buffer by a `gather` that this rank makes alone: SHARDED to FULL."""
+        """Fill the full buffer by a `gather` that only this rank makes: SHARDED to FULL."""
         self._open_full()
         self._places, self._is_exact = range(0), False
         place = self.full[self.span[0] : self.span[1]]
@@ -395,7 +395,7 @@ class Bucket:
         self.wait_unshard()
 
     def wait_unshard(self) -> None:
-        """Make the parameters look into the gathered buffer: ARRIVING to FULL."""
+        """Let the parameters look into the gathered buffer: ARRIVING to FULL."""
         if self.state is not Weights.ARRIVING:
             return
         assert self._pending is not None  # ARRIVING means that a gather was started
@@ -416,11 +416,11 @@ class Bucket:
         self.wait_unshard()
 
     def reshard(self, *, in_use: bool = False) -> None:
-        """Drop the full buffer: FULL to SHARDED. Edits by the user are kept first.
+        """Free the full buffer: FULL to SHARDED. Edits by the user are kept first.
 
-        `in_use`: inside forward or backward. Where comparing values would take a wait for the
-        device or a read of the disk, there only writes that torch has counted are kept; of others
-        an accelerator remembers that there were some (`absorb_unread`).
+        `in_use`: inside forward or backward. If comparing values would take a wait for the device
+        or a read of the disk, only writes that torch has counted are kept then; of others an
+        accelerator remembers that there were some (`absorb_unread`).
         """
         if not self.partition.weights or self.state is not Weights.FULL:
             return
@@ -441,7 +441,7 @@ class Bucket:
         return self._shard.is_present and not self._shard.is_offloaded
 
     def _differs_from_arrived(self) -> Tensor:
-        """Whether my cut of the full buffer has changed since it arrived; nothing waits for it."""
+        """Return, without a wait, whether my slice of the full buffer changed since it arrived."""
         mine = self.full[self.span[0] : self.span[1]]
         if self._arrived is None and not self._has_shard_here:
             now = digest(mine)
@@ -451,7 +451,7 @@ class Bucket:
 
     @property
     def has_other_views(self) -> bool:
-        """Whether somebody has kept a view of the gathered weights: `weight.t()`, say."""
+        """Return True if the user has kept a view of the gathered weights: `weight.t()`, say."""
         return self._views.have_others(self._own_views)
 
     @property
@@ -470,20 +470,20 @@ class Bucket:
             self.node_copy.keep(scratch)
 
     def gatherers_of(self, *, exact: bool = False) -> range:
-        """The places, among all ranks, of those that take part in my next gather."""
+        """Return the places, among all ranks, of those that take part in my next gather."""
         is_near = self.node_copy.is_current and not (exact and self.rounds)
         return self.sharing.places_of_node if is_near else self.sharing.places
 
     @property
     def _holds_what_travels(self) -> bool:
-        """Whether the full buffer is there, with the values that forward and backward use."""
+        """Return True if the full buffer has the values that forward and backward use."""
         return self.state is not Weights.SHARDED and not (self.rounds and self._is_exact)
 
     def _start_gather(self, full: Tensor, *, exact: bool) -> Pending:
-        """Begin to fill `full`: from the node, where its copy holds, else from all shards."""
+        """Begin to fill `full`: from the node if its copy is current, else from all shards."""
         is_apart = exact and self.rounds
         if is_apart:
-            # The node's copy is of what forward and backward use, and may be stale behind this.
+            # The node's copy has the values for forward and backward, and may be stale after this.
             self.node_copy.outdate()
         elif self.node_copy.is_current:
             return self.node_copy.start_gather(full, self._full_to_lend(), self._gather_label)
@@ -494,7 +494,7 @@ class Bucket:
         return self._shard.fill(place, gather)
 
     def _full_to_lend(self) -> Tensor | None:
-        """The full buffer, once it is gathered, if it is there as others need it."""
+        """Return the full buffer, once it is gathered, if it is there as others need it."""
         if not self._holds_what_travels:
             return None
         if self._pending is not None:
@@ -502,39 +502,39 @@ class Bucket:
         return self.full
 
     def outdate(self) -> None:
-        """The shards have new values: the next gather is over all of them. All ranks call it."""
+        """Mark the node's copy stale: the shards have new values. All ranks must call it."""
         self.node_copy.outdate()
 
     # ---- master and weights ----------------------------------------------------------------------
 
     def write_back(self, start: int, stop: int, sending: Crossing | None = None) -> None:
-        """Put elements [start, stop) of the stepped master into the weights, cast."""
+        """Write elements [start, stop) of the stepped master into the weights, cast."""
         if self.has_own_master and self.master is not None:
             self.put_weights(start, self.master[start:stop], sending)
 
     @property
     def lands_weights(self) -> bool:
-        """Whether new weights go to other memory than the one that updates are made in."""
+        """Return True if new weights go to other memory than that of the updates."""
         return self._steps_off != self._shard.is_offloaded
 
     def put_weights(self, start: int, values: Tensor, sending: Crossing | None = None) -> None:
-        """Put new master values, of the elements from `start` of my span on, into the weights.
+        """Write new master values into the weights, for elements from `start` of my span on.
 
-        `sending` comes from `start_sending`, called when the device had been given all that reads
-        them.
+        `sending` comes from `start_sending`, called after all of the device's reads of them were
+        queued.
         """
         self._refresh.wait()
         if not self.lands_weights:
             self.shard[start : start + values.numel()].copy_(values)
         elif self._steps_off:
             way = sending or self.start_sending()
-            assert way is not None  # updates are made in another memory than the device's
+            assert way is not None  # updates are made in other memory than the device's
             way.send(values, self.shard[start : start + values.numel()])
         else:
             self._shard.land(start, values)
 
     def start_sending(self) -> Crossing | None:
-        """Begin to send new weights to the device; None where updates are made there."""
+        """Begin to send new weights to the device; None if updates are made there."""
         crossing = self.offload.crossing(self.device) if self._steps_off else None
         if crossing is not None:
             crossing.begin_sending()
@@ -542,29 +542,29 @@ class Bucket:
 
     @property
     def refreshes_late(self) -> bool:
-        """Whether a refresh may be under way when forward begins."""
+        """Return True if a refresh may be under way when forward begins."""
         is_cut = self.partition.optimizer and not self.partition.weights
         is_beside = has_streams(self.device) and self.sharing.shards.size > 1
         return is_cut and is_beside and self.transport.refreshes_late
 
     def refresh_in_step(self) -> None:
-        """Let refreshes end where they are left: not every read of weights can be seen."""
+        """End refreshes inside the step from now on: not every read of weights can be seen."""
         self.transport = dataclasses.replace(self.transport, refreshes_late=False)
 
     def start_refresh(self) -> None:
-        """Begin to gather the weights where they are whole, but were stepped or loaded in shards.
+        """Begin to gather weights that are whole, but were stepped or loaded in shards.
 
-        `leave_refresh` follows, when the refreshes of other buckets have begun too.
+        `leave_refresh` follows, once the refreshes of other buckets have begun too.
         """
         self.outdate()
         is_compared = self._steps_off or self.device.type != "cpu"
         if is_compared and self.has_own_master and not self.partition.weights:
-            # Masters are compared only where this has changed: they lie elsewhere, or nobody waits.
+            # Masters are compared only if this has changed: they lie elsewhere, or nothing waits.
             self._digest = digest(self.full[self.span[0] : self.span[1]])
         if not self.partition.optimizer or self.partition.weights:
             return
         numel = self.transport.refresh_numel
-        # What somebody has kept of the weights is read without a word. Pieces follow each other.
+        # Views that the user kept are read unannounced. Pieces follow each other.
         is_free = self.refreshes_late and self.layout.numel <= numel
         gather = partial(
             start_gather_in_pieces,
@@ -576,11 +576,11 @@ class Bucket:
         self._refresh.start(gather, may_last=is_free and not self.has_other_views)
 
     def leave_refresh(self) -> None:
-        """Let a refresh go on beside what the device does next, until the weights are read."""
+        """Let a refresh go on beside the device's next work, until the weights are read."""
         self._refresh.leave()
 
     def wait_refresh(self) -> None:
-        """Let what the device is given from now on find refreshed weights; the host goes on."""
+        """Let the device's work from now on find refreshed weights; the host does not wait."""
         self._refresh.wait()
 
     def absorb_edits(self, *, update_looks: bool = False) -> None:
@@ -590,7 +590,7 @@ class Bucket:
         masters, which it reads anyway.
 
         The values themselves are compared, because a write through `parameter.data` leaves no other
-        trace. Where weights are whole and masters are on the disk, the next update looks, as it
+        trace. If weights are whole and masters are on the disk, the next update compares, as it
         reads these anyway.
 
         Raises:
@@ -620,16 +620,16 @@ class Bucket:
             self._shard.replace(mine)
 
     def absorb_unread(self) -> Tensor | None:
-        """Before an update on an accelerator: as `absorb_edits`, without a wait for the device.
+        """Absorb edits before an update on an accelerator, without a wait for the device.
 
         Writes that torch counts are put into shard and master, as is everything before the first
         update.
 
         Returns:
-            Whether weights have changed by a write that torch does not count (through
-            `parameter.data`), whole ones or those freed since the last update, as a 0-dim bool
-            tensor of the device; None: nothing is known, or there is no master that such a write
-            would have to reach.
+            A 0-dim bool tensor of the device: True if weights, whole ones or those freed since the
+            last update, have changed by a write that torch does not count (through
+            `parameter.data`); None: nothing is known, or there is no master that such a write would
+            have to reach.
         """
         self._refresh.wait()
         is_lost, self._is_lost = self._is_lost, None
@@ -686,7 +686,7 @@ def _order_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def write_back_all(cuts: Iterable[tuple[Bucket, int, int]]) -> None:
-    """`write_back` for [start, stop) of several buckets, in one call where nothing travels."""
+    """Write back [start, stop) of several buckets, in one call if nothing travels."""
     places: list[Tensor] = []
     masters: list[Tensor] = []
     for bucket, start, stop in cuts:

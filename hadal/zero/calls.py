@@ -1,4 +1,4 @@
-"""What ranks announce to gather a bucket, and what each of them does when it is called."""
+"""The codes that ranks announce to gather a bucket, and each rank's part in the gather."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hadal.zero.uses import Uses
 
 
 class Calls:
-    """The codes of gathers: a bucket's number, beyond all of them where the gather is exact.
+    """The codes of gathers: a bucket's number, plus the number of buckets for an exact gather.
 
-    Beyond these are the numbers of gradients that are to be reduced once more.
+    Higher codes are gradients to reduce once more.
     """
 
     def __init__(self, uses: Uses) -> None:
@@ -20,24 +20,24 @@ class Calls:
         """Takes part in such a reduction."""
 
     def code_of_reduction(self, number: int) -> int:
-        """What is announced to reduce gradients once more."""
+        """Return the code that announces another reduction of gradients."""
         return 2 * len(self._uses.buckets) + number
 
     def _is_reduction(self, code: int) -> bool:
         return code >= self.code_of_reduction(0)
 
     def code_of(self, number: int, *, exact: bool) -> int:
-        """What is announced to gather a bucket; where nothing is rounded, every gather is exact."""
+        """Return the code that announces a gather; if nothing is rounded, every gather is exact."""
         buckets = self._uses.buckets
         return number + len(buckets) if exact and buckets[number].rounds else number
 
     def _called(self, code: int) -> tuple[Bucket, bool]:
-        """The bucket of a code, and whether its gather is exact."""
+        """Return the bucket of a code, and True if its gather is exact."""
         buckets = self._uses.buckets
         return buckets[code % len(buckets)], code >= len(buckets)
 
     def name(self, code: int) -> str:
-        """The bucket's name."""
+        """Return the bucket's name."""
         if self._is_reduction(code):
             return "gradients that come late"
         return self._called(code)[0].name
@@ -56,9 +56,9 @@ class Calls:
         bucket.serve(exact=exact)
 
     def lend_to(self, code: int, askers: Collection[int]) -> None:
-        """Lend, unless nobody asks among those that this rank gathers the bucket with.
+        """Lend, unless no rank that this one gathers the bucket with has asked.
 
-        They know the same of it, so all of them take part or none does. In a reduction all do.
+        They all know which ranks asked, so all take part or none does. In a reduction all do.
         """
         if self._is_reduction(code):
             self.gather(code)

@@ -1,4 +1,4 @@
-"""What a user has written into weights: whether they have changed, and into their masters with it.
+"""The user's edits of weights: detecting them, and putting them into the masters.
 
 A write through `parameter.data` leaves no trace but the values themselves.
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from hadal.device import is_host_memory, same_bytes
 
-# Elements compared at a time on a CPU: what is cast for it stays in the cache.
+# Elements compared at a time on a CPU: their cast copy stays in the cache.
 _CPU_BLOCK_NUMEL = 1 << 18
 _ROW_NUMEL = 1 << 12
 _SEED = 1
 
 
 def digest(values: Tensor) -> Tensor:
-    """A 0-dim int64 sum over all bits of a 1-D tensor of a multiple of 4 bytes, each by its place.
+    """Return a 0-dim int64 sum over all bits of a 1-D tensor of a multiple of 4 bytes, by place.
 
-    One changed word always changes it; of other changes about one in 2^32 goes unseen. Two passes
-    over the values, and nothing waits for the device.
+    One changed word always changes it; of other changes about one in 2^32 goes unseen. It makes two
+    passes over the values, and never waits for the device.
     """
     columns, rows = _odd_numbers(values.device)
     # Half as wide as the sums: signs that change in pairs do not cancel out.
@@ -38,7 +38,7 @@ def digest(values: Tensor) -> Tensor:
 
 @cache
 def _odd_numbers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What words are multiplied with, by column and by row."""
+    """Return the odd factors of words, by column and by row."""
     generator = torch.Generator().manual_seed(_SEED)
     limits = torch.iinfo(torch.int64)
     drawn = torch.randint(limits.min, limits.max, (2, _ROW_NUMEL + 2), generator=generator)
@@ -49,7 +49,7 @@ def _odd_numbers(device: torch.device) -> tuple[Tensor, Tensor]:
 def absorb_into(master: Tensor, weights: Tensor, *, looks: bool = True) -> bool:
     """Put edited weights into a master, both 1-D; return whether there were any.
 
-    Without `looks` nobody waits for the device to know, and there may have been some.
+    Without `looks` the host does not wait for the device, and True means that there may be some.
     """
     is_changed = False
     block = _CPU_BLOCK_NUMEL if master.device.type == "cpu" else weights.numel()
@@ -67,7 +67,7 @@ def absorb_into(master: Tensor, weights: Tensor, *, looks: bool = True) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two 1-D tensors of one dtype, of a multiple of 8 bytes, hold the same bits."""
+    """Return True if two 1-D tensors of one dtype, of a multiple of 8 bytes, have the same bits."""
     if is_host_memory(one.device):
         return same_bytes(one, other)
     # Compared as words: 16-bit floats are compared one by one, four times as slow.
@@ -75,9 +75,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def shard_with_edits(shard: Tensor, arrived: Tensor, present: Tensor) -> Tensor:
-    """A shard, but for what is present in place of what has `arrived` of it.
+    """Return a shard with the user's edits: present values that differ from what had `arrived`.
 
-    `arrived` becomes what is present.
+    `arrived` becomes the present values.
     """
     is_same = (present == arrived) | (present.isnan() & arrived.isnan())
     arrived.copy_(present)

@@ -1,4 +1,4 @@
-"""An optimizer that exchanges what it makes of gradients by itself, as the mechanism sees it."""
+"""The interface of an optimizer that exchanges updates instead of gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class OwnExchange(Protocol):
-    """Whoever lets gradients stay on their ranks (`Reduction.stays`) and sends something else.
+    """An optimizer that leaves gradients on their ranks (`Reduction.stays`) and sends its own data.
 
     Between two of its exchanges the ranks' weights may differ.
     """
@@ -15,13 +15,13 @@ class OwnExchange(Protocol):
         """Make weights and optimizer state the same on all ranks, which all call it."""
 
     def begin_anew(self) -> None:
-        """Weights and optimizer state have been replaced: what was to be sent is forgotten."""
+        """Forget what was to be sent: weights and optimizer state have been replaced."""
 
     def memory(self) -> Any:
-        """What this rank alone has still to send: dicts and lists of tensors; None: nothing."""
+        """Return this rank's data still to send: dicts and lists of tensors; None: nothing."""
 
     def fits(self, memory: Any) -> bool:
-        """Whether a `memory` is one of parameters that lie as they do here."""
+        """Return True if a `memory` is of parameters laid out as they are here."""
 
     def remember(self, memory: Any) -> None:
         """Take over a `memory` that fits."""

@@ -1,4 +1,4 @@
-"""Which gradients the backward that runs will bring on this rank, as its autograd graph says."""
+"""The gradients that the running backward will bring on this rank, from its autograd graph."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hadal.zero.bucket import Bucket
 class Expectation:
     """The gradients that each bucket still waits for in one backward.
 
-    The graph knows them before they come: an expert without tokens, or a head that is not used,
-    is not in it. A recomputation with `use_reentrant=True` hides its parameters from the graph;
-    those are expected as often as they came the last time.
+    The graph shows them before they come: an expert without tokens, or an unused head, is not in
+    it. A recomputation with `use_reentrant=True` hides its parameters from the graph; those are
+    expected as often as they came the last time.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._hidden: dict[Bucket, dict[int, int]] = {}
         self._last: dict[Bucket, list[int]] = {}
-        # Whether backwards run inside each other: until that is known, they may.
+        # True if backwards run inside each other: assumed until it is known.
         self._nests = True
         self.take_up(buckets)
 
@@ -39,10 +39,10 @@ class Expectation:
         self._missing: dict[Bucket, int] = {}
 
     def survey(self, *, is_root: bool = False) -> None:
-        """Ask the graph of the backward that runs, once.
+        """Query the graph of the running backward, once.
 
         `is_root`: this is the outermost one. A recomputation's own graph has its parameters alone;
-        where that may be the one that runs, what came the last time is expected.
+        if that may be the running one, the last backward's gradients are expected.
         """
         if self._is_surveyed:
             return
@@ -70,11 +70,11 @@ class Expectation:
         return not self._missing[bucket]
 
     def awaits(self, bucket: Bucket) -> bool:
-        """Whether gradients of a bucket are still to come, or may be, as nobody has asked yet."""
+        """Return True if a bucket's gradients are still to come, or may be before `survey`."""
         return bool(self._missing.get(bucket, not self._is_surveyed))
 
     def end(self) -> None:
-        """End a backward: remember what came although the graph did not have it."""
+        """End a backward: remember gradients that came although the graph did not have them."""
         if self._tasks:
             self._nests, self._last = len(self._tasks) > 1, self._came
         for bucket, found in self._in_graph.items():

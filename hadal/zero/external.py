@@ -11,16 +11,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hadal.errors import UsageError
 from hadal.zero.grouping import Member, Unit
 
-# Which parameters are announced, by the module that reads them.
+# The announced parameters, by the module that reads them.
 _external: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module` reads `parameter` in its forward, though another module owns it.
+    """Register that `module` reads `parameter` in its forward, though another module owns it.
 
     Before `hadal.initialize` it makes the parameter gathered around `module`'s forward and
-    backward at stage 3, with `module`'s own: needed only where the read is hidden in a compiled
-    module, as any other is noticed when it happens. After `initialize` nothing is left to say.
+    backward at stage 3, with `module`'s own: needed only if a compiled module hides the read, as
+    any other is noticed when it happens. After `initialize` it has no effect.
 
     Raises:
         UsageError: not a module and a parameter.
@@ -47,13 +47,13 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are registered for a module."""
+    """Return the parameters that are registered for a module."""
     found = (reference() for reference in _external.get(module, ()))
     return [parameter for parameter in found if parameter is not None]
 
 
 def announced_uses(model: nn.Module, units: Iterable[Unit]) -> list[Unit]:
-    """A further unit for each of the model's modules that reads parameters of other modules."""
+    """Return a further unit for each module that reads parameters of other modules."""
     members: Mapping[nn.Parameter, Member] = {
         member.parameter: member for unit in units for member in unit.members
     }

@@ -1,6 +1,6 @@
-"""Which trace to expect next, by what came before; so models that take turns are planned for too.
+"""Prediction of the next trace from earlier ones, also for models that take turns.
 
-Nothing here talks to other ranks: all of them are told the same and expect the same.
+Nothing here communicates: all ranks get the same input and expect the same.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from hadal.zero.trace import Kind, Trace
 
-# What an expectation that came true earns, what one that did not costs, and where it begins, which
-# is also the most. One that has nothing left is not acted upon: three failures in a row, or more
+# The gain of an expectation that came true, the cost of one that did not, and the initial credit,
+# which is also the most. One without credit is not acted upon: three failures in a row, or more
 # than one in four.
 _EARNED, _COST, _CREDIT = 1, 3, 9
-# So many contexts of one kind are remembered.
+# The number of contexts of one kind that are remembered.
 _CONTEXTS = 48
 
-# The paths of the two stretches before; `_ANY` stands for whatever it was.
+# The paths of the two stretches before; `_ANY` matches every path.
 _Context = tuple[int | None, int | None]
 _ANY = -1
 _LAST_RESORT: _Context = (_ANY, _ANY)
@@ -24,20 +24,20 @@ _LAST_RESORT: _Context = (_ANY, _ANY)
 
 @dataclass(slots=True)
 class _Memory:
-    """What came in some context."""
+    """The trace that followed some context."""
 
     trace: Trace
     credit: int = _CREDIT
     is_doubted: bool = False
-    """Whether another trace came the last time: it takes the place if that happens again."""
+    """True: another trace came the last time; it replaces this one if that happens again."""
 
 
 class Foresight:
-    """Remembers what came after what.
+    """A memory of which trace followed which.
 
-    A forward is expected by the two before it, so that two models in turn, or two steps of each,
-    are told apart; where these were never seen in this order, by the one before it, and else it is
-    the latest. A backward is expected by its forward, or by the backward right before it.
+    A forward is predicted from the two before it, so that two models in turn, or two steps of each,
+    are told apart; if these were never seen in this order, from the one before it, and else it is
+    the latest. A backward is predicted from its forward, or from the backward right before it.
     """
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class Foresight:
         self._history: dict[Kind, _Context] = dict.fromkeys(Kind, (None, None))
 
     def forget(self, kind: Kind) -> None:
-        """Traces of a kind will be other ones."""
+        """Forget the traces of a kind: they will be other ones."""
         self._memories[kind].clear()
 
     def clear(self) -> None:
-        """Know nothing."""
+        """Forget everything."""
         self.__init__()  # type: ignore[misc]
 
     def expected(self, kind: Kind) -> Trace | None:
-        """The trace to plan for; None where nothing is known, or too little of it came true."""
+        """Return the trace to plan for; None if none is known, or too few came true."""
         memory = self._memory(kind)
         return None if memory is None or memory.credit <= 0 else memory.trace
 
     def likely(self, kind: Kind, before: Trace | None = None) -> Trace | None:
-        """The trace that may come next, if any: the backward of a forward `before`, too."""
+        """Return the trace that may come next, if any; also the backward of a forward `before`."""
         if before is None:
             memory = self._memory(kind)
         else:
@@ -68,16 +68,16 @@ class Foresight:
     def came(
         self, kind: Kind, trace: Trace | None, *, has_held: bool | None, is_learned: bool = True
     ) -> bool:
-        """A stretch of work has ended.
+        """Record the end of a stretch of work.
 
         Args:
-            kind: what it was.
-            trace: what all ranks did; None where they parted.
-            has_held: whether it was as expected; None where nothing was planned.
-            is_learned: whether it may come so again.
+            kind: its kind.
+            trace: the trace of all ranks; None if they parted.
+            has_held: True if it was as expected; None if nothing was planned.
+            is_learned: True if it may come again.
 
         Returns:
-            Whether what was expected is not acted upon any more.
+            True if this expectation is not acted upon any more.
         """
         memory = self._memory(kind)
         if memory is not None and has_held is not None:
@@ -89,7 +89,7 @@ class Foresight:
         return memory is not None and memory.credit <= 0
 
     def _contexts(self, kind: Kind) -> list[_Context]:
-        """Where to look, the nearest first."""
+        """Return the contexts to look in, the nearest first."""
         nearest = self._history[kind]
         if kind is Kind.BACKWARD:
             return [nearest]

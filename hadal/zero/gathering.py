@@ -1,12 +1,12 @@
-"""Weights on use: which bucket is gathered, when, and when it is freed.
+"""Weights on use: when each bucket is gathered, and when it is freed.
 
 In the first forward and backward every gather is announced (see `agreement.py`) and the uses are
-written down. Where all ranks wrote the same, the next ones follow a plan: the gathers start in the
-plan's order on every rank, ahead of their use, and no rank says a word until the end.
+recorded. If all ranks recorded the same, the next ones follow a plan: the gathers start in the
+plan's order on every rank, ahead of their use, and no rank announces anything until the end.
 
-A rank that needs what the plan does not have leaves it. The others count on its part in all
-gathers of the plan, so it first lends for the rest of them; then it announces what it needs, and
-the others lend where they come to the end.
+A rank that needs a bucket outside the plan leaves it. The others count on its part in all gathers
+of the plan, so it first lends for the rest of them; then it announces what it needs, and the others
+lend when they come to the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """What the model is doing."""
+    """The phase of the model's work."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -88,50 +88,50 @@ class Gathering:
         self._recorder = Recorder()
         self._walk = Walk(Kind.FORWARD)
         self._next: Plan | None = None
-        # Buckets in use in the present forward or backward: the only ones that need no look.
+        # Buckets in use in the present forward or backward: only these need no check.
         self._open: set[Bucket] = set()
         self._running: list[Unit] = []
-        # How many `whole` contexts hold a bucket: nothing inside them may free it.
+        # The number of `whole` contexts that hold a bucket: nothing inside them may free it.
         self._pins: Counter[Bucket] = Counter()
         self._keeps = False
-        # Whether the present forward or backward has begun behind the other ranks.
+        # True if the present forward or backward has begun behind the other ranks.
         self._is_late = False
         self.counts_refused = False
-        """Whether the backward that was refused last counts all the same, without gradients."""
+        """True: the backward that was refused last counts all the same, without gradients."""
         self._moves = False
         self._listener = Listener(self.on_read)
         self.escapes = Escapes()
         self.playing: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Around a part in a backward that does not run here; told whether it ends an update."""
+        """Context of a part in a backward that does not run here; True: it ends an update."""
         self.start_due: Callable[[int | None], bool] = lambda _: False
-        """Starts the first so many reductions of this backward (None: all), where this has not been
-        done; tells whether gradients of theirs were still expected."""
+        """Starts the first so many reductions of this backward (None: all), if not started yet;
+        returns True if gradients of theirs were still expected."""
         self.awaits: Callable[[Bucket], bool] = lambda _: True
-        """Whether gradients of a bucket are still to come in this backward."""
+        """Returns True if gradients of a bucket are still to come in this backward."""
         self.gives_empty_state = False
-        """Whether `state_dict` gives empty tensors for values that are spread; else it refuses."""
+        """True: `state_dict` gives empty tensors for sharded values; else it refuses."""
 
     def extend(self, units: Iterable[Unit]) -> list[Unit]:
-        """Take up the units of the model that are not known yet, or that have come to use more.
+        """Add the model's units that are not known yet, or that have come to use more.
 
         Returns:
-            Those whose modules were not watched for a unit so far.
+            The units whose modules were not watched so far.
         """
         return self._uses.extend(units)
 
     def take_up(self, buckets: Iterable[Bucket]) -> None:
-        """Those of these that come and go; nothing is known of their uses."""
+        """Manage those of these buckets that are sharded; their uses are not known yet."""
         self._uses.take([bucket for bucket in buckets if bucket.partition.weights])
         self._restart()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
-        """Put new buckets in the place of one whose parameters they have taken over."""
+        """Replace a bucket by new ones that have taken over its parameters."""
         if old in self._uses.number:
             self._uses.replace(old, parts)
             self._restart()
 
     def _restart(self) -> None:
-        """Know nothing but the buckets."""
+        """Forget everything but the buckets."""
         numels = [bucket.layout.numel for bucket in self._buckets]
         kept = kept_until_backward(numels, self._limits)
         self._reads_ahead = max((bucket.offload.reads_ahead for bucket in self._buckets), default=0)
@@ -145,7 +145,7 @@ class Gathering:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing runs, and nobody reads."""
+        """Return True if nothing runs, and no context keeps buckets readable."""
         return self.phase is Phase.IDLE and not any(self._pins.values())
 
     def meet_to_regroup(self) -> None:
@@ -172,7 +172,7 @@ class Gathering:
         return self._uses.units
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
-        """The bucket whose full buffer a tensor looks into, if any."""
+        """Return the bucket whose full buffer a tensor looks into, if any."""
         return self._uses.bucket_at(tensor)
 
     # ---- one bucket ------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Gathering:
             if bucket.state is Weights.ARRIVING:
                 self._calls.gather(number)
             elif bucket.state is Weights.SHARDED:
-                # Outside of forward and backward, whoever reads or saves weights wants them exact.
+                # Outside of forward and backward, readers and savers of weights want them exact.
                 exact = self.phase is Phase.IDLE
                 if exact or self._asking.all_leave() or not self._asking.fetch(number):
                     self._leave_round()
@@ -199,7 +199,7 @@ class Gathering:
                 self._open.add(bucket)
 
     def _follow(self, number: int) -> None:
-        """A use begins: start what the plan has for it, or leave the plan."""
+        """Begin a use: start the gathers that the plan has for it, or leave the plan."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it is followed
         if walk.position < len(plan.uses) and plan.uses[walk.position].bucket == number:
@@ -215,7 +215,7 @@ class Gathering:
         self._leave(number)
 
     def _leave_round(self) -> None:
-        """A bucket is needed that the others do not know of: leave a steady round for it."""
+        """Leave a steady round for a bucket that the others do not know of."""
         if not self.rounds.is_steady:
             return
         self._wait_for_all()
@@ -244,11 +244,11 @@ class Gathering:
         if bucket.state is Weights.SHARDED:
             bucket.start_unshard()
         else:
-            # Still in use here, where the other ranks are through with it.
+            # Still in use here, while the other ranks are through with it.
             bucket.serve()
 
     def _leave(self, wanted: int | None = None) -> None:
-        """Do this rank's part in the rest of the plan's collectives; keep what is wanted now."""
+        """Do this rank's part in the rest of the plan's collectives; keep the wanted bucket."""
         walk, plan = self._walk, self._walk.plan
         assert plan is not None  # it was followed
         for stop in plan.started[walk.position :]:
@@ -265,50 +265,50 @@ class Gathering:
         walk.has_left = True
 
     def _start_due_reductions(self) -> None:
-        """Start what others may wait for from the next use on."""
+        """Start the reductions that others may wait for from the next use on."""
         walk = self._walk
         if walk.plan is not None and self.phase is Phase.BACKWARD:
             walk.was_early |= self.start_due(walk.plan.uses[walk.position].reduced)
 
     def record_reduction(self, bucket: Bucket) -> None:
-        """A reduction of this backward was started here."""
+        """Record that a reduction of this backward was started here."""
         self._recorder.reduce(self._uses.number.get(bucket, -1))
 
     def agree_on_progress(self, progress: Callable[[], int], start: Callable[[int], None]) -> None:
-        """Let ranks tell each other their `progress` whenever they talk, and `start` the least."""
+        """Let ranks exchange their `progress` whenever they talk, and `start` the least."""
         self._agreement.progress, self._agreement.start = progress, start
 
     @property
     def has_left(self) -> bool:
-        """Whether this rank has left the plan of this backward, and started all its reductions."""
+        """Return True if this rank left this backward's plan, and started all its reductions."""
         return self._walk.has_left
 
     @property
     def is_played(self) -> bool:
-        """Whether all reductions of this backward are over for the others, who count on no more."""
+        """Return True if the others have all reductions of this backward, and await no more."""
         return self._walk.is_played
 
     def reduce_now(self, number: int) -> None:
-        """Reduce gradients once more, those of this number, together with all ranks."""
+        """Reduce gradients of this number once more, together with all ranks."""
         with self._own_moves():
             self._agreement.request(self._calls.code_of_reduction(number))
 
     def lend_to_reductions(self, reduce: Callable[[int], None]) -> None:
-        """`reduce` takes part in a reduction that any rank has asked for."""
+        """Set `reduce`, which takes part in a reduction that any rank has asked for."""
         self._calls.reduce = reduce
 
     def compare_progress(self) -> None:
-        """Talk about the reductions of this backward, and about nothing else."""
+        """Exchange the progress of this backward's reductions, and nothing else."""
         with self._own_moves():
             self._agreement.compare_progress()
 
     @property
     def starts_together(self) -> bool:
-        """Whether a reduction starts where the ranks talk and all of them have it ready.
+        """Return True if reductions start when the ranks talk and all have them ready.
 
-        So it is wherever gathers are announced. A rank that started one by itself, while another
+        That is so while gathers are announced. A rank that started one by itself, while another
         announces a gather, could wait for it: a communicator's first collectives, and a device's
-        first kernels, may hold up the host until all ranks have come.
+        first kernels, may block the host until all ranks have come.
         """
         walk = self._walk
         is_announced = walk.plan is None and not walk.is_played
@@ -316,11 +316,11 @@ class Gathering:
 
     @property
     def started_everywhere(self) -> int | None:
-        """How many reductions of this backward each rank starts without any help from now on.
+        """Return how many of this backward's reductions each rank starts without help from now on.
 
-        None: all. A rank that waits for others would not be there to help them: it must wait only
-        for these. Along a plan they are those that are due before its next use, which a rank starts
-        before it takes part in that use's gathers.
+        None: all. A rank that waits for others cannot help them: it must wait only for these. On a
+        plan they are those due before its next use, which a rank starts before it takes part in
+        that use's gathers.
         """
         walk = self._walk
         if self.phase is not Phase.BACKWARD or walk.has_left or walk.plan is None:
@@ -330,7 +330,7 @@ class Gathering:
 
     @contextmanager
     def _own_moves(self) -> Iterator[None]:
-        """While buckets are moved, parameters are touched by the mechanism itself: no reads."""
+        """Count no reads inside the block: the mechanism itself touches parameters it moves."""
         before, self._moves = self._moves, True
         try:
             yield
@@ -338,14 +338,14 @@ class Gathering:
             self._moves = before
 
     def done(self, bucket: Bucket) -> None:
-        """A use of a bucket is over: free it, unless it is needed elsewhere or soon again."""
+        """End a use of a bucket: free it, unless it is needed elsewhere or soon again."""
         number = self._uses.number.get(bucket)
         if number is None or bucket.state is not Weights.FULL or self._is_busy(bucket):
             return
         self._open.discard(bucket)
         if self._stays(bucket, self._recorder.done(number)):
             return
-        # A view that nobody would announce: the bucket stays until this forward or backward ends.
+        # Nothing would announce its view: the bucket stays until this forward or backward ends.
         if not self.escapes.note(bucket) or self.phase is Phase.IDLE:
             self._free(bucket, is_noted=True)
 
@@ -354,7 +354,7 @@ class Gathering:
         return running or bool(self._pins[bucket])
 
     def _stays(self, bucket: Bucket, use: int | None) -> bool:
-        """Whether a bucket stays gathered behind its use of this number."""
+        """Return True if a bucket stays gathered after its use of this number."""
         walk = self._walk
         if self.phase is Phase.IDLE:
             return False
@@ -369,18 +369,18 @@ class Gathering:
             bucket.reshard(in_use=self.phase is not Phase.IDLE)
 
     def free_all(self) -> None:
-        """What is gathered will be stale."""
+        """Free all gathered buckets, which will be stale."""
         for bucket in self._buckets:
             self._free(bucket)
 
     # ---- units -----------------------------------------------------------------------------------
 
     def freed(self, unit: Unit) -> list[Bucket]:
-        """The buckets of a unit whose values are spread over the ranks now."""
+        """Return the buckets of a unit that are sharded now."""
         return [bucket for bucket in self._uses.of(unit) if bucket.state is not Weights.FULL]
 
     def check_readable(self, unit: Unit) -> None:
-        """Raise `ShardedAccessError` where a unit's values are asked for while they are freed."""
+        """Raise `ShardedAccessError` if a unit's values are asked for while they are freed."""
         for bucket in self.freed(unit)[:1]:
             raise ShardedAccessError(
                 f"rank {self._ranks.rank}: the state of {unit.name} was asked for or loaded"
@@ -391,13 +391,13 @@ class Gathering:
             )
 
     def before_use(self, unit: Unit) -> None:
-        """A unit is about to run forward (for the first time, or again inside backward)."""
+        """Gather before a unit's forward (the first, or a recomputation inside backward)."""
         self._running.append(unit)
         for bucket in self._uses.of(unit):
             self.need(bucket)
 
     def after_use(self, unit: Unit) -> None:
-        """A unit has run forward. A recomputation inside backward frees nothing: use is next."""
+        """Free after a unit's forward. Recomputation inside backward frees nothing: use is next."""
         if unit in self._running:
             self._running.remove(unit)
         if self.phase is not Phase.BACKWARD:
@@ -405,23 +405,23 @@ class Gathering:
                 self.done(bucket)
 
     def used_by(self, unit: Unit) -> Sequence[Bucket]:
-        """The buckets that a unit is known to use."""
+        """Return the buckets that a unit is known to use."""
         return self._uses.of(unit)
 
     def before_backward_of(self, unit: Unit) -> None:
-        """The gradient of a unit's output has arrived."""
+        """Gather for a unit's backward: the gradient of its output has arrived."""
         for bucket in self._uses.of(unit):
             self.need(bucket)
 
     def after_backward_of(self, unit: Unit) -> None:
-        """The gradient of a unit's input is complete: free what brings no gradient any more."""
+        """Free what brings no gradient any more: the gradient of a unit's input is complete."""
         if self.phase is Phase.BACKWARD:
             for bucket in self._uses.of(unit):
                 if not bucket.trainable or not self.awaits(bucket):
                     self.done(bucket)
 
     def on_read(self, parameter: nn.Parameter) -> None:
-        """A parameter is about to be read by an operation, whether a unit announced it or not.
+        """Gather for an operation that is about to read a parameter, announced by a unit or not.
 
         A read that no unit announces (a module that reaches into another one) is remembered: from
         now on the running unit gathers that bucket too.
@@ -429,7 +429,7 @@ class Gathering:
         self._read(self._uses.bucket_of.get(parameter))
 
     def on_view(self, tensor: Tensor) -> None:
-        """A plain tensor is about to be read: it may look into weights that are freed by now.
+        """Gather for a plain tensor's read: it may look into weights that are freed by now.
 
         A module may return a view of its weight (`weight.t()`), for another one to use.
         """
@@ -445,7 +445,7 @@ class Gathering:
     # ---- forward and backward --------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The whole model starts to run forward."""
+        """Begin a forward of the whole model."""
         if self.phase is not Phase.IDLE:
             return
         kind = Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATION
@@ -455,7 +455,7 @@ class Gathering:
         self._begin(Phase.FORWARD, kind, plan)
 
     def end_forward(self, error: BaseException | None) -> None:
-        """The whole model has run forward, or raised what the other ranks may not have."""
+        """End the model's forward, which may have raised an error that other ranks do not have."""
         if self.phase is not Phase.FORWARD:
             return
         with self._ending():
@@ -467,7 +467,7 @@ class Gathering:
                     self.rounds.abandon()
 
     def is_fault_before_backward(self, is_mine: bool, *, boundary: bool) -> bool:
-        """Whether any rank is at fault here; where none is, what `backward` will follow is found.
+        """Return True if any rank is at fault here; else find the plan for `backward`.
 
         `boundary`: weights will change after this backward.
 
@@ -484,7 +484,7 @@ class Gathering:
 
     @contextmanager
     def backward(self, *, boundary: bool) -> Iterator[None]:
-        """Around one backward."""
+        """Run one backward inside the block."""
         self._keeps = not boundary
         plan, self._next = self._next, None
         self._begin(Phase.BACKWARD, Kind.BACKWARD, plan)
@@ -498,14 +498,14 @@ class Gathering:
             self._end(END_OF_BACKWARD, is_last=boundary)
 
     def expect_another_backward(self) -> None:
-        """Gradients will be complete at other moments than in the backward that was recorded."""
+        """Forget the backward's traces: gradients will be complete at other moments."""
         self._paths.forget(Kind.BACKWARD)
         self.rounds.forget()
 
     def _meet_before(self, kind: Kind, marker: int, *, last: bool) -> tuple[Plan | None, Met]:
-        """Meet the other ranks; the plan that all of them will follow, if there is one.
+        """Meet the other ranks; return the plan that all of them will follow, if there is one.
 
-        In a steady round nobody meets.
+        In a steady round ranks do not meet.
         """
         held = frozenset(n for n, b in enumerate(self._buckets) if b.state is Weights.FULL)
         stretch = self.rounds.next(kind, is_last=last)
@@ -528,7 +528,7 @@ class Gathering:
         return (plan if met.is_alike else None), met
 
     def _has_for(self, plan: Plan | None, held: frozenset[int]) -> bool:
-        """Whether what a plan has at its beginning is there, or can be asked for."""
+        """Return True if the buckets that a plan starts with are there, or were fetched."""
         missing = () if plan is None else sorted(set(plan.held) - held)
         return all(map(self._asking.fetch, missing))
 
@@ -537,7 +537,7 @@ class Gathering:
             return self._agreement.finish(marker, word)
 
     def _come_together(self) -> None:
-        """Before ranks meet for something that is not part of a round: leave a steady one."""
+        """Leave a steady round before ranks meet for something that is not part of it."""
         if self.rounds.is_steady:
             self.rounds.leave()
         self.rounds.spoil()
@@ -579,7 +579,7 @@ class Gathering:
             rounds.note(stretch, is_even=self._paths.settle(walk, trace, met))
 
     def _abandon(self, error: BaseException) -> None:
-        """The other ranks count on this one for the rest of the plan, whatever happened to it."""
+        """Do this rank's part in the rest of the plan after an error: the others count on it."""
         for bucket in self._buckets:
             bucket.forget_ahead()
         if isinstance(error, (CommunicationError, MismatchError)):
@@ -589,7 +589,7 @@ class Gathering:
                 with self._own_moves():
                     self._leave()
             except OffloadError as second:
-                # `error` is on its way already. Nothing behind this gather can be lent either, as
+                # `error` is being raised already. Nothing after this gather can be lent either, as
                 # they are matched by their order.
                 _log.warning("ranks that need what this one cannot read wait for it: %s", second)
             self._wait_for_all()
@@ -597,7 +597,7 @@ class Gathering:
             self.start_due(None)
 
     def _wait_for_all(self) -> None:
-        """What was gathered ahead and not used, by a rank that left its plan."""
+        """Wait for the buckets gathered ahead and not used, by a rank that left its plan."""
         with self._own_moves():
             for number, bucket in enumerate(self._buckets):
                 if bucket.state is Weights.ARRIVING:
@@ -605,7 +605,7 @@ class Gathering:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Around a stretch of work, or its end: behind it only what is kept is gathered."""
+        """End a stretch of work with the block: only kept buckets stay gathered after it."""
         try:
             yield
         finally:
@@ -645,13 +645,13 @@ class Gathering:
                 self.done(bucket)
 
     def _free_rounded(self, buckets: Iterable[Bucket]) -> None:
-        """Outside of forward and backward: free what is to be gathered again, as it is."""
+        """Free rounded buckets outside of forward and backward, to gather them exactly again."""
         for bucket in buckets:
             if bucket.is_rounded and self.phase is Phase.IDLE and not self._pins[bucket]:
                 self._free(bucket)
 
     def gather_for_good(self) -> None:
-        """Gather every bucket; nothing will free it again."""
+        """Gather every bucket, never to be freed again."""
         if not self._uses.units:
             return
         self._come_together()

@@ -1,4 +1,4 @@
-"""One bucket's gradients: where they gather during backward, and their mean over the ranks."""
+"""One bucket's gradients: their buffer during backward, and their mean over the ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hadal.zero.policy import Reduction
 from hadal.zero.views import flattened, shaped
 
 _PLAIN = Reduction()
-# Gradients of so many bytes wait for each other on an accelerator: longer copies gain nothing.
+# Gradients up to so many bytes are batched on an accelerator: longer copies gain nothing.
 _WAITING_NBYTES = 1 << 25
 
 
 class Arrival(Enum):
-    """Where a bucket's gradients stand between two updates."""
+    """The state of a bucket's gradients between two updates."""
 
     EMPTY = auto()
     """Nothing has arrived since the last update."""
@@ -44,12 +44,12 @@ class Arrival(Enum):
     REDUCING = auto()
     """A reduction is under way: the full buffer must not be touched."""
     MEAN = auto()
-    """The mean over all ranks (or their sum, where that is asked for) is in `mean`; where gradients
-    stay, what this rank brings to it."""
+    """The mean over all ranks (or their sum, if that is configured) is in `mean`; if gradients
+    stay, this rank's contribution to it."""
 
 
 class Aside(NamedTuple):
-    """What a bucket had collected at some moment, kept for later."""
+    """The gradients that a bucket had collected at some moment, kept for later."""
 
     state: Arrival
     full: Tensor | None = None
@@ -61,7 +61,7 @@ class Aside(NamedTuple):
 class Copies:
     """Copies into the buffers of one accelerator's buckets: many tensors by one kernel.
 
-    Whoever reads a buffer, or gives it away, has them made first.
+    They must be made before a buffer is read or given away.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ class Copies:
         self._nbytes = 0
 
     def add(self, place: Tensor, values: Tensor) -> None:
-        """Let `values`, which nobody changes any more, be copied to a place of equal strides."""
+        """Queue a copy of `values`, which nothing changes any more, to a place of equal strides."""
         self._waiting.append((place, values))
         self._nbytes += values.nbytes
         if self._nbytes >= _WAITING_NBYTES:
             self.make()
 
     def make(self) -> None:
-        """Begin all copies that wait."""
+        """Start all queued copies."""
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
         alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for place, values in waiting:
@@ -88,34 +88,34 @@ class Copies:
 
 @cache
 def _copies_of(device: torch.device) -> Copies | None:
-    """Those of a device; None on a CPU, where a gradient is still in the cache when it comes."""
+    """Return a device's copies; None on a CPU, whose gradients are in the cache when they come."""
     return None if is_host_memory(device) else Copies()
 
 
 class Gradients:
     """The gradients of one bucket.
 
-    Owns `full`, the flat 1-D buffer that gradients are collected in. Where gradients are
-    partitioned it exists only while they are collected, in the compute dtype, and the mean is
-    added to a shard of its own; elsewhere it stays until the update, in the accumulation dtype, and
-    receives the mean in place.
+    Owns `full`, the flat 1-D buffer that gradients are collected in. If gradients are partitioned
+    it exists only while they are collected, in the compute dtype, and the mean is added to a
+    separate shard; otherwise it stays until the update, in the accumulation dtype, and receives the
+    mean in place.
 
-    Where there are several copies of the model states, a reduction has two hops: within the copy,
-    to its shards, and then between the ranks that hold the same one. The second waits for the last
+    If there are several copies of the model states, a reduction has two hops: within the copy, to
+    its shards, and then between the ranks that hold the same one. The second waits for the last
     reduction of an update; before it, the mean is that of this copy's ranks.
 
-    Where gradients travel coded, what the codec loses may be kept and sent with the next ones. It
-    is forgotten after so many updates, and at each checkpoint.
+    If gradients travel coded, the codec's errors may be kept and sent with the next ones. They are
+    forgotten after so many updates, and at each checkpoint.
 
-    Where updates are made on the host and the device has memory of its own, the mean leaves for
-    host memory while the device goes on with its backward: at the end of an update, or after each
-    reduction if there is no room on the device, to which it then returns to be added to.
+    If updates are made on the host and the device has its own memory, the mean leaves for host
+    memory during backward: at the end of an update, or after each reduction if there is no room on
+    the device, to which it then returns to be added to.
     """
 
     def __init__(self, bucket: Bucket, reduction: Reduction = _PLAIN) -> None:
         self.bucket = bucket
         self.reduction = reduction
-        """How the gradients of the next update become one; changed between two updates."""
+        """The reduction of the next update's gradients; changed between two updates."""
         self._is_of_copy = False
         self.partitioned = bucket.partition.gradients
         self._messages = self._make_messages()
@@ -137,7 +137,7 @@ class Gradients:
         self._is_in_first_phase = False
 
     def _make_messages(self) -> Messages | None:
-        """What encodes gradients; None where they travel as they are."""
+        """Return the encoders of gradients; None if they travel uncoded."""
         transport = self.bucket.transport
         if transport.reduce is None or not self.partitioned:
             return None
@@ -152,7 +152,7 @@ class Gradients:
         return mean
 
     def _read(self) -> Tensor | None:
-        """The mean, in the memory where updates are made."""
+        """Return the mean, in the memory of the updates."""
         self.land()
         if self._host is not None:
             self._host.wait()
@@ -160,7 +160,7 @@ class Gradients:
 
     @property
     def waits(self) -> bool:
-        """Whether there are gradients here that no reduction has taken along."""
+        """Return True if there are gradients here that no reduction has included."""
         return self.state is Arrival.LOCAL or bool(self._late)
 
     @property
@@ -169,12 +169,12 @@ class Gradients:
 
     @property
     def share(self) -> float:
-        """What the sum of all ranks' gradients is multiplied with: 1 / ranks for a mean."""
+        """The factor of the sum of all ranks' gradients: 1 / ranks for a mean."""
         return self._factors.before * self._factors.after
 
     @property
     def reduced(self) -> Tensor | None:
-        """The mean of what has been reduced since the last update, over the bucket's `span`."""
+        """The mean of all reductions since the last update, over the bucket's `span`."""
         if self.state is Arrival.MEAN:
             return self._read()
         if self._kept is not None:
@@ -182,9 +182,9 @@ class Gradients:
         return self._read() if self.partitioned and self._mean_holds else None
 
     def collected(self, index: int) -> Tensor | None:
-        """This rank's own gradient of parameter number `index` that no reduction has taken along.
+        """Return this rank's own gradient of parameter `index` that no reduction has included.
 
-        1-D, as it lies in memory; None where there is none.
+        1-D, in memory order; None if there is none.
         """
         slot = self.bucket.layout.slots[index]
         self._make_copies()
@@ -194,7 +194,7 @@ class Gradients:
         return flattened(sum(found[1:], found[0]), slot) if found else None
 
     def replace(self, index: int, values: Tensor, *, is_local: bool) -> None:
-        """Put `values`, the same on all ranks, in the place of a parameter's mean gradient.
+        """Replace a parameter's mean gradient by `values`, the same on all ranks.
 
         They are 1-D, in the order of its memory.
         With `is_local`, some rank's own gradients wait for a reduction: the values wait with them.
@@ -220,14 +220,14 @@ class Gradients:
                 reduced[start - low : stop - low].copy_(part)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What gradients take of memory, between micro-steps."""
+        """Yield the tensors that hold gradients between micro-steps."""
         late = self._late.values()
         for tensor in (self.full, self._mean, self._kept, *late, *self.residuals):
             if tensor is not None:
                 yield tensor
 
     def place_views(self) -> None:
-        """Let autograd add to what is collected already, in place, where that saves a copy."""
+        """Let autograd add to what is collected already, in place, if that saves a copy."""
         if self.state is Arrival.LOCAL and self._dtype == self.bucket.precision.compute:
             for index, parameter in enumerate(self.bucket.parameters):
                 if self._filled[index]:
@@ -243,7 +243,7 @@ class Gradients:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         if self.state is Arrival.REDUCING:
-            # It comes late. To wait for the reduction here could be to wait for a rank that waits
+            # It is late. To wait for the reduction here could be to wait for a rank that waits
             # for this one; it is collected when every rank has come to the end of backward.
             self._add_late(index, gradient)
             parameter.grad = None
@@ -253,9 +253,9 @@ class Gradients:
         parameter.grad = None
 
     def send_late_to_host(self) -> None:
-        """Let all that no reduction of this backward takes along wait in host memory.
+        """Move gradients to host memory that no reduction of this backward includes.
 
-        So a rank that left its plan holds no more gradients on an accelerator than else.
+        So a rank that left its plan needs no more memory on an accelerator than otherwise.
         """
         if is_host_memory(self.bucket.device) or not self.partitioned:
             return
@@ -287,7 +287,7 @@ class Gradients:
         self._filled[index] = 1
 
     def _make_copies(self) -> None:
-        """Have in the full buffer what is counted as collected."""
+        """Make the pending copies, so that the full buffer has all that counts as collected."""
         if self._copies is not None:
             self._copies.make()
 
@@ -303,12 +303,12 @@ class Gradients:
             self._views = self.bucket.views_of(self.full)
         elif self.state is Arrival.MEAN:
             self._reopen(self.full)
-        # A mean that still leaves this buffer for the host is one that nobody has asked for, nor
-        # will: the next one takes its place there.
+        # If a mean still leaves this buffer for the host, nothing has asked for it, nor will: the
+        # next one takes its place there.
         self.state = Arrival.LOCAL
 
     def _reopen(self, full: Tensor) -> None:
-        """Set a mean that lies in the full buffer aside, and collect anew.
+        """Set aside a mean that is in the full buffer, and collect anew.
 
         Another backward before the step brings its own mean, which is added.
         """
@@ -317,18 +317,18 @@ class Gradients:
 
     @property
     def is_of_copy(self) -> bool:
-        """Whether the mean is that of one copy's ranks: the second hop is still to come."""
+        """Return True if the mean is one copy's: the second hop is still to come."""
         return self._is_of_copy
 
     def start_reduce(self, *, last: bool = True) -> None:
-        """Begin to average what was collected. What got no gradient counts as zero.
+        """Begin to average the collected gradients. Missing ones count as zero.
 
-        Every rank must call this for the same buckets in the same order. `last`: of the update, for
-        all that is known.
+        Every rank must call this for the same buckets in the same order. `last`: the update's last
+        one, as far as is known.
         """
         self.finish_reduce()
         self._open()
-        # What is still to come must not be added to what leaves here: it comes late.
+        # Gradients still to come must not be added to this buffer while it is sent: they are late.
         self.remove_views()
         assert self.full is not None
         for index, gradient in self._late.items():
@@ -350,7 +350,7 @@ class Gradients:
             self._pending.then(self._start_second_hop)
 
     def _count_update(self) -> None:
-        """Before a reduction: what was lost is forgotten where its time is over."""
+        """Forget residuals before a reduction, once their time is over."""
         feedback = self.bucket.transport.feedback
         if self._mean_holds or feedback is None:
             return  # not the first one of an update
@@ -359,23 +359,23 @@ class Gradients:
         self._updates += 1
 
     def forget_residuals(self) -> None:
-        """What coded gradients have lost on their way will not be sent any more."""
+        """Forget the residuals of coded gradients, which will not be sent any more."""
         self._updates = 0
         if self._messages is not None:
             self._messages.drop()
 
     def rescale_residuals(self, factor: float) -> None:
-        """Gradients will be `factor` times as large from now on: the loss scale has moved."""
+        """Scale the residuals: the loss scale, and so the gradients, changed by `factor`."""
         if self._messages is not None:
             self._messages.rescale(factor)
 
     @property
     def residuals(self) -> list[Tensor]:
-        """What coded gradients have lost so far and will be sent with the next ones."""
+        """Return the residuals of coded gradients, to be sent with the next ones."""
         return [] if self._messages is None else self._messages.residuals
 
     def start_second_hop(self) -> None:
-        """Begin to average over the copies what has been averaged within mine."""
+        """Begin to average the mean of this copy over all copies."""
         if self._host is not None:
             self._host.wait()
         self._pending = self._start_second_hop()
@@ -398,7 +398,7 @@ class Gradients:
         if not bucket.partition.optimizer:
             self._mean = full
             if self.reduction.stays:
-                # As large as if all ranks had brought the same: their mean is what it would be.
+                # Scaled as if all ranks had contributed: their mean is the same.
                 scale = self.share * bucket.ranks.size
                 return Pending(label, act=lambda: sum_into(full, [full], scale, False))
             return self._start_whole(full, bucket.ranks, self._factors, label)
@@ -413,14 +413,14 @@ class Gradients:
         return self._start_cut(full, self._mean, self._mean_holds, label)
 
     def _start_whole(self, full: Tensor, ranks: Ranks, factors: Factors, label: str) -> Pending:
-        """Every one of `ranks` needs the whole result."""
+        """Start a reduction whose whole result each of `ranks` needs."""
         wire, row_numel = self.bucket.precision.reduce, self.bucket.row_numel
         if row_numel:
             return start_rows_all_reduce(full, ranks, RowWire(wire, factors, row_numel), label)
         return start_all_reduce(full, ranks, wire, label, factors)
 
     def _start_cut(self, full: Tensor, out: Tensor, accumulate: bool, label: str) -> Pending:
-        """This rank needs its shard of the result. Rows go straight to their owners."""
+        """Start a reduction of which each rank needs a shard. Rows go straight to their owners."""
         if accumulate and self.bucket.precision.rounds_early:
             # The mean is rounded to the dtype of the sum before it is added.
             mean = torch.empty_like(out)
@@ -441,7 +441,7 @@ class Gradients:
         return start_reduce_scatter(full, out, shards, wire, accumulate, label, factors)
 
     def advance(self, *, through: bool = False) -> None:
-        """Bring the reduction that is under way one phase further, or `through` all of them."""
+        """Advance the reduction that is under way by one phase, or `through` all of them."""
         while self._pending is not None:
             self._await_brought()
             self._pending.advance()
@@ -452,7 +452,7 @@ class Gradients:
                 break
 
     def advance_first_hop(self) -> None:
-        """Wait for the first phase of the reduction that is under way, if nobody has."""
+        """Wait for the first phase of the reduction that is under way, if it was not waited for."""
         if self._is_in_first_phase:
             self.advance()
 
@@ -474,7 +474,7 @@ class Gradients:
         self._free_full()
 
     def _await_brought(self) -> None:
-        """Let the device wait for a sum that comes back, before it is added to."""
+        """Make the device wait for a sum that comes back, before it is added to."""
         if self._host is not None:
             self._host.let_device_wait()
 
@@ -483,7 +483,7 @@ class Gradients:
         return self._host is not None and self._mean is self._host.values
 
     def land(self) -> None:
-        """Let the mean leave for the host if it makes the updates; nobody waits for it here."""
+        """Start the mean's copy to the host if updates are made there, without a wait."""
         if self._host is not None and self._mean is not None and not self._has_landed:
             self._mean = self._host.land(self._mean)
 
@@ -493,7 +493,7 @@ class Gradients:
             self.full = None
 
     def count_as_zero(self) -> None:
-        """No rank brought a gradient for any parameter here: their mean is zero."""
+        """Set the mean to zero: no rank brought a gradient for any parameter here."""
         self._open()
         assert self.full is not None
         start, stop = self.bucket.span
@@ -507,9 +507,9 @@ class Gradients:
         self.state = Arrival.MEAN
 
     def set_aside(self) -> Aside:
-        """Keep what is collected out of the next reductions, in which this rank has no gradients.
+        """Keep collected gradients out of the next reductions, in which this rank has none.
 
-        Between two backwards. Where each backward is reduced, nothing is collected then.
+        Call it between two backwards. If each backward is reduced, nothing is collected then.
         """
         state = self.state
         if state is not Arrival.LOCAL or self.partitioned:
@@ -522,9 +522,9 @@ class Gradients:
         return aside
 
     def take_back(self, aside: Aside, *, is_unchanged: bool) -> None:
-        """Go on from there; `is_unchanged`: no rank has brought anything to the reductions since.
+        """Restore them; `is_unchanged`: no rank has added anything in the reductions since.
 
-        Else their mean stands, and what was collected is late.
+        Otherwise their mean stands, and the restored gradients are late.
         """
         self.finish_reduce()
         if aside.full is None:
@@ -543,7 +543,7 @@ class Gradients:
                     self._late[index] = view
 
     def remove_views(self) -> None:
-        """Whatever `place_views` put on parameters is taken off again; nothing waits any more."""
+        """Remove what `place_views` put on parameters; no gradient waits any more."""
         self._make_copies()
         with unwatched():
             for parameter in self.bucket.parameters:
@@ -552,8 +552,8 @@ class Gradients:
     def clear(self) -> None:
         """Forget everything collected since the last update.
 
-        On an accelerator the buffers are given back, to the next forward's activations; host memory
-        is kept, as the system would clear it and map it anew.
+        On an accelerator the buffers are freed for the next forward's activations; host memory is
+        kept, as the system would clear it and map it anew.
         """
         self._make_copies()
         self.finish_reduce()

@@ -1,4 +1,4 @@
-"""Which parameters are unsharded together: units, and the buckets that hold their parameters."""
+"""Grouping of parameters: units that are unsharded together, and the buckets that hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from hadal.zero.policy import Limits, Partition, Precision
 
 _LISTS = (nn.ModuleList, nn.Sequential)
-# Modules that hold others and are never called themselves.
+# Containers of other modules that are never called themselves.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -25,20 +25,20 @@ marked_leaves: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class LeafModules:
-    """Modules that a user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
+    """The modules that a user wants unsharded as a whole (`zero_optimization.leaf_module`)."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     name_suffixes: tuple[str, ...] = ()
     granularity_numel: int = 0
-    """A module is one too if it has fewer parameters' elements than this for each module in it."""
+    """A module is one too if it has fewer elements than this for each module in it."""
 
     def match(self, name: str, module: nn.Module) -> bool:
-        """Whether this module, of this full name, was asked for here or by a mark."""
+        """Return True if this module, with this full name, was chosen here or by a mark."""
         return module in marked_leaves or self.speaks_of(name, module)
 
     def speaks_of(self, name: str, module: nn.Module) -> bool:
-        """Whether this module, of this full name, was asked for here."""
+        """Return True if this module, with this full name, was chosen here."""
         kind = type(module)
         return (
             kind.__name__ in self.classes
@@ -65,7 +65,7 @@ class Unit:
     module: nn.Module
     members: list[Member] = field(default_factory=list)
     is_external: bool = False
-    """Whether the module reads these parameters, and other modules own them."""
+    """True: the module reads these parameters, and other modules own them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +77,13 @@ class BucketPlan:
     members: list[Member]
     units: list[Unit]
     row_numel: int = 0
-    """Elements of a row, where gradients travel as the rows that are not zero; 0: they do not."""
+    """Elements of a row, if gradients travel as the rows that are not zero; 0: they do not."""
     is_agreed: bool = False
-    """Whether all ranks hold the same values already."""
+    """True: all ranks hold the same values already."""
 
     @property
     def trainable(self) -> bool:
-        """Whether these parameters get gradients and are stepped."""
+        """Return True if these parameters get gradients and are stepped."""
         return self.members[0].group >= 0
 
     @property
@@ -97,8 +97,8 @@ def find_units(
 ) -> list[Unit]:
     """Divide the model's managed parameters (the keys of `group_of`) into units.
 
-    Repeated blocks and leaf modules take all that is below them, any other module what it owns
-    itself. A parameter that is reachable by several paths belongs to their lowest common ancestor.
+    Repeated blocks and leaf modules take everything below them, any other module its own
+    parameters. One that is reachable by several paths belongs to their lowest common ancestor.
     Units come in the order of the model's modules.
     """
     paths = dict(model.named_modules(remove_duplicate=False))
@@ -126,11 +126,11 @@ def find_units(
 
 
 def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
-    """The paths of modules that take everything below them, except further such modules."""
+    """Return the paths of modules that take everything below them, except further such modules."""
     whole: set[str] = set()
     asked = {path for path, module in paths.items() if leaves.match(path, module)}
     asked |= _fine_grained(paths, leaves.granularity_numel)
-    # What is never called has no moment at which to gather all that is below it.
+    # A module that is never called has no moment to gather everything below it.
     leaf_paths = {path for path in asked if not isinstance(paths[path], _NEVER_CALLED)}
     for path, module in paths.items():
         if any(_is_below(path, leaf) for leaf in leaf_paths):
@@ -146,9 +146,9 @@ def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str
 
 
 def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
-    """The paths of modules with fewer than `threshold` elements for each module in them.
+    """Return the paths of modules with fewer than `threshold` elements for each module in them.
 
-    What holds a stack of blocks is not among them: its blocks may be, and what is inside of them.
+    A module with a stack of blocks is not among them: its blocks, and modules in them, may be.
     """
     if not threshold:
         return set()
@@ -164,17 +164,17 @@ def _fine_grained(paths: Mapping[str, nn.Module], threshold: int) -> set[str]:
 
 
 def _has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether a list holds two or more composite modules of one class: a stack of blocks.
+    """Return True for a list with two or more composite modules of one class: a stack of blocks.
 
-    A list of plain layers (a small feed-forward net written as a Sequential) is not worth units of
-    its own where it lies inside a block.
+    A list of plain layers (a small feed-forward net written as a Sequential) is not worth its own
+    units inside a block.
     """
     composite = [type(block) for block in module._modules.values() if block and block._modules]
     return len(composite) > len(set(composite))
 
 
 def _unit_above(path: str, paths: Mapping[str, nn.Module], whole: set[str]) -> str:
-    """The nearest unit that takes this path: a whole unit at or above it, else itself.
+    """Return the nearest unit that takes this path: a whole unit at or above it, else itself.
 
     A container that is never called cannot gather anything for its children: its caller does.
     """
@@ -204,7 +204,7 @@ def _join(path: str, key: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """What the parameters of one bucket have in common."""
+    """The properties that the parameters of one bucket share."""
 
     dtype: torch.dtype
     precision: Precision
@@ -214,10 +214,10 @@ class _Kind(NamedTuple):
 
 
 def find_tables(model: nn.Module) -> frozenset[nn.Parameter]:
-    """The weights of embeddings: of their gradients, a batch mostly touches few rows."""
+    """Return the weights of embeddings, as a batch touches few rows of their gradients."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = (module.weight for module in model.modules() if isinstance(module, kinds))
-    # A parametrized weight is computed anew each time: its parameter is somewhere else.
+    # A parametrized weight is computed anew each time: its parameter is elsewhere.
     return frozenset(weight for weight in found if isinstance(weight, nn.Parameter))
 
 
@@ -231,11 +231,11 @@ def plan_buckets(
     """Divide the units' parameters into buckets.
 
     Parameters of one bucket share the dtype they are given in, precision (`precision_of` says each
-    one's), trainability and policy; each of `tables`, whose gradients travel in rows, stands alone.
+    one's), trainability and policy; each of `tables`, whose gradients travel in rows, is alone.
     Neighbouring units share a bucket while it does not grow beyond the largest unit or the bucket
-    target: fewer collectives, and no more memory in flight than there would be anyway. Where
-    weights are sharded a bucket never spans units, or a use of one would gather the other. A unit
-    above the target is split between parameters; a larger parameter stands alone.
+    target: fewer collectives, and no more memory in flight than there would be anyway. If weights
+    are sharded a bucket never spans units, or a use of one would gather the other. A unit above
+    the target is split between parameters; a larger parameter is alone.
     """
     persistent = _persistent_parameters(units, partition, limits)
     largest = max((sum(m.parameter.numel() for m in unit.members) for unit in units), default=0)
@@ -301,9 +301,9 @@ def _pieces(members: Iterable[Member], target: int) -> list[list[Member]]:
 def _persistent_parameters(
     units: Sequence[Unit], partition: Partition, limits: Limits
 ) -> set[nn.Parameter]:
-    """The small parameters that stay whole although weights are sharded.
+    """Return the small parameters that stay whole although weights are sharded.
 
-    One of a single element always does: its placeholder could not be told from a value.
+    A single element always does: its placeholder would look like a value.
     """
     if not partition.weights:
         return set()

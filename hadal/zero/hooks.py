@@ -1,4 +1,4 @@
-"""The only file that hangs hooks: on parameters for their gradients, on units for their weights."""
+"""The only file that registers hooks: on parameters for gradients, on units for their weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _outside_graphs(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Made before there was a compiler: it may have come since.
+        # Made before there was a compiler: one may have come since.
         act = torch.compiler.disable(function) if _is_compiler_there() else function
         return act(*args, **kwargs)
 
@@ -65,7 +65,7 @@ class _Own:
         return self._act(*args, **kwargs)
 
     def call_shielded(self, *args: Any, **kwargs: Any) -> Any:
-        """What `__call__` is once there is a compiler, which is kept out of it."""
+        """Replace `__call__` once there is a compiler, which must not trace it."""
         return self._act(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
@@ -76,7 +76,7 @@ class _Own:
 
 
 class _OutsideOnly(_Own):
-    """A hook that compiled graphs leave out: nothing is left for it where there are any."""
+    """A hook that compiled graphs leave out: it has nothing to do in them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -85,7 +85,7 @@ class _OutsideOnly(_Own):
 
 @functools.cache
 def shield_hooks() -> None:
-    """Keep all hooks out of compiled graphs from now on; for whoever compiles.
+    """Keep all hooks out of compiled graphs from now on; call it before compiling.
 
     The class's call is replaced, not each hook's: the compiler would trace that far into every hook
     and keep a version of the call for each, up to its limit, beyond which nothing is compiled.
@@ -102,14 +102,14 @@ def _left_behind() -> Callable[..., None]:
 
 
 class Hooks:
-    """All hooks of one model. They stand outside units, so that a unit can be compiled."""
+    """All hooks of one model. They are outside units, so that a unit can be compiled."""
 
     def __init__(self, model: nn.Module, runtime: ZeroRuntime) -> None:
         self._model = model
         self._runtime = runtime
         self._handles: list[RemovableHandle] = []
         self._model_handles: list[RemovableHandle] = []
-        # The parameters of each unit: a module's own ones, and those that it is said to read.
+        # The parameters of each unit: a module's own ones, and those registered as its reads.
         self._refreshed: dict[tuple[nn.Module, bool], list[nn.Parameter]] = {}
         self._waiting: set[tuple[nn.Module, bool]] = set()
         self._forward = ExitStack()
@@ -145,7 +145,7 @@ class Hooks:
     def watch_refreshes(self, units: Iterable[Unit]) -> None:
         """Let these units wait for weights that are still on their way from the last update.
 
-        Reads of parameters are seen anyway, but not by kernels that torch knows nothing of.
+        Reads of parameters are seen anyway, except those by kernels that torch does not know.
         """
         for unit in units:
             place = unit.module, unit.is_external
@@ -171,28 +171,28 @@ class Hooks:
         return dict.fromkeys(bucket_of[p] for p in self._refreshed[place] if p in bucket_of)
 
     def remove(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         for handle in [*self._handles, *self._model_handles]:
             handle.remove()
         self._handles.clear()
         self._model_handles.clear()
 
     def end_interrupted(self) -> None:
-        """End a forward that was left by what is no `Exception`: torch calls no hook then."""
+        """End a forward that a `BaseException` (Ctrl-C) interrupted: torch calls no hook then."""
         if self._depth:
             self._depth = 1
             self._end()
 
     def end_left_over(self) -> None:
-        """End a forward of the bare model that was left so: nobody could say it at the time."""
+        """End an interrupted forward of the bare model, which could not be reported at the time."""
         if self._depth and not _is_running(self._call):
             self._depth = 0
             self._close(KeyboardInterrupt())
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
-        """Run a backward, in which every read of a parameter finds its values too."""
+        """Run a backward in which every read of a parameter finds its values too."""
         survey = self._runtime.survey
-        # The loss is at the root of the whole graph; a gradient may come in a part of its own.
+        # The loss is the root of the whole graph; a gradient may come in a part of its own.
         with loss.register_hook(lambda _: _unseen(survey)):
             if not self._runtime.gathering.units:
                 loss.backward(retain_graph=retain_graph)
@@ -201,9 +201,9 @@ class Hooks:
                 backward_watched(loss, retain_graph)
 
     def reading(self) -> AbstractContextManager[None]:
-        """A context in which every read of a parameter finds its values, announced or not.
+        """Return a context in which every read of a parameter finds its values, announced or not.
 
-        Forward and backward run inside it. Where all weights are whole it is empty.
+        Forward and backward run inside it. If all weights are whole it is empty.
         """
         return _reading(self._runtime.gathering)
 
@@ -268,11 +268,11 @@ class Hooks:
 
     def _end(self, *_: Any) -> None:
         if not self._depth:
-            # Always called: also where a hook of the user's raised before `_begin`.
+            # Always called: also if a hook of the user's raised before `_begin`.
             return
         self._depth -= 1
         if self._depth == 0:
-            # A hook that is always called is not told whether the forward raised.
+            # A hook that is always called does not learn whether the forward raised.
             error = sys.exc_info()[1]
             self._close(None if error is self._exception_before else error)
 
@@ -283,7 +283,7 @@ class Hooks:
 
 
 def _calling_frame() -> FrameType | None:
-    """The frame of the module's call that a hook runs in; it ends with the call."""
+    """Return the frame of the module's call that a hook runs in; it ends with the call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
         frame = frame.f_back
@@ -308,7 +308,7 @@ def _reading(gathering: Gathering) -> Iterator[None]:
 
 
 def saving(gathering: Gathering) -> AbstractContextManager[None]:
-    """A context in which what autograd saves of gathered weights may be freed until backward."""
+    """Return a context in which autograd's saved views of gathered weights may be freed."""
     context: AbstractContextManager[None] = (
         saved_tensors_hooks(_packer(gathering), _unpacker(gathering))
         if gathering.units
@@ -318,9 +318,9 @@ def saving(gathering: Gathering) -> AbstractContextManager[None]:
 
 
 class _Saved:
-    """A tensor that autograd saved and that looks into a bucket which may be freed meanwhile.
+    """A tensor that autograd saved, into a bucket which may be freed until backward.
 
-    It is made anew where it is needed: what only autograd still has is nobody's view.
+    It is made anew when needed: a tensor that only autograd has is no user's view.
     """
 
     __slots__ = ("_offset", "_size", "_stride", "_tensor", "bucket")
@@ -334,7 +334,7 @@ class _Saved:
         self._tensor = None if is_plain else tensor
 
     def tensor(self) -> Tensor:
-        """The tensor, once the bucket is gathered."""
+        """Return the tensor, once the bucket is gathered."""
         if self._tensor is not None:
             return self._tensor
         return self.bucket.full.as_strided(self._size, self._stride, self._offset)
@@ -362,10 +362,10 @@ def _unpacker(gathering: Gathering) -> Callable[[Any], Tensor]:
 
 
 class ReadWatcher(TorchFunctionMode):
-    """Sees every operation's arguments before it runs, and announces the parameters among them.
+    """A mode that sees every operation's arguments before it runs, and announces parameters.
 
-    Plain tensors are announced to `on_view`, where it is given: they may be views of parameters. A
-    parameter that an operation gives new values, all of them, is announced to `on_fill`.
+    Plain tensors are announced to `on_view`, if given: they may be views of parameters. A parameter
+    that an operation fills with new values is announced to `on_fill`.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class ReadWatcher(TorchFunctionMode):
 
 
 def _unseen(act: Callable[[], None]) -> None:
-    """Call `act` past function modes: what the mechanism itself touches is no read."""
+    """Call `act` outside function modes: the mechanism's own touches are no reads."""
     with unwatched():
         act()
 
@@ -435,7 +435,7 @@ _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.")
 
 @functools.cache
 def watch_wrappers(is_kept: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse from now on that torch's own data parallelism wraps parameters that Hadal holds."""
+    """Refuse from now on torch's data-parallel wrappers for parameters that Hadal holds."""
 
     def refuse(parent: nn.Module, _name: str, module: nn.Module | None) -> None:
         if module is None or not type(parent).__module__.startswith(_WRAPPERS):

@@ -1,11 +1,11 @@
 """`zero.Init`: modules built inside it are born sharded, one module at a time.
 
 A module's parameters are cut as soon as it is attached to its parent, so the peak is the shards
-plus the largest module; rank 0 keeps up to 32 MiB more, of what the others have still to take.
-Whatever touches a parameter afterwards (an initialisation that the parent runs, a copy) sees its
-real values: an operation's arguments are looked at before it runs. What is about to be filled with
-new values is not gathered. `initialize` takes the values over, in the dtype they were given in, and
-lays them out anew.
+plus the largest module; rank 0 keeps up to 32 MiB more that the others have still to take. Any
+later operation on a parameter (an initialisation that the parent runs, a copy) sees its real
+values: arguments are checked before it runs. A parameter about to be filled with new values is not
+gathered. `initialize` takes the values over, in the dtype they were given in, and lays them out
+anew.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from hadal.zero.sharing import Sharing
 
 _CUT_WEIGHTS = Partition(weights=True)
 
-# Buckets that stay gathered behind the latest touch: an initialisation touches one module after the
+# Buckets that stay gathered after the latest touch: an initialisation touches one module after the
 # other.
 _STAY_WHOLE = 8
 
-# How much rank 0 keeps of what the others have not taken yet.
+# The bytes that rank 0 keeps for others to take.
 LEAVING_NBYTES = 1 << 25
 
 
 class _Nursery:
     """The parameters that were born sharded and that no engine has taken over yet.
 
-    Owns their buckets. Where a parameter is shown in another dtype than it was given in, its bucket
-    keeps the given values as masters, so that a later initialisation and `initialize` find them as
-    exact as they were. A parameter that the program casts has the values cast, too, and one that it
-    gives other strides (channels_last) has them then.
+    Owns their buckets. If a parameter is shown in another dtype than it was given in, its bucket
+    keeps the given values as masters, so that a later initialisation and `initialize` find the
+    exact ones. If the program casts a parameter, its values are cast too; if it gives one other
+    strides (channels_last), the values get them too.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class _Nursery:
         self.asked: Attached[tuple[str, ...]] = Attached("asked")
         """The keys that `initialize` must find on."""
         self.touched = access.Touched(self._bucket_to_gather, _STAY_WHOLE)
-        # What nobody has read of the buckets that are shown: of these no value was gathered.
+        # The shown buckets that nothing has read yet: no value of these was gathered.
         self._unread: dict[Bucket, set[nn.Parameter]] = {}
         self.leaving = Leaving(LEAVING_NBYTES)
         self._casts: Attached[torch.dtype] = Attached("cast")
         """The dtype that the program has cast a parameter to."""
         self._orders: Attached[tuple[int, ...]] = Attached("order")
-        """The order of its dimensions in memory, where the program has changed it."""
+        """The order of its dimensions in memory, if the program has changed it."""
         # The gathered masters that parameters look at instead of their own bucket's buffer.
         self._given: dict[Bucket, Tensor] = {}
         # Born in a context that is still open: shown in the dtype that they were given in.
@@ -97,7 +97,7 @@ class _Nursery:
         buckets = []
         for number, (given, members) in enumerate(by_dtype.items()):
             shown = dtype or given
-            # Masters belong to what is trained: param group 0 stands for that.
+            # Only trained buckets have masters: param group 0 stands for that.
             group = -1 if shown == given else 0
             described = [Member(f"{name}[{number}]", parameter, group) for parameter in members]
             plan = BucketPlan(name, _CUT_WEIGHTS, described, [])
@@ -113,7 +113,7 @@ class _Nursery:
         return buckets
 
     def show(self, buckets: Iterable[Bucket]) -> None:
-        """Show parameters in the dtype that their context asked for, which ends."""
+        """Show parameters in the dtype of their context, which ends."""
         for bucket in buckets:
             self._young.discard(bucket)
             if all(self.bucket_of.get(p) is bucket for p in bucket.parameters):
@@ -125,14 +125,14 @@ class _Nursery:
         return bucket.state is Weights.FULL or bucket in self._given
 
     def _bucket_to_gather(self, parameter: nn.Parameter) -> Bucket | None:
-        """The bucket of a parameter that is about to be read or written by an operation."""
+        """Return the bucket of a parameter that an operation is about to read or write."""
         bucket = self.bucket_of.get(parameter)
         if bucket is None or (self._is_whole(bucket) and bucket not in self.touched):
-            return None  # nobody's, or whole already for somebody who will free it
+            return None  # nobody's, or whole already for a caller that will free it
         return bucket
 
     def on_read(self, parameter: nn.Parameter) -> None:
-        """A parameter is about to be read or changed by an operation: gather its bucket."""
+        """Gather the bucket of a parameter that an operation is about to read or change."""
         bucket = self.bucket_of.get(parameter)
         if bucket is not None and parameter in self._unread.get(bucket, ()):
             with unwatched():
@@ -140,7 +140,7 @@ class _Nursery:
         self.touched.on_read(parameter)
 
     def on_fill(self, parameter: nn.Parameter) -> None:
-        """A parameter is about to be given new values: those that it has are not gathered."""
+        """Prepare a parameter for new values: its present ones are not gathered."""
         bucket = self._bucket_to_gather(parameter)
         if bucket is not None and bucket not in self.touched:
             self._unread[bucket] = set(bucket.parameters)
@@ -149,7 +149,7 @@ class _Nursery:
             self._unread[bucket].discard(parameter)
 
     def _reveal(self, buckets: Iterable[Bucket]) -> None:
-        """Make parameters look at their values as given."""
+        """Let parameters look at their values as given."""
         arriving: list[tuple[Bucket, Tensor, Pending]] = []
         for bucket in buckets:
             if self._is_whole(bucket):
@@ -175,7 +175,7 @@ class _Nursery:
         return given, start_all_gather(given, bucket.ranks, f"the gather of {bucket.name}")
 
     def _gather_unread(self, bucket: Bucket) -> None:
-        """Bring what has been shown without its values, as nobody had read them."""
+        """Gather buckets shown without their values, as nothing had read them."""
         unread = self._unread.pop(bucket)
         given, pending = self._start_gather(bucket)
         pending.wait()
@@ -185,7 +185,7 @@ class _Nursery:
                 parameter.detach().copy_(values)
 
     def _show(self, bucket: Bucket, values: Sequence[Tensor]) -> None:
-        """Make what is still ours of a bucket look at `values`, as the program has asked."""
+        """Let a bucket's parameters that are still ours look at `values`, cast or reordered."""
         pairs = zip(bucket.parameters, values, strict=True)
         bucket.show(
             [
@@ -195,7 +195,7 @@ class _Nursery:
         )
 
     def _as_asked(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
-        """Values in the dtype and the strides that the program has given a parameter."""
+        """Return values in the dtype and the strides that the program has given a parameter."""
         cast = values.to(self._casts.get(parameter) or values.dtype)
         order = self._orders.get(parameter)
         if order is None or not any(cast.stride()):
@@ -206,7 +206,7 @@ class _Nursery:
         return cast.new_empty_strided(cast.shape, strides).copy_(cast)
 
     def _hide(self, bucket: Bucket) -> None:
-        """Make parameters look at placeholders, of the dtypes that the program expects."""
+        """Let parameters look at placeholders, of the dtypes that the program expects."""
         bucket.hide()
         self._show_nothing(bucket, in_given=bucket in self._young)
 
@@ -223,7 +223,7 @@ class _Nursery:
             )
 
     def _link(self, bucket: Bucket) -> None:
-        """Make parameters that were moved or cast since look at the bucket again.
+        """Let parameters that were moved or cast since look at the bucket again.
 
         Raises:
             ModelError: a parameter was given values of its own.
@@ -246,8 +246,8 @@ class _Nursery:
         return self.bucket_of[parameter].slot_of(parameter).order if known is None else known
 
     def moved(self, parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """What `fn` makes of a placeholder; None where it has made values of it."""
-        # Two elements in each dimension: enough to tell what becomes of the strides.
+        """Apply `fn` to a placeholder; None if it has turned it into values."""
+        # Two elements in each dimension: enough to see the resulting strides.
         shape = (2,) * parameter.dim()
         strides = strides_of(shape, self._order_of(parameter))
         few = parameter.detach().new_empty_strided(shape, strides)
@@ -268,7 +268,7 @@ class _Nursery:
             self._casts[parameter] = parameter.dtype
 
     def _cut_again(self, bucket: Bucket) -> None:
-        """Keep what was written, by way of `.data` too, and free the full values."""
+        """Keep the program's writes, through `.data` too, and free the full values."""
         for parameter in bucket.parameters:
             self._note_form(bucket, parameter)
         given, unread = self._given.pop(bucket), self._unread.pop(bucket, set())
@@ -296,7 +296,7 @@ class _Nursery:
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
-        """Show a bucket's values as given; rank 0's are kept."""
+        """Show a bucket's values as given, inside the block; rank 0's are kept."""
         self._reveal([bucket])
         try:
             yield
@@ -305,7 +305,7 @@ class _Nursery:
 
     @contextmanager
     def whole(self, buckets: Iterable[Bucket]) -> Iterator[None]:
-        """Keep buckets readable for a while (`GatheredParameters` before `initialize`)."""
+        """Keep buckets readable inside the block (`GatheredParameters` before `initialize`)."""
         cut = [bucket for bucket in dict.fromkeys(buckets) if not self._is_whole(bucket)]
         for bucket in cut:
             self._link(bucket)
@@ -324,7 +324,7 @@ class _Nursery:
     # ---- handing over ----------------------------------------------------------------------------
 
     def show_as_given(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Let parameters say the dtype they were given in, or cast to: `initialize` decides by it.
+        """Give parameters the dtype they were given in, or cast to, for `initialize` to read.
 
         Raises:
             ModelError: a parameter was given values of its own.
@@ -340,9 +340,9 @@ class _Nursery:
 
     @contextmanager
     def taking_over(self, parameters: Sequence[nn.Parameter]) -> Iterator[bool]:
-        """Show whole values to whoever moves these parameters into memory of its own.
+        """Show whole values to a caller that moves these parameters into memory of its own.
 
-        Gives whether all were born here, so that all ranks see the same values of them.
+        Yields True if all were born here, so that all ranks see the same values of them.
         """
         born = [p for p in parameters if p in self.bucket_of]
         buckets = dict.fromkeys(self.bucket_of[p] for p in born)
@@ -360,17 +360,17 @@ class _Nursery:
 
 
 def _given(bucket: Bucket) -> torch.dtype:
-    """The dtype that a bucket's parameters were given in."""
+    """Return the dtype that a bucket's parameters were given in."""
     return bucket.precision.master if bucket.trainable else bucket.precision.compute
 
 
 def _values_of(bucket: Bucket) -> Tensor:
-    """This rank's cut of the values as given, while they are present."""
+    """Return this rank's slice of the values as given, while they are present."""
     return bucket.shard if bucket.master is None else bucket.master
 
 
 def _is_placeholder(parameter: nn.Parameter) -> bool:
-    """Whether a parameter holds no values: it was never written, wherever it was moved."""
+    """Return True if a parameter holds no values: it was never written, wherever it was moved."""
     values = parameter.data
     one = values[(slice(0, 1),) * values.dim()] if not any(values.stride()) else values
     return bool(one.isnan().all())
@@ -381,7 +381,7 @@ _plain_move = nn.Module._apply
 
 
 def _moving(self: _M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _M:
-    """`.to`, `.half` and the like: a placeholder is moved or cast as the few elements it is."""
+    """Move or cast a placeholder (`.to`, `.half` and the like) as the few elements it is."""
 
     def move(tensor: Tensor) -> Tensor:
         moved = None
@@ -399,13 +399,13 @@ show_as_given = _nursery.show_as_given
 
 
 def born_among(parameter: nn.Parameter) -> Sharing | None:
-    """The ranks among which a parameter was born sharded; None where it was not."""
+    """Return the ranks among which a parameter was born sharded; None if it was not."""
     bucket = _nursery.bucket_of.get(parameter)
     return None if bucket is None else bucket.sharing
 
 
 def asked_at_birth(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The keys of `zero_optimization` that a parameter was born to be trained with."""
+    """Return the keys of `zero_optimization` that a parameter born here must be trained with."""
     return _nursery.asked.get(parameter) or ()
 
 
@@ -413,37 +413,37 @@ class Init:
     """A context in which modules are born sharded. All ranks must build the same modules in it.
 
     The values are those that building outside would have given on rank 0, bit for bit. Contexts may
-    be nested: what is built belongs to the innermost one that is enabled. Making the object starts
-    `torch.distributed`, if nobody has.
+    be nested: a module belongs to the innermost one that is enabled. Making the object starts
+    `torch.distributed`, unless it runs.
 
-    Modules built on `meta` stay there until they are given memory; what is materialised inside is
+    Modules built on `meta` stay there until they are given memory; modules materialised inside are
     cut when the context ends, and `Init(module=block)` cuts one block at once. Parameters of a
     single element, of integers, or of a class that replaces methods of tensors stay whole.
 
     Args:
         module: a module that exists already, to be cut at once.
-        data_parallel_group: the ranks to cut over, where not all hold the same model; by default
+        data_parallel_group: the ranks to cut over, if not all hold the same model; by default
             all ranks. `initialize(mpu=...)` must be given the same.
         mem_efficient_linear: accepted for DeepSpeed's signature; no layer keeps extra references.
         remote_device: where shards are stored until `initialize` lays them out anew: "none" is the
             device that computes, "cpu" the host's memory (the same where a CPU computes), "nvme"
             the disk, in the configuration's `zero_optimization.offload_param.nvme_path`. By default
             what `offload_param.device` says, or "none".
-        pin_memory: page-lock that host memory where there is an accelerator.
+        pin_memory: pin that host memory if there is an accelerator.
         config_dict_or_path: a configuration. Its precision gives `dtype`,
-            `zero_optimization.override_module_apply` says whether functions given to `apply` find
+            `zero_optimization.override_module_apply` says if functions given to `apply` find
             values, and `offload_param` and `aio` where shards are stored and how the disk is used;
             nothing else is read before `initialize`, which lays out blocks and copies.
         config: as `config_dict_or_path`.
         enabled: False makes it a no-op.
-        dtype: what floating-point parameters are shown in once the context ends; by default that of
-            the configuration's fp16 or bf16. Values are kept as they were given besides, until
+        dtype: the dtype that shows floating-point parameters once the context ends; by default that
+            of the configuration's fp16 or bf16. Values are also kept as they were given, until
             `initialize` makes masters of them.
-        mpu: the object that `initialize` gets; it tells which ranks hold the same model.
-        zero_param_parallel_group: the consecutive ranks, of a node, that keep a second copy of
-            weights between them from birth on. `initialize` must find the same in
+        mpu: the object that `initialize` gets; it names the ranks that hold the same model.
+        zero_param_parallel_group: the consecutive ranks of a node that share a second copy of
+            weights from birth on. `initialize` must find the same in
             `zero_optimization.zero_hpz_partition_size`, which is enough by itself.
-        zero_quantized_weights: say that `initialize` must find this key of `zero_optimization` on,
+        zero_quantized_weights: require that `initialize` finds this key of `zero_optimization` on,
             which is enough by itself: it acts from there on.
         zero_quantized_nontrainable_weights: as the one before.
         sequence_data_parallel_group: as `data_parallel_group`, which is the shorter name for the
@@ -451,7 +451,7 @@ class Init:
         param_swapper: not built yet.
 
     Raises:
-        NotBuiltYetError: an argument whose work is not done yet.
+        NotBuiltYetError: an argument whose feature is not built yet.
         UsageError: arguments that contradict each other.
         ConfigError: the configuration's precision or `zero_optimization` section has faults.
     """
@@ -539,7 +539,7 @@ class Init:
             Init._watching.close()
         begun, self._begun = self._begun, []
         if kind is None:
-            # What was attached to nothing: the outermost modules' own parameters.
+            # Modules attached to nothing: the outermost ones' own parameters.
             for reference in begun:
                 module = reference()
                 if module is not None:
@@ -549,11 +549,11 @@ class Init:
             self._show()
 
     def begin(self, module: nn.Module) -> None:
-        """A module has been given a parameter of its own."""
+        """Note a module that has been given a parameter of its own."""
         self._begun.append(weakref.ref(module))
 
     def bear(self, module: nn.Module) -> None:
-        """A module has been built and becomes part of another one."""
+        """Cut a module that has been built and becomes part of another one."""
         _nursery.touched.keep(0)
         self._bear_all(module)
 
@@ -568,7 +568,7 @@ class Init:
             access.leave_alone(fresh)
 
     def _show(self) -> None:
-        """Show what was born here in the wanted dtype, now that initialisations are through."""
+        """Show the parameters born here in the wanted dtype, after all initialisations."""
         born, self._born = self._born, []
         with unwatched():
             _nursery.show(born)
@@ -587,9 +587,9 @@ def MiCS_Init(  # noqa: PLR0913 - the name and the signature are DeepSpeed's
     dtype: torch.dtype | None = None,
     mpu: Any = None,
 ) -> Init:
-    """`Init`, by an older name. `zero_optimization.mics_shard_size` acts with either.
+    """Return an `Init`, by an older name. `zero_optimization.mics_shard_size` acts with either.
 
-    Until `initialize` lays out the blocks, parameters are cut over all ranks, which takes least
+    Until `initialize` lays out the blocks, parameters are cut over all ranks, which needs the least
     memory.
     """
     return Init(
@@ -632,15 +632,15 @@ def _on_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> Non
         Init._contexts[-1].begin(module)
 
 
-# Born sharded long before there is an engine that could own them; removed at the program's end.
+# Born sharded long before an engine exists that could own them; removed at the program's end.
 _disks: dict[str, DiskStore] = {}
 
 
 def _offload_of(birth: Birth, tier: Tier, *, pins: bool) -> Offload:
-    """Where shards, and values as they were given, are stored until `initialize`."""
+    """Return where shards, and values as given, are stored until `initialize`."""
     if tier is not Tier.DISK:
         return Offload(tier, tier, pins, pins)
-    assert birth.nvme_path is not None  # `tier_of` has looked
+    assert birth.nvme_path is not None  # `tier_of` has checked it
     if birth.nvme_path not in _disks:
         _disks[birth.nvme_path] = DiskStore(birth.nvme_path, birth.io)
     disk = _disks[birth.nvme_path]
@@ -648,8 +648,8 @@ def _offload_of(birth: Birth, tier: Tier, *, pins: bool) -> Offload:
 
 
 def _one_of(**given: Any) -> Any:
-    """The argument that was given of several that say the same."""
+    """Return the one given argument of several synonyms."""
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) > 1:
-        raise UsageError(f"zero.Init got {' and '.join(found)}, which say the same; give one")
+        raise UsageError(f"zero.Init got {' and '.join(found)}, which are synonyms; pass one")
     return next(iter(found.values()), None)

@@ -1,4 +1,4 @@
-"""Which parameters a flat buffer can hold: the one place that asks for a parameter's class."""
+"""The kinds of parameters that a flat buffer can hold: the only place that checks their class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hadal.zero.watched import kind_of
 
-# What a class may define of its own without changing what torch does with the values.
+# Names that a class may define without changing what torch does with the values.
 _HARMLESS = frozenset(
     {"__deepcopy__", "__getstate__", "__init__", "__new__", "__reduce__", "__reduce_ex__"}
     | {"__repr__", "__setstate__", "__slots__", "__str__"}
@@ -19,16 +19,16 @@ _HARMLESS = frozenset(
 
 
 def is_foreign(parameter: Tensor) -> bool:
-    """Whether a parameter cannot lie in a flat buffer: an integer, a quantized or a wrapped one.
+    """Return True if a flat buffer cannot hold a parameter: an integer, a quantized or wrapped one.
 
-    One of a program's own class can, unless the class replaces a method or property of tensors.
+    It can hold a program's own class, unless that replaces a method or property of tensors.
     """
     is_plain = parameter.is_floating_point() and parameter.layout == torch.strided
     return not is_plain or _replaces_methods(kind_of(parameter))
 
 
 def refusal_of(parameter: Tensor, *, trains: bool) -> str | None:
-    """Why a parameter can be neither trained nor kept as it is, with the remedy; None: it can."""
+    """Return why a parameter can be neither trained nor kept, with the remedy; None: it can."""
     found = f"is a {type(parameter).__name__} of {parameter.dtype}"
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None:
@@ -59,7 +59,7 @@ def tensors_inside(parameter: Tensor) -> Iterator[Tensor]:
 
 @functools.cache
 def _replaces_methods(kind: type) -> bool:
-    """Whether a class replaces anything that torch's tensors have."""
+    """Return True if a class replaces anything that torch's tensors have."""
     own = kind.__mro__[: kind.__mro__.index(Tensor)]
     names = {name for each in own if each is not nn.Parameter for name in vars(each)}
     return any(hasattr(Tensor, name) for name in names - _HARMLESS)

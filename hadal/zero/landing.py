@@ -1,4 +1,4 @@
-"""The mean gradient of one bucket in host memory, where the host makes the update."""
+"""The mean gradient of one bucket in host memory, for an update on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hadal.zero.offload import Offload
 
 
 class HostMean:
-    """Host memory for a mean that leaves the device, and what is under way with it."""
+    """The host memory for a mean that leaves the device, and its copies under way."""
 
     def __init__(self, offload: Offload, crossing: Crossing) -> None:
         self.values: Tensor | None = None
@@ -23,13 +23,13 @@ class HostMean:
 
     @classmethod
     def of(cls, bucket: Bucket) -> HostMean | None:
-        """None where updates are made in the device's memory."""
+        """Return the bucket's; None if updates are made in the device's memory."""
         offload, device = bucket.offload, bucket.device
         crossing = offload.crossing(device) if offload.lands_off(device) else None
         return None if crossing is None else cls(offload, crossing)
 
     def land(self, mean: Tensor) -> Tensor:
-        """Begin to copy `mean` to the host; returns where it will be."""
+        """Begin to copy `mean` to the host; return its destination."""
         if self.values is None:
             self.values = self._offload.gradient_memory(mean.numel(), mean.dtype)
         self._under_way = self._crossing.land(mean, self.values, after=self._under_way)
@@ -48,7 +48,7 @@ class HostMean:
         self._under_way = self._coming.event
 
     def let_device_wait(self) -> None:
-        """Let the device's next work wait for what comes back."""
+        """Make the device's next work wait for the values that come back."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None

@@ -1,4 +1,4 @@
-"""Pure arithmetic of a flat buffer: where parameters lie, how it is cut, what lies in whose shard.
+"""Pure arithmetic of a flat buffer: the offsets of parameters, its cuts, the parts in each shard.
 
 All numbers are elements. Nothing here touches a tensor.
 """
@@ -26,28 +26,28 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """How many elements the parameter has: 1 for a 0-dim one, 0 for an empty one."""
+        """The number of elements: 1 for a 0-dim parameter, 0 for an empty one."""
         return prod(self.shape)
 
     @property
     def stop(self) -> int:
-        """The first element behind the parameter."""
+        """The first element after the parameter."""
         return self.offset + self.numel
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How many elements lie between neighbours in each dimension."""
+        """The number of elements between neighbours in each dimension."""
         return strides_of(self.shape, self.order)
 
     @property
     def is_reordered(self) -> bool:
-        """Whether its elements lie in memory in another order than row by row."""
+        """Return True if its elements are in memory in another order than row by row."""
         long = [dim for dim in self.order if self.shape[dim] > 1]
         return long != sorted(long)
 
 
 def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose dimensions lie in this order in memory; (): row by row."""
+    """Return the strides of a tensor whose dimensions have this memory order; (): row by row."""
     found, step = [0] * len(shape), 1
     for dim in reversed(order or range(len(shape))):
         found[dim] = step
@@ -56,13 +56,13 @@ def strides_of(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions of a tensor as they lie in memory, the outermost first; (): row by row.
+    """Return the dimensions of a tensor in memory order, the outermost first; (): row by row.
 
-    None where its elements do not fill a stretch of memory, each in a place of its own.
+    None if its elements do not fill a contiguous range of memory, each in its own place.
     """
     if 0 in shape:
         return ()
-    # Of equal strides those of dimensions of one element come last, as torch gives them.
+    # Among equal strides, dimensions of one element come last, as torch gives them.
     dims = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
     step = 1
     for dim in reversed(dims):
@@ -78,15 +78,15 @@ class Fragment:
 
     slot: int
     start: int
-    """Its first element, counted from the parameter's start, as it lies in memory."""
+    """Its first element, counted from the parameter's start in memory."""
     numel: int
     offset: int
-    """Where it lies, counted from the span's start."""
+    """Its offset, counted from the span's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A contiguous stretch of a span that belongs to one param group: what an optimizer steps."""
+    """A contiguous range of a span that belongs to one param group: what an optimizer steps."""
 
     group: int
     start: int
@@ -103,36 +103,36 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard."""
+        """The number of elements in one rank's shard."""
         return self.numel // self.world_size
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) stretches that belong to no parameter: padding."""
+        """The (start, stop) ranges that belong to no parameter: padding."""
         edges = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.stop)), self.numel]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return tuple((start, stop) for start, stop in pairs if start < stop)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter."""
+        """The number of elements that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The (start, stop) of `rank`'s shard."""
+        """Return the (start, stop) of `rank`'s shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragments(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The parts of parameters that lie in [start, stop), in order; empty parts are left out."""
+        """Yield the parts of parameters that lie in [start, stop), in order; skip empty parts."""
         for index, slot in enumerate(self.slots):
             first, last = max(start, slot.offset), min(stop, slot.stop)
             if first < last:
                 yield Fragment(index, first - slot.offset, last - first, first - start)
 
     def runs(self, start: int, stop: int) -> tuple[Run, ...]:
-        """The runs of [start, stop), counted from `start`, one per param group that is present.
+        """Return the runs of [start, stop), counted from `start`, one per param group in it.
 
-        A run reaches over padding between its parameters: padding holds zeros and stays zero.
+        A run includes padding between its parameters: padding holds zeros and stays zero.
         """
         bounds: dict[int, tuple[int, int]] = {}
         for fragment in self.fragments(start, stop):
@@ -144,7 +144,7 @@ class Layout:
 
 
 def align(numel: int, unit: int) -> int:
-    """`numel` rounded up to a multiple of `unit`."""
+    """Return `numel` rounded up to a multiple of `unit`."""
     return -(-numel // unit) * unit
 
 
@@ -158,8 +158,8 @@ def lay_out(
     """Place (name, shape, param group, order) of each end to end, groups together, aligned.
 
     `itemsize` is the bytes of one element of the smallest dtype the buffer is kept in, so that
-    every offset and every shard starts on a 16-byte border in every dtype. A shard holds whole rows
-    of `row_numel` elements, and so does each of the `cuts` that are made of it in turn.
+    every offset and every shard starts on a 16-byte boundary in every dtype. A shard holds whole
+    rows of `row_numel` elements, and so does each of the `cuts` that it is cut into in turn.
     """
     unit = max(1, ALIGNMENT_NBYTES // itemsize)
     slots: list[Slot] = []
@@ -174,16 +174,16 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which whole parameters one rank owns, where an optimizer must see them uncut."""
+    """The whole parameters that each rank owns, for an optimizer that must see them uncut."""
 
     owners: tuple[int, ...]
     """The owning rank of each parameter, in the order given."""
     loads: tuple[int, ...]
-    """Elements owned, by rank."""
+    """The number of elements owned, by rank."""
 
 
 def share_out(numels: Iterable[int], loads: Sequence[int]) -> Share:
-    """Give every whole parameter to the rank that has least so far, the largest first.
+    """Give every whole parameter to the rank with the fewest elements so far, largest first.
 
     `loads` holds the elements that each rank owns already.
     """

@@ -1,4 +1,4 @@
-"""Leaf modules named by a program: what stage 3 gathers as a whole, whatever stands inside."""
+"""Leaf modules named by a program: stage 3 gathers each as a whole, with everything in it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def set_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Let stage 3 gather modules as a whole when they are called, and nothing inside them again.
 
-    For modules that run other parts of themselves on each rank or in each step (a layer of
-    experts). Call it before `initialize`; `zero_optimization.leaf_module` says the same in JSON.
+    Use it for modules that run different parts on each rank or in each step (a layer of experts).
+    Call it before `initialize`; `zero_optimization.leaf_module` is the same in JSON.
 
     Args:
         model: the model in which they stand.
@@ -45,7 +45,7 @@ def unset_z3_leaf_modules(
     leaf_modules: Iterable[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`; the same arguments, results and errors."""
+    """Undo `set_z3_leaf_modules`, with the same arguments, results and errors."""
     found = _find(model, leaf_modules, raise_if_not_found)
     for module in found:
         marked_leaves.discard(module)

@@ -10,30 +10,29 @@ from hadal.comm.pending import Pending
 
 
 class NodeCopy:
-    """My cut of the copy that the ranks of `node` hold together; None: there is no such copy.
+    """My slice of the copy that the ranks of `node` hold together; None: there is no such copy.
 
-    What a gather over all shards has brought leaves the copy behind when it is freed: each rank
-    keeps its cut. From then on, until weights change, full buffers are gathered from the node
-    alone.
+    A gather over all shards makes the copy: each rank keeps its slice when the buffer is freed.
+    From then on, until weights change, full buffers are gathered inside the node.
     """
 
     def __init__(self, node: Ranks | None) -> None:
         self._node = node
         self.is_current = False
-        """Whether it is of the present weights: the same on all ranks at each gather."""
+        """True if it is of the present weights: the same on all ranks at each gather."""
         self.kept: Tensor | None = None
-        """My cut, as the last full buffer left it."""
+        """My slice, as of the last full buffer."""
 
     def outdate(self) -> None:
-        """Weights have changed, or a gather leaves nothing behind."""
+        """Mark the copy stale: weights have changed, or the gather makes none."""
         self.is_current = False
 
     def expect(self) -> None:
-        """What is being gathered now leaves it behind."""
+        """Mark the copy current: the gather that is under way makes it."""
         self.is_current = self._node is not None
 
     def keep(self, full: Tensor) -> None:
-        """Keep my cut of a full buffer."""
+        """Keep my slice of a full buffer."""
         mine = self._cut_of(full)
         if self.kept is None:
             self.kept = mine.clone()
@@ -43,7 +42,7 @@ class NodeCopy:
     def start_gather(self, full: Tensor, source: Tensor | None, label: str) -> Pending:
         """Begin to fill `full` from the node.
 
-        `source` is a full buffer that holds the weights already; None: my cut was kept.
+        `source` is a full buffer that holds the weights already; None: use my kept slice.
         """
         mine = self.kept if source is None else self._cut_of(source)
         assert self._node is not None and mine is not None  # it is of the present weights

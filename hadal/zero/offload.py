@@ -1,4 +1,4 @@
-"""Where the shards of one bucket are stored between uses: on the device, the host or a disk."""
+"""Offloading: the tier of one bucket's shards between uses: the device, the host or a disk."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class Offload:
     optimizer: Tier = Tier.DEVICE
     """Masters and the optimizer's state. Off the device, the host makes the update."""
     pins_weights: bool = False
-    """Whether host memory for weights is pinned."""
+    """True: host memory for weights is pinned."""
     pins_optimizer: bool = False
-    """Whether host memory for gradients and optimizer state is pinned."""
+    """True: host memory for gradients and optimizer state is pinned."""
     sums_on_device: bool = False
-    """Whether sharded gradients are summed up on the device, and leave it once an update."""
+    """True: sharded gradients are summed on the device, and leave it once an update."""
     optimizer_later: Tier = Tier.DEVICE
-    """The tier of masters and state of what is frozen now and trained later."""
+    """The tier of masters and state of parameters that are frozen now and trained later."""
     weights_disk: DiskStore | None = None
     weights_pool: BufferPool | None = None
     """Buffers to read weights from the disk into."""
     optimizer_disk: DiskStore | None = None
 
     def when_trained(self) -> Offload:
-        """The same for parameters that are trained from now on."""
+        """Return the tiers for parameters that are trained from now on."""
         return replace(self, optimizer=self.optimizer_later)
 
     @property
     def reads_ahead(self) -> int:
-        """How many buckets of weights may be read from the disk ahead of their gathers."""
+        """The number of buckets whose weights may be read from the disk ahead of their gathers."""
         return 0 if self.weights_pool is None else self.weights_pool.count
 
     @property
@@ -60,7 +60,7 @@ class Offload:
         return self.optimizer_disk if self.optimizer is Tier.DISK else None
 
     def as_one(self, ranks: Ranks, what: str) -> AbstractContextManager[None]:
-        """A context in which a disk's fault on one of these ranks is raised on all of them.
+        """Return a context in which a disk's fault on one of these ranks is raised on all.
 
         No other collective is called inside. Without a disk, none is.
         """
@@ -69,23 +69,23 @@ class Offload:
         return told_to_all(ranks, what, OffloadError)
 
     def steps_on(self, device: torch.device) -> torch.device:
-        """The device that updates what computes on `device`."""
+        """Return the device that updates what computes on `device`."""
         return torch.device("cpu") if self.lands_off(device) else device
 
     def lands_off(self, device: torch.device) -> bool:
-        """Whether gradients leave the memory of `device` for an update on the host."""
+        """Return True if gradients leave the memory of `device` for an update on the host."""
         return self.optimizer is not Tier.DEVICE and not is_host_memory(device)
 
     def crossing(self, device: torch.device) -> Crossing | None:
-        """The copies between `device` and the host; None if one memory serves both."""
+        """Return the copies between `device` and the host; None if one memory serves both."""
         if is_host_memory(device):
             return None
         return crossing_of(device, pins=self.pins_weights or self.pins_optimizer)
 
     def parts_master(self, device: torch.device, *, is_cut: bool) -> bool:
-        """Whether a master is kept beside weights of its own dtype.
+        """Return True if a master is kept beside weights of its own dtype.
 
-        On the disk it always is: there an update that fails can be taken back.
+        On the disk it always is, so that an update that fails can be undone.
         """
         if self.optimizer is Tier.DISK or (is_cut and self.weights is Tier.DISK):
             return True
@@ -122,7 +122,7 @@ class Offload:
         return Stored(name, values)
 
     def gradient_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory for the mean of gradients that leave the device; uninitialised."""
+        """Return uninitialised host memory for the mean of gradients that leave the device."""
         return host_empty(numel, dtype, pinned=self.pins_optimizer)
 
 

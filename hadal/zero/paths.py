@@ -1,7 +1,7 @@
-"""What is known of the paths that forward and backward take through the model: traces and plans.
+"""Known paths of forward and backward through the model: traces and plans.
 
-All ranks learn the same things at the same moments, so none of this needs a word between them,
-but for telling where they parted. Which trace to expect is `foresight.py`'s matter.
+All ranks learn the same things at the same moments, so none of this communicates, except to report
+where they parted. `foresight.py` predicts the next trace.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hadal.zero.trace import Kind, Trace, Use, describe_parting, digest_of
 
 _log = logging.getLogger(__name__)
 
-# A digest that happens to be equal where paths differ does no harm: the plans' digests differ then.
+# Two paths with equal digests do no harm: the plans' digests differ then.
 _PATH_BITS, _MOMENT_BITS = 36, 20
-# Plans differ by what is gathered at their beginning, and by what follows, of which there are few.
+# Plans differ by the buckets gathered at their beginning, and by what follows: there are few.
 _PLANS = 128
 _NOTHING = Trace(())
 
 
 @dataclass(slots=True)
 class Walk:
-    """One stretch of work on this rank, and how far it has followed its plan."""
+    """One stretch of work on this rank, and its progress along its plan."""
 
     kind: Kind
     plan: Plan | None = None
@@ -42,27 +42,27 @@ class Walk:
     issued: int = 0
     """How many of the plan's gathers have started."""
     has_left: bool = False
-    """Whether this rank needed what the plan does not have."""
+    """True: this rank needed a bucket that the plan does not have."""
     has_learned: bool = False
-    """Whether a read was found that will be announced earlier from now on."""
+    """True: a read was found that will be announced earlier from now on."""
     was_early: bool = False
-    """Whether a reduction was due before its gradients had come."""
+    """True: a reduction was due before its gradients had come."""
     is_played: bool = False
-    """Whether this rank's part in it was done before: what it needs is announced."""
+    """True: this rank's part in it was done before, and what it needs is announced."""
 
     @property
     def follows(self) -> bool:
-        """Whether gathers are those of the plan, and not announced."""
+        """Return True if gathers are those of the plan, and not announced."""
         return self.plan is not None and not self.has_left
 
     def stray(self, trace: Trace) -> Stray | None:
-        """What is told where a plan was left in a steady round; `trace`: as far as it has come."""
+        """Return the report of a plan left in a steady round; `trace`: as far as it has come."""
         if self.plan is None or not self.has_left:
             return None
         return Stray(self.kind, self.plan.path, trace.path)
 
     def word(self, trace: Trace) -> int:
-        """What this rank says of it at the end: its path, how it went, and its moments."""
+        """Return this rank's word at the end: its path, its outcome, and its moments."""
         path = digest_of(trace.path, bits=_PATH_BITS) << 2 | self.has_left << 1 | self.has_learned
         moments = digest_of(trace.moments, bits=_MOMENT_BITS - 1) << 1 | self.was_early
         return path << _MOMENT_BITS | moments
@@ -87,15 +87,15 @@ class Paths:
         self._has_told = False
 
     def restart(self, names: Sequence[str], numels: Sequence[int]) -> None:
-        """Know nothing but the buckets: their names and their elements."""
+        """Forget everything but the buckets' names and elements."""
         self._names, self._numels = names, numels
         self._foresight.clear()
         self._plans.clear()
 
     def plan_for(self, kind: Kind, held: frozenset[int], *, last: bool) -> Plan | None:
-        """The plan where buckets `held` are gathered already; None where gathers are announced.
+        """Return the plan for gathered buckets `held`; None if gathers are announced.
 
-        `last`: nothing gathered is of use behind the end.
+        `last`: nothing gathered is needed after the end.
         """
         trace = self._foresight.expected(kind)
         if trace is None:
@@ -109,7 +109,7 @@ class Paths:
         return self._plans[key]
 
     def _following(self, kind: Kind, trace: Trace) -> Trace:
-        """What to expect behind a stretch of work of this kind."""
+        """Return the trace to expect after a stretch of work of this kind."""
         if kind is Kind.EVALUATION:
             return trace
         if kind is Kind.FORWARD:
@@ -120,14 +120,14 @@ class Paths:
         return known or Trace(tuple(Use(bucket, at + 1) for at, bucket in reverse))
 
     def forget(self, kind: Kind) -> None:
-        """A kind's traces will be other ones, on all ranks alike: record them anew."""
+        """Forget a kind's traces, on all ranks alike: they will be recorded anew."""
         self._foresight.forget(kind)
 
     def settle(self, walk: Walk, trace: Trace, met: Met) -> bool:
-        """Learn from the end of a stretch of work, where all ranks have met.
+        """Learn from the end of a stretch of work, at which all ranks have met.
 
         Returns:
-            Whether all have followed their plan, and nothing came late.
+            True if all have followed their plan, and nothing came late.
 
         Raises:
             MismatchError: ranks took different paths, which was not to be tolerated.
@@ -138,7 +138,7 @@ class Paths:
             self._foresight.came(walk.kind, planned, has_held=True)
             is_late = any(word & 1 for word in met.words)
             if is_late:
-                self.forget(walk.kind)  # what came late is to be waited for the next time
+                self.forget(walk.kind)  # a late reduction gets a wait the next time
             return not is_late
         seen = None
         if is_alike:
@@ -157,7 +157,7 @@ class Paths:
         return False
 
     def tell_strays(self, mine: Sequence[Stray]) -> None:
-        """Some rank has left its plan in a steady round: tell where. All ranks must call it.
+        """Report where ranks left their plans in a steady round. All ranks must call it.
 
         Raises:
             MismatchError: that was not to be tolerated.
@@ -186,7 +186,7 @@ class Paths:
         )
 
     def _joined(self, trace: Trace) -> Trace:
-        """The trace of ranks that went one path at different moments: the latest of each."""
+        """Return the joint trace of ranks on one path at different moments: the latest of each."""
         moments = torch.tensor(trace.moments, dtype=torch.int32)
         max_(moments, self._ranks, "the agreement on the moments of a path")
         return trace.at(moments.tolist())
@@ -198,7 +198,7 @@ class Paths:
         paths = gather_objects(trace.path, self._ranks)
         other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
         if other is None:
-            # One rank was done with a bucket before another use of it: no parting that shows.
+            # One rank was done with a bucket before another use of it: the paths do not part.
             return
         paths, owners = [paths[0], paths[other]], ["rank 0", f"rank {other}"]
         if is_error:
@@ -222,6 +222,6 @@ class Paths:
                 "here from now on" if gives_up else "where the path is not foreseen",
                 ""
                 if self._divergence.tells_always
-                else " (told once; zero_optimization.log_trace_cache_warnings tells each time)",
+                else " (reported once; zero_optimization.log_trace_cache_warnings reports each)",
             )
         self._has_told = True

@@ -30,7 +30,7 @@ class Stepper(Protocol):
     """The methods of a stepper that safe access needs."""
 
     def values_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The optimizer's whole tensor of a parameter, if this rank owns it."""
+        """Return the optimizer's whole tensor of a parameter, if this rank owns it."""
 
     def present(self, bucket: Bucket, *, writes: bool = True) -> AbstractContextManager[None]:
         """Have a bucket's masters and state in memory; what is written into them is kept."""
@@ -41,15 +41,15 @@ class Trainer(Protocol):
 
     @property
     def gradient_factor(self) -> float:
-        """What gradients are multiplied with."""
+        """The factor that gradients are multiplied with."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """None until there is one."""
+        """The optimizer; None until there is one."""
 
     @property
     def stepper(self) -> Stepper | None:
-        """None until there is one."""
+        """The stepper; None until there is one."""
 
 
 _trainers: weakref.WeakKeyDictionary[ZeroRuntime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -71,24 +71,24 @@ class StateSlice:
     offset: int
     """The first of the elements, counted from the start of `values`."""
     start: int
-    """The first of the elements, counted from the parameter's start, as it lies in memory."""
+    """The first of the elements, counted from the parameter's start in memory."""
     numel: int
 
     def is_elementwise(self, key: str) -> bool:
-        """Whether a value is kept for each element."""
+        """Return True if a value is kept for each element."""
         value = self.state[key]
         # A 0-dim parameter's own state is 0-dim too; a count of steps is no element of it.
         alike = isinstance(value, Tensor) and value.shape == self.values.shape
         return alike and key != "step"
 
     def elements(self, key: str) -> Tensor:
-        """These elements of a value, 1-D, in the order of the parameter's memory."""
+        """Return these elements of a value, 1-D, in the order of the parameter's memory."""
         value: Tensor = self.state[key]
         flat = flattened(value, self.slot) if self._is_whole else value
         return flat[self.offset : self.offset + self.numel]
 
     def replace(self, key: str, elements: Tensor) -> None:
-        """Give a value other elements, which come as `elements` gives them."""
+        """Replace these elements of a value, in the order that `elements` gives."""
         value: Tensor = self.state[key]
         if self._is_whole:
             value.copy_(shaped(elements, self.slot))
@@ -102,7 +102,7 @@ class StateSlice:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One parameter with its bucket, and what keeps and steps it."""
+    """One parameter with its bucket, its keeper and its trainer."""
 
     bucket: Bucket
     index: int
@@ -126,12 +126,12 @@ class Place:
 
     @property
     def gradient_factor(self) -> float:
-        """What gradients are multiplied with."""
+        """The factor that gradients are multiplied with."""
         return 1.0 if self.trainer is None else self.trainer.gradient_factor
 
     @property
     def is_cut(self) -> bool:
-        """Whether masters, and the gradients for them, are cut over the ranks."""
+        """Return True if masters, and the gradients for them, are cut over the ranks."""
         return self.bucket.partition.optimizer or self.bucket.partition.weights
 
     def present(self, *, writes: bool = True) -> AbstractContextManager[None]:
@@ -147,13 +147,13 @@ class Place:
     # ---- values ----------------------------------------------------------------------------------
 
     def master(self) -> Tensor:
-        """The exact values of the bucket's `span`, with the user's edits."""
+        """Return the exact values of the bucket's `span`, with the user's edits."""
         self.bucket.absorb_edits()
         master = self.bucket.master
         return self.bucket.shard if master is None else master
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """The (start, stop) of a rank's fragment, counted from the start of its memory."""
+        """Return the (start, stop) of a rank's fragment, counted from the start of its memory."""
         if not self.is_cut:
             return 0, self.slot.numel
         low, high = self.bucket.layout.span(rank)
@@ -161,20 +161,20 @@ class Place:
         return start, min(max(high - self.slot.offset, start), self.slot.numel)
 
     def cut(self, values: Tensor) -> Tensor:
-        """This rank's fragment in `values`, which lie like the bucket's `span`: a 1-D view."""
+        """Return this rank's fragment in `values`, laid out as the bucket's `span`: a 1-D view."""
         start, stop = self.bounds(self.shards.rank)
         first = self.slot.offset + start - self.bucket.span[0]
         return values[first : first + stop - start] if start < stop else values[:0]
 
     def fragment_of(self, full: Tensor) -> Tensor:
-        """This rank's fragment in the parameter's own values, 1-D as they lie in memory."""
+        """Return this rank's fragment in the parameter's own values, 1-D in memory order."""
         start, stop = self.bounds(self.shards.rank)
         return full[start:stop]
 
     def joined(self, mine: Tensor) -> Tensor:
-        """The parameter's values on every rank, 1-D in the order of its memory, from all fragments.
+        """Return the parameter's values on every rank, 1-D in memory order, from all fragments.
 
-        Where nothing is cut they are rank 0's; where there are several copies, those of my own.
+        If nothing is cut they are rank 0's; if there are several copies, those of my own.
         """
         label = f"the gather of {self.slot.name}"
         if not self.is_cut:
@@ -190,14 +190,14 @@ class Place:
         return full
 
     def alike(self, full: Tensor) -> Tensor:
-        """`full` with the first copy's values in all copies."""
+        """Return `full` with the first copy's values in all copies."""
         replicas = self.bucket.sharing.replicas
         if replicas is not None:
             broadcast_(full, 0, replicas, f"the first copy's values of {self.slot.name}")
         return full
 
     def own(self, value: object, shape: tuple[int, ...], name: str) -> Tensor:
-        """What a caller gave, checked on all ranks."""
+        """Check a caller's value on all ranks, and return it on the bucket's device."""
         with told_to_all(self.ranks, name, UsageError):
             if not isinstance(value, Tensor) or tuple(value.shape) != shape:
                 found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -209,7 +209,7 @@ class Place:
         return given.detach().to(self.bucket.device)
 
     def spread(self, value: object, name: str) -> Tensor:
-        """Rank 0's values of what all ranks gave, in fp32 or wider, 1-D as they lie in memory."""
+        """Return rank 0's values of all ranks' argument, in fp32 or wider, 1-D in memory order."""
         precision = self.bucket.precision
         own = precision.master if self.bucket.trainable else precision.compute
         exact = torch.promote_types(own, torch.float32)
@@ -219,17 +219,17 @@ class Place:
         return given
 
     def on_device(self, values: Tensor) -> Tensor:
-        """Values for the caller, who computes there."""
+        """Return values on the device, for the caller's computations."""
         return values.to(self.bucket.device)
 
     def shaped(self, values: Tensor) -> Tensor:
-        """The parameter's values, 1-D as they lie in memory, in its shape."""
+        """Return the parameter's values, 1-D in memory order, in its shape."""
         return shaped(values, self.slot)
 
     # ---- gradients -------------------------------------------------------------------------------
 
     def gradients(self) -> Gradients | None:
-        """The gradients of the bucket, where it is trained by an engine."""
+        """Return the gradients of the bucket, if an engine trains it."""
         if not isinstance(self.keeper, ZeroRuntime):
             return None
         if self.keeper.gathering.phase is not Phase.IDLE:
@@ -240,7 +240,7 @@ class Place:
         return next((g for g in self.keeper.gradients if g.bucket is self.bucket), None)
 
     def agree_on(self, gradients: Gradients) -> tuple[bool, bool]:
-        """Whether any rank has gradients since the last update, and here unreduced ones."""
+        """Return whether any rank has gradients since the last update, and unreduced ones here."""
         assert isinstance(self.keeper, ZeroRuntime)  # it has gradients
         begun = any(g.state is not Arrival.EMPTY for g in self.keeper.gradients)
         report = torch.tensor(
@@ -253,7 +253,7 @@ class Place:
     # ---- the optimizer ---------------------------------------------------------------------------
 
     def state_slice(self) -> StateSlice | None:
-        """The slice that the optimizer steps here; None if it steps none of the parameter."""
+        """Return the slice that the optimizer steps here; None if none of the parameter."""
         trainer, bucket = self.trainer, self.bucket
         if trainer is None or trainer.optimizer is None or not bucket.trainable:
             return None
@@ -276,7 +276,7 @@ class Place:
 
 
 def _offset_in(piece: Tensor, mine: Tensor) -> int | None:
-    """Where `mine` begins in `piece`, in elements, if it is a part of the same memory."""
+    """Return the offset of `mine` in `piece`, in elements, if it is a part of the same memory."""
     if piece.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
         return None
     offset = (mine.data_ptr() - piece.data_ptr()) // mine.itemsize
@@ -284,7 +284,7 @@ def _offset_in(piece: Tensor, mine: Tensor) -> int | None:
 
 
 def place_of(param: nn.Parameter) -> Place | None:
-    """Where a parameter lies; None for one that neither an engine nor `Init` holds."""
+    """Return a parameter's place; None for one that neither an engine nor `Init` holds."""
     keeper = access.keeper_of(param)
     if keeper is None:
         return None
@@ -294,10 +294,10 @@ def place_of(param: nn.Parameter) -> Place | None:
 
 
 def held_place(param: nn.Parameter, name: str) -> Place:
-    """Where a parameter lies, for the function `name` that is about to change it.
+    """Return a parameter's place, for the function `name` that is about to change it.
 
     Raises:
-        UsageError: nobody holds it.
+        UsageError: no engine and no `Init` holds it.
     """
     place = place_of(param)
     if place is None:
@@ -309,7 +309,7 @@ def held_place(param: nn.Parameter, name: str) -> Place:
 
 
 def exact(values: Tensor) -> Tensor:
-    """Floating-point values in fp32, or wider where it is wider."""
+    """Return floating-point values in fp32, or in their own dtype if that is wider."""
     if not values.is_floating_point():
         return values
     return values.to(torch.promote_types(values.dtype, torch.float32))

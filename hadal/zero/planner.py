@@ -1,6 +1,4 @@
-"""Pure planning: which gathered weights are kept until they are used again, and what is gathered
-ahead of its use.
-"""
+"""Pure planning: which gathered weights are kept until their next use, and which are prefetched."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from hadal.zero.trace import Use, digest_of
 
 
 def kept_until_backward(numels: Sequence[int], limits: Limits) -> tuple[bool, ...]:
-    """Which buckets, given in forward order by their elements, stay gathered until backward.
+    """Decide which buckets, given in forward order by their elements, stay gathered until backward.
 
-    For a forward of which no trace is known. A bucket's next use lies as many elements away as
-    those behind it in forward have, there and back. It stays if that is within
+    For a forward without a known trace. The distance to a bucket's next use is twice the elements
+    of the buckets after it in forward: there and back. It stays if that is within
     `limits.reuse_numel`; those with the nearest next use are kept first, up to `limits.live_numel`
     elements in all.
     """
@@ -35,7 +33,7 @@ def kept_until_backward(numels: Sequence[int], limits: Limits) -> tuple[bool, ..
 
 @dataclass(frozen=True)
 class Plan:
-    """What to gather and to free at each use of a known trace."""
+    """The gathers and frees at each use of a known trace."""
 
     uses: tuple[Use, ...]
     held: tuple[int, ...]
@@ -45,11 +43,11 @@ class Plan:
     started: tuple[int, ...]
     """How many of the gathers have started when each use begins; its own among them."""
     keeps: tuple[bool, ...]
-    """Whether a bucket stays gathered when this use of it is over."""
+    """True if a bucket stays gathered after this use of it."""
 
     @cached_property
     def digest(self) -> int:
-        """Equal on two ranks where their plans are."""
+        """Equal on two ranks if their plans are."""
         return digest_of(self.uses, self.held, self.gathers, self.started, self.keeps)
 
     @property
@@ -59,7 +57,7 @@ class Plan:
 
     @cached_property
     def kept_at_end(self) -> frozenset[int]:
-        """The buckets that are still gathered when all uses are over."""
+        """The buckets that are still gathered after all uses."""
         last = {use.bucket: keep for use, keep in zip(self.uses, self.keeps, strict=True)}
         return frozenset({b for b in self.held if b not in last} | {b for b in last if last[b]})
 
@@ -79,20 +77,20 @@ def plan(
     held: Collection[int] = (),
     following: Sequence[Use] = (),
 ) -> Plan:
-    """Decide what to gather and to free along a trace.
+    """Decide which buckets to gather and to free along a trace.
 
-    A bucket stays gathered between two uses that at most `limits.reuse_numel` elements of other
-    uses lie between; those with the nearest next use first. Gathers start in the order of the uses,
-    each as early as its bucket is free and at most `limits.prefetch_numel` elements are on their
-    way ahead of their use; one bucket always may be, unless that is 0. Both only while no more than
-    `limits.live_numel` elements are gathered, the ones in use among them.
+    A bucket stays gathered between two uses if at most `limits.reuse_numel` elements of other uses
+    lie between them; those with the nearest next use first. Gathers start in the order of the uses,
+    each as soon as its bucket is free and at most `limits.prefetch_numel` elements are on their way
+    ahead of their use; one bucket always may be, unless that is 0. Both only while no more than
+    `limits.live_numel` elements are gathered, including the ones in use.
 
     Args:
         uses: the trace.
         sizes: the elements of each bucket, by its number.
-        limits: how much may be kept and gathered ahead.
+        limits: limits for keeping and for gathering ahead.
         held: the buckets that are gathered at the beginning.
-        following: the uses that are expected behind the end: what is near to them is kept.
+        following: the uses expected after the end: buckets near to them are kept.
     """
     count = len(uses)
     line = [*uses, *(Use(use.bucket, use.until + count) for use in following)]
@@ -118,7 +116,7 @@ def plan(
 
 
 def _in_use(line: Sequence[Use], numels: Sequence[int]) -> list[int]:
-    """How many elements are in use at each position."""
+    """Return how many elements are in use at each position."""
     changes = [0] * (len(line) + 1)
     for index, (use, numel) in enumerate(zip(line, numels, strict=True)):
         changes[index] += numel
@@ -134,7 +132,7 @@ def _keep(
     gathered: list[int],
     held: Sequence[int],
 ) -> tuple[set[int], set[int]]:
-    """The positions whose bucket is gathered already: since an earlier use, or the beginning."""
+    """Return the positions whose bucket is gathered already, since an earlier use or the start."""
     before = [0, *accumulate(numels)]
     free_since: dict[int, int] = dict.fromkeys(held, 0)
     untouched = set(held)
@@ -150,7 +148,7 @@ def _keep(
         free_since[use.bucket] = use.until
     is_kept: set[int] = set()
     is_held: set[int] = set()
-    # Room for the next gather is spared: what is kept must not make every other use wait.
+    # Leave room for the next gather: kept buckets must not make every other use wait.
     spared = [*numels[1:], 0] if limits.prefetch_numel else [0] * len(line)
     for _, index, is_first, stretch in sorted(candidates):
         window = range(stretch.start, stretch.stop)
@@ -167,7 +165,7 @@ def _gather_ahead(
     gathered: list[int],
     is_whole: set[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The order of the gathers, and how many have started at each position."""
+    """Return the order of the gathers, and how many have started at each position."""
     waiting = [index for index in range(len(uses)) if index not in is_whole]
     free_from = _free_from(uses)
     begun = 0
@@ -193,7 +191,7 @@ def _gather_ahead(
 
 
 def _free_from(uses: Sequence[Use]) -> list[int]:
-    """For each use, the position from which its bucket's use before it is over."""
+    """Return, for each use, the position from which its bucket's earlier use is over."""
     until: dict[int, int] = {}
     free = []
     for use in uses:

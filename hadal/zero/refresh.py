@@ -1,4 +1,4 @@
-"""New weights on their way: gathered beside the device's own work until somebody reads them."""
+"""New weights on their way: gathered beside the device's own work until they are read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _HOST = torch.device("cpu")
 
 
 class Refresh:
-    """The gather of one bucket's new weights, which ends where they are read.
+    """The gather of one bucket's new weights, which ends when they are read.
 
-    While it is under way the bucket's parameters are watched: whoever reads one lets the stream
-    that he works in wait for it, and the host goes on. Every read does so until the device is known
-    to be through, as each may be in a stream of its own. A CPU copies what others send only while
-    it waits: there a refresh ends where it is left.
+    While it is under way the bucket's parameters are watched: a read makes its stream wait for the
+    refresh, and the host goes on. Every read does so until the device is known to be through, as
+    each may be in a stream of its own. A CPU receives only while it waits: there `leave` ends a
+    refresh.
     """
 
     def __init__(self, full: Tensor, views: Views) -> None:
@@ -34,9 +34,9 @@ class Refresh:
         self._is_watched = False
 
     def start(self, gather: Callable[[], Pending], *, may_last: bool) -> None:
-        """Begin it behind all that the device was given so far.
+        """Begin it after all work that the device was given so far.
 
-        `may_last`: whether it may be under way when the device goes on with something else.
+        `may_last`: it may be under way while the device goes on with something else.
         """
         self.end()
         self._is_watched = may_last and not has_compiled()
@@ -46,7 +46,7 @@ class Refresh:
             self._pending = gather()
 
     def leave(self) -> None:
-        """Let it go on by itself, if it may; else what the device is given from now on waits."""
+        """Let it go on by itself, if it may; else make the device's work from now on wait."""
         if self._pending is None:
             return
         with self._beside.current():
@@ -55,7 +55,7 @@ class Refresh:
         if not self._is_watched:
             return
         self._event = self._beside.event()
-        # Whatever becomes of the bucket: the next owner of its memory comes behind the gather.
+        # Whatever becomes of the bucket: the next owner of its memory comes after the gather.
         self._beside.keep(self._full)
         _left.add(self)
         before_compiling(end_all)
@@ -72,7 +72,7 @@ class Refresh:
             self._forget()
 
     def end(self) -> None:
-        """The same, and for all that follows: nobody is watched any more."""
+        """Wait likewise for everything that follows: the parameters are watched no more."""
         self.wait()
         if self._event is not None:
             self._forget()
@@ -83,23 +83,23 @@ class Refresh:
         self._views.have_values()
 
 
-# Compiled code would tell a watched class from the one that it was made for: before any is made,
-# nothing is under way, and nothing stays so behind it.
+# Compiled code would distinguish a watched class from the one that it was made for: before any is
+# made, nothing is under way, and nothing stays so after it.
 _left: weakref.WeakSet[Refresh] = weakref.WeakSet()
 
 
 def is_any_under_way() -> bool:
-    """Whether any bucket is refreshed beside what the device does."""
+    """Return True if any bucket is refreshed beside the device's work."""
     return bool(_left)
 
 
 def end_all() -> None:
-    """End all that are under way."""
+    """End all refreshes that are under way."""
     for refresh in [*_left]:
         refresh.end()
 
 
 @cache
 def _beside(device: torch.device) -> SideStream:
-    """The order of work in which refreshes are waited for; on the host there is only one."""
+    """Return the side stream in which refreshes are waited for; on the host there is only one."""
     return SideStream(device)

@@ -1,4 +1,4 @@
-"""Parameters that come later, or come to be trained later: all other buckets stay as they are."""
+"""Parameters that are added later, or trained later: all other buckets stay as they are."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def train_later(
 
     All ranks must call it together, with the same parameters, between two updates. A bucket that
     holds other parameters too is divided: the rest stays untrained, in the same order. Masters
-    begin with the weights as they stand.
+    begin with the present weights.
 
     Returns:
-        What collects the gradients of all the parameters given, in the order of the buckets.
+        The gradients of all the parameters given, in the order of the buckets.
     """
     chosen = dict.fromkeys(parameters)
     holders = set(map(runtime.bucket_of.__getitem__, chosen))
@@ -40,7 +40,7 @@ def train_later(
 
 
 def _plans(old: Bucket, chosen: Iterable[nn.Parameter], group: int) -> Iterator[BucketPlan]:
-    """The bucket that will be trained, and the one that will not, if anything is left for it."""
+    """Yield the bucket that will be trained, and the one that will not, unless that is empty."""
     later = set(chosen)
     pairs = list(zip(old.layout.slots, old.parameters, strict=True))
     for number, is_mine in ((group, True), (-1, False)):
@@ -58,7 +58,7 @@ def _plans(old: Bucket, chosen: Iterable[nn.Parameter], group: int) -> Iterator[
 def merged(
     olds: Sequence[Bucket], news: Sequence[Bucket], order: Mapping[nn.Parameter, int]
 ) -> list[Bucket]:
-    """Each new bucket before the first old one whose parameters come later in the model's order.
+    """Put each new bucket before the first old one whose parameters come later in the model.
 
     Gradients come in the reverse order, and reductions wait for each other.
     """
@@ -73,7 +73,7 @@ _T = TypeVar("_T")
 
 
 def merged_by(olds: Sequence[_T], news: Sequence[_T], place: Callable[[_T], int]) -> list[_T]:
-    """The arithmetic of `merged`: neither list changes its own order."""
+    """Merge two lists by `place`, as `merged`: neither list changes its own order."""
     result, waiting = [], list(news)
     for old in olds:
         while waiting and place(waiting[0]) < place(old):
@@ -83,10 +83,10 @@ def merged_by(olds: Sequence[_T], news: Sequence[_T], place: Callable[[_T], int]
 
 
 def renamed(buckets: Iterable[Bucket], names: Mapping[nn.Parameter, str]) -> list[str]:
-    """Call parameters by the full names that they have in the model now.
+    """Give parameters the full names that they have in the model now.
 
     Returns:
-        The names of those that have gone out of it since the last look.
+        The names of those that have left it since the last call.
     """
     gone = []
     for bucket in buckets:
@@ -104,5 +104,5 @@ _GONE = " (no longer in the model)"
 
 
 def has_gone(name: str) -> bool:
-    """Whether a bucket's name for a parameter says that it has gone out of the model."""
+    """Return True if a bucket's name for a parameter says that it has left the model."""
     return name.endswith(_GONE)

@@ -1,16 +1,16 @@
-"""Rounds: what ranks do from one update to the next, and how they do it without a word.
+"""Rounds: the ranks' work from one update to the next, and how they do it without announcements.
 
 A round is a sequence of stretches of work, forwards and backwards, each along its plan. While its
-course is not known ranks meet at both ends of each stretch. When all have gone the same way often
+course is not known ranks meet at both ends of each stretch. Once all have gone the same way often
 enough the next rounds are *steady*: each rank knows what all will do, and the one exchange before
-the update tells whether anybody did not.
+the update shows if a rank did not.
 
-Weights beside its plan a rank asks for (see `asking.py`). One that needs something else in a
-steady round *leaves* it. The others count on its part in all
-collectives up to the update: so it does that part first, where its gradients count as zero, and
-meets them in the exchange. So the exchange is what every rank says next, whatever it has done. It
-tells who has left, and where, and from there on ranks meet again. Who is behind the others goes on
-from where it left: it announces what it needs, and the others, who wait for it, lend.
+A rank asks for weights that its plan lacks (see `asking.py`). If it needs anything else in a steady
+round it *leaves* the round. The others count on its part in all collectives up to the update: so it
+does that part first, with gradients of zero, and meets them in the exchange. So the exchange is
+every rank's next message, whatever it has done. It reports which ranks have left, and where, and
+from there on ranks meet again. A rank that is behind the others goes on from where it left: it
+announces what it needs, and the others, which wait for it, lend.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hadal.zero.planner import Plan
 from hadal.zero.trace import Kind, digest_of
 
 # So many rounds in a row must be alike before the next is steady. The number doubles each time but
-# the first that a rank leaves before the steady rounds have been worth it, and is halved where
+# the first that a rank leaves before the steady rounds have been worth it, and is halved if
 # they have.
 _PATIENCE, _MOST_PATIENCE, _WORTH = 2, 64, 16
 
-# What is said with a place, or with the digest of a round: one bit each.
+# Flags that are sent with a place, or with the digest of a round: one bit each.
 _FAULT, _EARLY, _STRAY, _MIXED, _BEHIND = (1 << bit for bit in range(5))
 _BITS = 5
 # Longer rounds are never steady.
@@ -46,9 +46,9 @@ class Stretch(NamedTuple):
 
     kind: Kind
     is_last: bool
-    """Whether weights change after it."""
+    """True: weights change after it."""
     plan: Plan | None
-    """None where no weights are gathered."""
+    """None if no weights are gathered."""
 
 
 class Stray(NamedTuple):
@@ -61,22 +61,22 @@ class Stray(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank that leaves a round has to do, outside of this file."""
+    """The work outside this file of a rank that leaves a round."""
 
     prepare: Callable[[], None]
     """Finish what is under way, and set aside what is collected."""
     play: Callable[[Stretch], None]
     """Take part in a stretch without going through it."""
     take_back: Callable[[bool], None]
-    """Take up what was set aside; told whether nobody has gone on meanwhile."""
+    """Restore what was set aside; gets True if no rank has gone on meanwhile."""
     drop: Callable[[], None]
     """Forget all gradients of this update."""
 
 
 class Course:
-    """Which rounds have come, and whether the next one is known: the same on all ranks.
+    """The past rounds, and the prediction of the next one: the same on all ranks.
 
-    What interrupts steady rounds at regular intervals, as an evaluation does, is expected: that
+    An interruption of steady rounds at regular intervals, such as an evaluation, is expected: that
     round is not steady.
     """
 
@@ -89,17 +89,17 @@ class Course:
         self._is_regular = False
 
     def forget(self) -> None:
-        """Rounds will be other ones."""
+        """Forget how alike rounds were: they will be other ones."""
         self._alike = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether all ranks know how the next round goes."""
+        """Return True if all ranks know how the next round goes."""
         is_due = self._is_regular and self._since == self._interval
         return self._alike >= self._patience and not is_due
 
     def left(self) -> None:
-        """The course of a round that was known was left."""
+        """Record that a known round was left."""
         is_again = self._since == self._interval
         if self._since >= _WORTH:
             self._patience = max(_PATIENCE, self._patience // 2)
@@ -109,7 +109,7 @@ class Course:
         self._alike = self._since = 0
 
     def came(self, round_: tuple[Stretch, ...] | None) -> None:
-        """A round has ended in which ranks met; None: they did not all do the same."""
+        """Record the end of a round in which ranks met; None: they did not all do the same."""
         if round_ and round_ == self.known:
             self._alike += 1
         else:
@@ -120,12 +120,12 @@ class Course:
         self._since += 1
 
     def held(self) -> None:
-        """A steady round has ended as expected."""
+        """Record the end of a steady round that went as expected."""
         self._since += 1
 
 
 class Rounds:
-    """Where this rank stands in the present round.
+    """This rank's progress in the present round.
 
     Its `place` is counted in ends of stretches: 2 n at the beginning of stretch n, 2 n + 1 in it.
     """
@@ -146,13 +146,13 @@ class Rounds:
         self._course = Course()
         self.part: Part | None = None
         self.number = 0
-        """Of the present round, the same on all ranks."""
+        """The number of the present round, the same on all ranks."""
         self._begin_round()
 
     def _begin_round(self) -> None:
         self.number += 1
         self.is_steady = self.ranks.size > 1 and self._course.is_known
-        """Whether all ranks know what comes, and do not meet."""
+        """True: all ranks know what comes, and do not meet."""
         self._record: list[Stretch] = []
         self._is_even = True
         self.place = self._played = 0
@@ -162,13 +162,13 @@ class Rounds:
         self._strays: list[Stray] = []
 
     def forget(self) -> None:
-        """What ranks do will be something else; told to all alike, where no round is steady yet."""
+        """Forget the course, on all ranks alike, while no round is steady: work will change."""
         self._course.forget()
         self.is_steady = False
         self.spoil()
 
     def spoil(self) -> None:
-        """The ranks have met for something that is not part of a round."""
+        """Spoil the present round: the ranks have met for something that is no part of it."""
         self._is_even = False
 
     @property
@@ -177,32 +177,32 @@ class Rounds:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether a steady round has come to its end as expected."""
+        """Return True if a steady round has come to its end as expected."""
         return self.is_steady and self.place == self._played == self._end
 
     @property
     def is_behind(self) -> bool:
-        """Whether others wait for this rank where it has not come to yet."""
+        """Return True if others wait for this rank at a place that it has not reached."""
         return self._owed > 0
 
     # ---- stretches -------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A stretch begins, whether ranks have met or not."""
+        """Enter a stretch, whether ranks have met or not."""
         self._look_for_others()
         self._is_inside = True
 
     def _look_for_others(self) -> None:
-        """Engines that take turns within a round could wait for each other on different ranks."""
+        """Note engines that take turns in a round: they could wait for each other across ranks."""
         latest = None if Rounds._latest is None else Rounds._latest()
         if latest is not self:
             self._is_mixed |= self._is_inside
             Rounds._latest = weakref.ref(self)
 
     def next(self, kind: Kind, *, is_last: bool | None) -> Stretch | None:
-        """The stretch of a steady round that begins here, if it is such a one; else None.
+        """Return the stretch of a steady round that begins here, if it is of that kind; else None.
 
-        `is_last`: None for whichever comes.
+        `is_last`: None for either.
         """
         self._look_for_others()
         if not self.is_steady or self._is_mixed or self._played > self.place + 2:
@@ -216,16 +216,16 @@ class Rounds:
 
     @property
     def is_again(self) -> bool:
-        """Whether the stretch that begins was begun before, and this rank's part in it is done."""
+        """Return True if the stretch was begun before, and this rank's part in it is done."""
         return self._played > self.place
 
     def begin(self) -> None:
-        """The next stretch of a steady round begins."""
+        """Begin the next stretch of a steady round."""
         self.place += 1
         self._played = max(self._played, self.place)
 
     def end(self, stray: Stray | None, *, is_early: bool) -> None:
-        """A stretch of a steady round has ended; `is_early`: gradients came too late for it."""
+        """End a stretch of a steady round; `is_early`: gradients came too late for it."""
         self._look_for_others()
         self.place += 1
         self._played = max(self._played, self.place)
@@ -234,9 +234,9 @@ class Rounds:
             self._strays.append(stray)
 
     def abandon(self) -> None:
-        """A forward has raised: this rank has done its part in it, and may run it again."""
+        """Go back after a forward that raised: its part is done, and it may run again."""
         if not self._is_inside:
-            return  # of a round that is over
+            return  # it belonged to a round that is over
         if self.is_steady:
             self.place -= 1
             self._played = self.place + 2
@@ -245,7 +245,7 @@ class Rounds:
             self._owed += 1
 
     def break_off(self) -> None:
-        """A backward has raised, and its gradients are missing; others may not wait at its end."""
+        """End a backward that raised: its gradients are missing; others may not wait at its end."""
         if self.is_steady:
             self._is_faulty = True
             self.end(None, is_early=False)
@@ -253,23 +253,23 @@ class Rounds:
             self._is_faulty = self.passes()
 
     def passes(self) -> bool:
-        """Whether a rank that is behind goes on here without meeting the others."""
+        """Return True if a rank that is behind goes on here without meeting the others."""
         is_behind = self.is_behind
         self._owed -= is_behind
         return is_behind
 
     def note(self, stretch: Stretch, *, is_even: bool) -> None:
-        """All ranks have met at both ends of a stretch; `is_even`: and followed its plan."""
+        """Record a stretch at both ends of which all met; `is_even`: they followed its plan."""
         self._look_for_others()
         self._is_even &= is_even and len(self._record) < _LONGEST
         if self._is_even:
             self._record.append(stretch)
 
     def refuse(self) -> bool:
-        """This rank has no loss where others, who do not wait for it, may begin a backward.
+        """Handle a missing loss of this rank while others may begin a backward without waiting.
 
         Returns:
-            Whether that backward counts, without gradients of this rank.
+            True if that backward counts, without gradients of this rank.
         """
         self._is_faulty = True
         if not self.is_steady:
@@ -291,7 +291,7 @@ class Rounds:
     # ---- the end of a round ----------------------------------------------------------------------
 
     def leave(self, stray: Stray | None = None) -> None:
-        """Leave a steady round, which the others count on: do this rank's part in what is left.
+        """Leave a steady round that the others count on: do the rest of this rank's part.
 
         Raises:
             LossError: gradients of a rank are missing; the round is over.
@@ -312,14 +312,14 @@ class Rounds:
                 raise self._loss_error()
 
     def finish(self, is_news: bool, part: Tensor) -> Tensor | None:
-        """Before an update: end the round.
+        """End the round, before an update.
 
         Args:
-            is_news: whether this rank has something to say that the others do not expect.
+            is_news: this rank has something to report that the others do not expect.
             part: a float64 scalar on the host.
 
         Returns:
-            The sum of all ranks' `part` where nobody had any news; else None.
+            The sum of all ranks' `part` if no rank had any news; else None.
 
         Raises:
             LossError: gradients of a rank are missing; the round is over.
@@ -342,7 +342,7 @@ class Rounds:
                 self._part.drop()
                 raise self._loss_error()
             if min(places) > self._end:
-                # All are here: nobody is waited for.
+                # All are here: nothing waits.
                 self._course.held()
                 self._begin_round()
                 return None
@@ -359,7 +359,7 @@ class Rounds:
         return value << _BITS | flags | _STRAY * bool(self._strays) | _BEHIND * self.is_behind
 
     def _compare(self, mine: int) -> list[int] | None:
-        """Where each rank is, at the end of a steady round that is not as expected.
+        """Return each rank's place, at the end of a steady round that did not go as expected.
 
         None: gradients of a rank are missing, so the round is over for all.
         """
@@ -400,19 +400,19 @@ class Rounds:
 
     def _learn(self, flags: int, strays: list[Stray]) -> None:
         if flags & _EARLY:
-            self._forget()  # what came late is to be waited for the next time
+            self._forget()  # a late reduction gets a wait the next time
         if flags & _STRAY:
             self._tell(strays)
 
     def _loss_error(self) -> LossError:
         return LossError(
             f"rank {self.ranks.rank}: a backward of this update was refused, left out, or has"
-            " raised on another rank, which tells why; the update is left out on all ranks"
+            " raised on another rank (see its error); the update is left out on all ranks"
         )
 
 
 def _flags_of(met: Met) -> int:
-    """What any rank says."""
+    """Return the flags that any rank has sent."""
     flags = 0
     for word in met.words:
         flags |= word & ((1 << _BITS) - 1)

@@ -1,4 +1,4 @@
-"""The buckets of one model: their gradients are reduced in one order, their weights come and go."""
+"""The buckets of one model: gradients are reduced in one order, weights are gathered and freed."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from hadal.zero.still import has_frozen, held_still
 from hadal.zero.uncounted import UncountedEdits
 
 _log = logging.getLogger(__name__)
-# Those whose backward runs: gradients may come to the parameters of others meanwhile.
+# The runtimes whose backward runs: gradients may reach the parameters of others meanwhile.
 _in_backward: list[ZeroRuntime] = []
 
-# A bucket that no rank has had a gradient for in so many updates is left out of the reductions.
+# A bucket without a gradient on any rank in so many updates is left out of the reductions.
 _IDLE_UPDATES = 16
 
 
 class ZeroRuntime:
     """The buckets of one model and the order of their moves.
 
-    Two orders must be the same on all ranks: that of gathers, which `gathering` sees to, and that
-    of reductions. These follow `_order`, a list of buckets. At the start of each backward the
-    autograd graph is asked which gradients will come on this rank; a bucket is reduced when those
-    have arrived, and everything before it in the order has been started. What does not come counts
-    as zero.
+    Two orders must be the same on all ranks: that of gathers, which `gathering` keeps, and that of
+    reductions. These follow `_order`, a list of buckets. At the start of each backward the autograd
+    graph shows which gradients will come on this rank; a bucket is reduced once those have arrived,
+    and everything before it in the order has been started. A missing gradient counts as zero.
 
-    A rank waits for a reduction only where no other rank can need anything of it before starting
-    that reduction (`Gathering.started_everywhere`): else each could wait for the other. What
+    A rank waits for a reduction only if no other rank can need anything of it before starting that
+    reduction (`Gathering.started_everywhere`): else each could wait for the other. A gradient that
     arrives after its bucket's reduction was started is late, and reduced once more before the
     update.
     """
@@ -74,7 +73,7 @@ class ZeroRuntime:
         # Updates since any rank last had a gradient for a bucket. The first update tells.
         self._idle = dict.fromkeys(self.gradients, _IDLE_UPDATES - 1)
         self._brought: set[Gradients] = set()
-        # Updates since the ranks have told each other of these, and of what is frozen.
+        # Updates since the ranks have exchanged these, and the frozen parameters.
         self._untold = 0
         self._told_frozen: list[bool] | None = None
         self._aside: list[tuple[Gradients, Aside]] = []
@@ -83,7 +82,7 @@ class ZeroRuntime:
         self._ready = self._started = 0
         self._in_flight: list[Gradients] = []
         self._edits = UncountedEdits()
-        # The buckets that hold a parameter which any rank has frozen meanwhile.
+        # The buckets with a parameter that any rank has frozen meanwhile.
         self._frozen: list[Bucket] = []
         self._overlaps = limits.overlap
         self._unused: UnusedCheck | None = None
@@ -92,26 +91,26 @@ class ZeroRuntime:
             sanity.watch(self.buckets)
         self._plan_reductions()
         self._reduces = False
-        # Whether a reduction that starts now is the update's last one of its bucket.
+        # True: a reduction that starts now is the update's last one of its bucket.
         self._is_last = True
         self._serve_gathering()
         self.leaves_others_gradients = False
-        """Whether another engine's loss may pass through these parameters for nothing; else it is
+        """True: another engine's loss may pass through these parameters without effect; else it is
         an error."""
         self._has_told_of_others = False
         self.begins: Callable[[], None] | None = None
-        """Begins a backward where the caller's has brought a gradient; None: it is an error."""
+        """Begins a backward when the caller's has brought a gradient; None: that is an error."""
         self.is_direct = False
-        """Whether the backward that runs is the caller's."""
+        """True: the backward that runs is the caller's."""
         self.away: tuple[str, ...] = ()
         """The states that are off the device for a while, and not to be used."""
         self.exchange: OwnExchange | None = None
-        """What lets gradients stay on their ranks, where the optimizer does."""
+        """The optimizer's own exchange, if it lets gradients stay on their ranks."""
         self.reducing: AbstractContextManager[Any] = nullcontext()
-        """Around the work and the waiting for reductions: a clock, or nothing."""
+        """Context around starting and waiting for reductions: a clock, or nothing."""
 
     def _serve_gathering(self) -> None:
-        """Tell `gathering` how to do with reductions what it has to do with them."""
+        """Give `gathering` its callbacks for reductions."""
         gathering = self.gathering
         gathering.agree_on_progress(self._progress, self._start_together)
         gathering.start_due = self._start_due
@@ -130,9 +129,9 @@ class ZeroRuntime:
             self._unused = UnusedCheck(self.gradients, self.ranks)
 
     def any_fault(self, mine: bool, *, boundary: bool = False) -> bool:
-        """Whether any rank is at fault here, at the beginning of a backward.
+        """Return True if any rank is at fault here, at the beginning of a backward.
 
-        Where ranks do not meet there, this one alone: the others hear of it before their update.
+        If ranks do not meet there, only this one: the others learn of it before their update.
 
         Raises:
             MismatchError: the ranks disagree on whether it ends an update.
@@ -141,11 +140,11 @@ class ZeroRuntime:
 
     @property
     def counts_refused(self) -> bool:
-        """Whether the backward that was at fault here counts as one, for which zeros were sent."""
+        """Return True if the backward that was at fault here counts, for which zeros were sent."""
         return self.gathering.counts_refused
 
     def expect_here(self) -> None:
-        """Raise `UsageError` where states are off the device for a while."""
+        """Raise `UsageError` if states are off the device for a while."""
         if self.away:
             raise UsageError(
                 f"rank {self.ranks.rank}: {', '.join(self.away)} were moved off the device by"
@@ -153,7 +152,7 @@ class ZeroRuntime:
             )
 
     def bring_together(self) -> None:
-        """Outside of forward and backward: let no rank's weights differ from the others'.
+        """Make all ranks' weights the same, outside of forward and backward.
 
         All ranks must call it.
         """
@@ -171,7 +170,7 @@ class ZeroRuntime:
 
     @contextmanager
     def editing(self, bucket: Bucket) -> Iterator[None]:
-        """Keep a bucket readable for a while; afterwards rank 0's values hold, on every rank."""
+        """Keep a bucket readable inside the block; then broadcast rank 0's values."""
         with self.whole([bucket]):
             try:
                 yield
@@ -189,7 +188,7 @@ class ZeroRuntime:
             bucket.check_freed()
 
     def reshard_all(self, *, update_looks: bool = False) -> None:
-        """Before an update: take up the user's edits, and free what will be stale.
+        """Absorb the user's edits before an update, and free what will be stale.
 
         `update_looks`: see `Bucket.absorb_edits`.
         """
@@ -204,15 +203,15 @@ class ZeroRuntime:
 
     @contextmanager
     def backward(self, *, boundary: bool) -> Iterator[None]:
-        """Around one backward. Reduces where gradients are cut, and everywhere at a boundary.
+        """Run one backward inside the block. Reduces cut gradients, and all at a boundary.
 
         Raises:
-            ModelError: a parameter got no gradient in the update, and that is to be told.
+            ModelError: a parameter got no gradient in the update, and that is refused.
         """
         self._begin_reductions(boundary=boundary)
         self._expectation.begin()
         for bucket in self.buckets:
-            bucket.wait_refresh()  # no hook may have stood before a read in the forward
+            bucket.wait_refresh()  # a read in the forward may have had no hook before it
         for gradients in self.gradients:
             gradients.place_views()
         _in_backward.append(self)
@@ -238,7 +237,7 @@ class ZeroRuntime:
 
     @contextmanager
     def _playing(self, boundary: bool) -> Iterator[None]:
-        """Around this rank's part in a backward that it does not run: zeros, for all it has."""
+        """Play this rank's part in a backward that it does not run, with zeros for all it has."""
         before = self._reduces, self._is_last
         self._finish_reductions()
         self._begin_reductions(boundary=boundary)
@@ -250,7 +249,7 @@ class ZeroRuntime:
             self._reduces, self._is_last = before
 
     def _prepare(self) -> None:
-        """Before playing what is left of a round: what was collected for it does not go along."""
+        """Set collected gradients aside before the rest of a round is played without them."""
         self._finish_reductions()
         is_inside = self.gathering.phase is Phase.BACKWARD
         self._aside = [] if is_inside else [(g, g.set_aside()) for g in self.gradients]
@@ -266,18 +265,18 @@ class ZeroRuntime:
         gradients.finish_reduce()
 
     def survey(self) -> None:
-        """At the root of a backward, inside it: ask the graph which gradients will come."""
+        """Query the graph, at the root of a backward, for the gradients that will come."""
         self._expectation.survey(is_root=True)
 
     def _refuse_unused(self) -> None:
-        """Raise `ModelError` for what got no gradient in the update, where that is to be told."""
+        """Raise `ModelError` for parameters without a gradient in the update, if configured."""
         fault = None if self._unused is None else self._unused.fault()
         if fault is not None:
             self.clear_gradients()
             raise fault
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
-        """Autograd has put a gradient on parameter number `index` of a bucket.
+        """Take a gradient that autograd has put on parameter number `index` of a bucket.
 
         Raises:
             UsageError: the backward is that of another engine.
@@ -303,13 +302,13 @@ class ZeroRuntime:
                 gradients.send_late_to_host()
 
     def before_backward_of(self, unit: Unit) -> None:
-        """The gradient of a unit's output has arrived."""
+        """Prepare for a unit's backward: the gradient of its output has arrived."""
         if self._begins_at(unit) and self.begins is not None:
             self.begins()
         self.gathering.before_backward_of(unit)
 
     def _begins_at(self, unit: Unit) -> bool:
-        """Whether a backward that the engine has not begun will bring a unit's gradients."""
+        """Return True if a backward that the engine has not begun will bring a unit's gradients."""
         if self.gathering.phase is not Phase.IDLE or not all(r.is_direct for r in _in_backward):
             return False
         trained = (b for b in self.gathering.used_by(unit) if b.trainable)
@@ -317,11 +316,11 @@ class ZeroRuntime:
         return is_in_backward() and any(map(will_collect, parameters))
 
     def _begin_for(self, bucket: Bucket, index: int) -> bool:
-        """The first gradient of a backward that the engine has not begun; whether it counts."""
+        """Begin a caller's own backward at its first gradient; return True if that counts."""
         parameter, name = bucket.parameters[index], bucket.layout.slots[index].name
         is_anothers = any(not runtime.is_direct for runtime in _in_backward)
         if self.begins is not None and not is_anothers:
-            # What is collected already may take its place on the parameter.
+            # Collected gradients may replace it on the parameter.
             gradient, parameter.grad = parameter.grad, None
             self.begins()
             parameter.grad = gradient
@@ -337,7 +336,7 @@ class ZeroRuntime:
         )
 
     def _leave(self, parameter: nn.Parameter, name: str) -> None:
-        """Do without the gradient of another engine's loss; told once."""
+        """Drop the gradient of another engine's loss; warn once."""
         parameter.grad = None
         if not self._has_told_of_others:
             self._has_told_of_others = True
@@ -367,16 +366,16 @@ class ZeroRuntime:
             self._ready += 1
 
     def _progress(self) -> int:
-        """How many reductions of this backward may start as soon as they may on all ranks."""
+        """Return how many reductions of this backward may start once all ranks have them ready."""
         return self._ready if self._reduces and self.gathering.starts_together else 0
 
     def _start_together(self, count: int) -> None:
-        """The ranks have talked: so many reductions may start on all of them."""
+        """Start so many reductions: the ranks have talked, and all have them ready."""
         if self.gathering.starts_together:
             self._start_due(count)
 
     def _start_rest(self) -> None:
-        """At the end of a backward, before the ranks meet there: one may wait for these."""
+        """Start the rest at the end of a backward, before ranks meet: one may wait for these."""
         if not self.gathering.starts_together:
             self._start_due(None)
         elif self._reduces:
@@ -386,12 +385,12 @@ class ZeroRuntime:
         return self._expectation.awaits(gradients.bucket)
 
     def _start_due(self, count: int | None) -> bool:
-        """Start the first `count` reductions (None: all), where this has not been done.
+        """Start the first `count` reductions (None: all) that have not started.
 
-        What their buckets still expect counts as zero, and is late when it comes.
+        Gradients that their buckets still expect count as zero, and are late when they come.
 
         Returns:
-            Whether anything was still expected.
+            True if any gradient was still expected.
         """
         due = len(self._order) if count is None else count
         if not self._reduces or self._started >= due:
@@ -429,8 +428,8 @@ class ZeroRuntime:
             for earlier in self._in_flight:
                 earlier.advance(through=through)
         else:
-            # A later hop is started by each rank when it has waited for the first: nobody may wait
-            # for that one before all are at the end.
+            # Each rank starts a later hop after waiting for the first: none may wait for that one
+            # before all are at the end.
             first = self._started - len(self._in_flight)
             for earlier in self._in_flight[: max(0, known - first)]:
                 earlier.advance_first_hop()
@@ -441,20 +440,20 @@ class ZeroRuntime:
         return self.buckets[0].device
 
     def reduce_all(self, part: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Before a step: average whatever no backward has averaged yet.
+        """Average, before a step, whatever no backward has averaged yet.
 
         Args:
             part: makes this rank's part of a small sum of the mean gradients, a float64 scalar on
                 the host.
 
         Returns:
-            The sum over all ranks, where it could be made along with the exchange before the
-            update: nothing was left to be averaged.
+            The sum over all ranks, if it could be part of the exchange before the update: nothing
+            was left to be averaged.
 
         Raises:
             LossError: a backward of this update was refused, left out, or has raised on a rank.
-            ModelError: as `backward`, where no backward was known to be the update's last.
-            UsageError: before the last update weights were written to in a way that was lost.
+            ModelError: as `backward`, if no backward was known to be the update's last.
+            UsageError: a write to weights before the last update was lost.
         """
         self._refuse_unused()
         with self.reducing:
@@ -477,13 +476,13 @@ class ZeroRuntime:
         return total if has_part else None
 
     def _has_news(self, frozen: Sequence[bool]) -> bool:
-        """Whether the others do not know what this rank has to say before this update."""
+        """Return True if this rank has something to report that the others do not expect."""
         waits = any(g.waits or g.is_of_copy for g in self.gradients)
         is_idle = self._untold >= _IDLE_UPDATES and not self._brought.issuperset(self._order)
         return waits or is_idle or frozen != self._told_frozen or self._edits.lost
 
     def _reduce_late(self, frozen: list[bool]) -> None:
-        """Ask all ranks what is left to be averaged, and do it."""
+        """Ask all ranks what is left to be averaged, and average it."""
         flags = zip(self.gradients, frozen, strict=True)
         seen = [[g.waits, is_frozen, g in self._brought] for g, is_frozen in flags]
         report = torch.tensor([*chain(*seen), self._edits.lost], dtype=torch.uint8)
@@ -514,7 +513,7 @@ class ZeroRuntime:
                 gradients.count_as_zero()
 
     def _choose_order(self, brought: Sequence[bool]) -> None:
-        """Leave out of the next reductions what no rank has had a gradient for in a long time."""
+        """Leave buckets without a gradient on any rank for long out of the next reductions."""
         updates, self._untold = self._untold, 0
         self._brought.clear()
         for gradients, has_come in zip(self.gradients, brought, strict=True):
@@ -525,7 +524,7 @@ class ZeroRuntime:
             self.gathering.expect_another_backward()
 
     def check_sanity(self, *, overflow_is_told: bool) -> None:
-        """Before an update, where more is to be checked.
+        """Run the configured checks before an update.
 
         Raises:
             MismatchError, ModelError: something is wrong (see `sanity.py`).
@@ -535,12 +534,12 @@ class ZeroRuntime:
 
     @contextmanager
     def holding_frozen(self) -> Iterator[None]:
-        """Around an update, behind `reduce_all`: what was frozen since the start does not move."""
+        """Hold frozen parameters still during an update, after `reduce_all`."""
         if not self._frozen:
             yield
             return
-        # What stands still must not stand at other values on other ranks: neither by what these
-        # did before it was frozen, nor by what they do now.
+        # Frozen values must not differ between ranks: neither by what the ranks did before they
+        # were frozen, nor by what they do now.
         self.bring_together()
         with held_still(self._frozen):
             yield
@@ -555,21 +554,21 @@ class ZeroRuntime:
         self._in_flight.clear()
 
     def clear_gradients(self) -> None:
-        """After a step: the next gradients start from nothing."""
+        """Clear the gradients after a step: the next ones start from nothing."""
         for gradients in self.gradients:
             gradients.clear()
         if self._unused is not None:
             self._unused.clear()
 
     def forget_residuals(self) -> bool:
-        """What coded gradients have lost on their way will not be sent any more; was there any."""
+        """Forget the residuals of coded gradients; return True if there were any."""
         held = any(gradients.residuals for gradients in self.gradients)
         for gradients in self.gradients:
             gradients.forget_residuals()
         return held
 
     def rescale_residuals(self, factor: float) -> None:
-        """The loss scale has moved by `factor`, and gradients with it."""
+        """Scale the residuals: the loss scale, and so the gradients, changed by `factor`."""
         for gradients in self.gradients:
             gradients.rescale_residuals(factor)
 
@@ -577,12 +576,12 @@ class ZeroRuntime:
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether nothing runs, nobody reads, and no gradient waits for an update."""
+        """Return True if nothing runs or reads, and no gradient waits for an update."""
         return self.gathering.is_at_rest and not self.holds_gradients
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients wait for an update."""
+        """Return True if gradients wait for an update."""
         return any(g.state is not Arrival.EMPTY for g in self.gradients)
 
     def meet_at_checkpoint(self) -> None:
@@ -603,18 +602,18 @@ class ZeroRuntime:
         self.gathering.meet_to_regroup()
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
-        """Put new buckets in the place of an untrained one whose parameters they have taken over.
+        """Replace an untrained bucket by new ones that have taken over its parameters.
 
-        What is known of all others (their order, what to expect, who uses them) stays.
+        The state of all others (order, expectations, units) stays.
         """
         place = self.buckets.index(old)
         self.gathering.replace(old, parts)
         self._take_up([*self.buckets[:place], *parts, *self.buckets[place + 1 :]])
 
     def extend(self, buckets: Sequence[Bucket]) -> None:
-        """Take up buckets of parameters that came into the model: all buckets in their new order.
+        """Add buckets of parameters that came into the model; `buckets` are all, in the new order.
 
-        What is known of the others stays.
+        The state of the others stays.
         """
         self.gathering.take_up(buckets)
         self._take_up(buckets)
@@ -639,7 +638,7 @@ class ZeroRuntime:
     # ---- the end, and after a load ---------------------------------------------------------------
 
     def after_load(self) -> None:
-        """Shards and masters have new values: bring whole weights up to date."""
+        """Bring whole weights up to date after shards and masters got new values."""
         self.clear_gradients()
         if self.exchange is not None:
             self.exchange.begin_anew()

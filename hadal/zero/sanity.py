@@ -1,4 +1,4 @@
-"""What is checked besides while a model trains, for those who look for a fault."""
+"""Extra checks while a model trains, to help find a fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHIFT = 31
 
 
 def digest(values: Tensor) -> int:
-    """A number that two 1-D tensors share where they hold the same bits, and else hardly ever.
+    """Return a number that is equal for two 1-D tensors of the same bits, and else almost never.
 
     Their bytes are a multiple of 8. Works on any device, a block at a time.
     """
@@ -37,7 +37,7 @@ def digest(values: Tensor) -> int:
         mixed = (block >> _SHIFT).bitwise_and_((1 << (64 - _SHIFT)) - 1).bitwise_xor_(block)
         places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
         sums = (total, number, int((mixed * places).sum()), int(mixed.sum()))
-        # Not `hash`: to it -1 and -2 are alike.
+        # Not `hash`, for which -1 and -2 are alike.
         total = int.from_bytes(hashlib.blake2b(repr(sums).encode(), digest_size=8).digest(), "big")
     return total
 
@@ -47,15 +47,15 @@ class _Gather(NamedTuple):
 
     name: str
     places: range
-    """Of those ranks."""
+    """The places of those ranks."""
 
 
 @dataclass(slots=True)
 class _Report:
-    """What one rank has seen since the last update."""
+    """One rank's observations since the last update."""
 
     digests: dict[str, int] = field(default_factory=dict)
-    """Of each parameter whose weights are whole on every rank."""
+    """Digest of each parameter whose weights are whole on every rank."""
     gathers: dict[_Gather, tuple[int, list[int]]] = field(default_factory=dict)
     """How often each bucket was gathered, and a digest of each slice in all of them."""
     arrivals: dict[str, int] = field(default_factory=dict)
@@ -65,10 +65,10 @@ class _Report:
 
 
 class Sanity:
-    """Watches the buckets of one model and compares, once an update, what the ranks have seen.
+    """A watch over one model's buckets that compares the ranks' observations once an update.
 
-    It changes no number. It costs a look at each gathered bucket, at each gradient, and at all
-    weights once an update; on an accelerator each look waits for the device.
+    It changes no number. It reads each gathered bucket, each gradient, and all weights once an
+    update; on an accelerator each read waits for the device.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -78,7 +78,7 @@ class Sanity:
         self._told: set[str] = set()
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
-        """From now on these are the buckets."""
+        """Watch these buckets from now on."""
         self._buckets = list(buckets)
         self._report.gathers.clear()
         for bucket in buckets:
@@ -93,7 +93,7 @@ class Sanity:
         gathers[gather] = (count + 1, seen)
 
     def came(self, gradients: Gradients, index: int) -> None:
-        """Autograd has put a gradient on parameter number `index` of a bucket."""
+        """Count a gradient that autograd has put on parameter number `index` of a bucket."""
         bucket = gradients.bucket
         name, gradient = bucket.layout.slots[index].name, bucket.parameters[index].grad
         arrivals = self._report.arrivals
@@ -102,9 +102,9 @@ class Sanity:
             self._report.faulty_gradients[name] = None
 
     def check(self, *, overflow_is_told: bool) -> None:
-        """Compare what the ranks have seen since the last update; all ranks must call it.
+        """Compare the ranks' observations since the last update; all ranks must call it.
 
-        `overflow_is_told`: gradients that are not finite are dealt with elsewhere.
+        `overflow_is_told`: gradients that are not finite are handled elsewhere.
 
         Raises:
             MismatchError: the ranks hold different weights, or saw different ones in a gather.
@@ -127,7 +127,7 @@ class Sanity:
             if not bucket.partition.weights:
                 for slot in bucket.layout.slots:
                     if slot.numel:
-                        # To the next border: padding holds zeros on every rank.
+                        # Up to the next boundary: padding holds zeros on every rank.
                         words = max(1, 8 // bucket.full.itemsize)
                         stop = -(-slot.stop // words) * words
                         yield slot.name, digest(bucket.full[slot.offset : stop])
@@ -139,7 +139,7 @@ class Sanity:
                     yield from _faulty_names(bucket)
 
     def _tell_missing(self, arrivals: Sequence[Mapping[str, int]]) -> None:
-        """Ranks may take different branches, so this is a warning, once for each parameter."""
+        """Warn of missing gradients, once a parameter: ranks may take different branches."""
         names = dict.fromkeys(name for one in arrivals for name in one)
         counts = {name: [one.get(name, 0) for one in arrivals] for name in names}
         parted = sorted(n for n, c in counts.items() if len(set(c)) > 1 and n not in self._told)
@@ -147,20 +147,20 @@ class Sanity:
         if parted and self._ranks.rank == 0:
             _log.warning(
                 "the ranks got different numbers of gradients in this update: %s. Where none came"
-                " it counts as zero: the mean is over all ranks. Told once for each parameter.",
+                " it counts as zero: the mean is over all ranks. Reported once for each parameter.",
                 few(f"{name} {counts[name]}" for name in parted),
             )
 
 
 _PARTED_WEIGHTS = (
-    "the ranks hold different weights of {names}: rank {rank} others than rank 0. Change weights"
+    "the ranks hold different weights of {names}: rank {rank} differs from rank 0. Change weights"
     " alike on every rank, or inside `with hadal.zero.GatheredParameters([parameter],"
     " modifier_rank=0):`"
 )
 _PARTED_GATHERS = (
     "the ranks saw different weights in the gathers of {names} (or gathered them not equally"
-    " often): rank {rank} others than rank {first}. Memory of a rank, or what travels between them,"
-    " is damaged"
+    " often): rank {rank} differs from rank {first}. A rank's memory, or the network between them,"
+    " corrupts data"
 )
 
 
@@ -186,19 +186,19 @@ def _expect_same_gathers(known: Sequence[Mapping[_Gather, object]]) -> None:
 def _expect_finite(what: str, known: Sequence[Collection[str]]) -> None:
     if any(known):
         raise ModelError(
-            f"a {what} is not finite: {_by_rank(known)}; told by"
+            f"a {what} is not finite: {_by_rank(known)}; found by"
             " zero_optimization.enable_sanity_checks"
         )
 
 
 def _is_finite(values: Tensor) -> bool:
-    # One pass and no second tensor: a sum is finite only where all elements are (or it overflows,
-    # which is looked at closely then).
+    # One pass and no second tensor: a sum is finite only if all elements are (or it overflows,
+    # which is checked closely then).
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
 
 
 def _by_rank(known: Sequence[Collection[str]]) -> str:
-    """The names that ranks have told, each with those ranks."""
+    """Return the names that ranks have reported, each with those ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, names in enumerate(known):
         for name in names:
@@ -215,7 +215,7 @@ def _faulty_names(bucket: Bucket) -> Iterator[str]:
 
 
 class UnusedCheck:
-    """Remembers which gradients came on this rank since the last update."""
+    """A record of which gradients came on this rank since the last update."""
 
     def __init__(self, gradients: Sequence[Gradients], ranks: Ranks) -> None:
         self._ranks = ranks
@@ -224,16 +224,16 @@ class UnusedCheck:
         self._passed = False
 
     def came(self, gradients: Gradients, index: int) -> None:
-        """A gradient came for parameter number `index` of a bucket."""
+        """Record a gradient for parameter number `index` of a bucket."""
         self._came.add((gradients, index))
 
     def clear(self) -> None:
-        """After an update: everything is missing anew."""
+        """Start anew after an update: everything is missing."""
         self._came.clear()
         self._passed = False
 
     def _missing(self) -> list[str]:
-        """Full names of what has elements, is not frozen meanwhile, and got nothing."""
+        """Return full names of parameters with elements, not frozen now, without a gradient."""
         return [
             slot.name
             for one in self._gradients
@@ -244,9 +244,9 @@ class UnusedCheck:
         ]
 
     def fault(self) -> ModelError | None:
-        """The same error on every rank, where a parameter got no gradient on some rank.
+        """Return the same error on every rank if a parameter got no gradient on some rank.
 
-        Ranks talk until nothing is missing, and no more in that update.
+        Ranks exchange it until nothing is missing, and no more in that update.
         """
         mine = [] if self._passed else self._missing()
         if self._passed or not any(gather_codes(len(mine), self._ranks)):
@@ -255,6 +255,6 @@ class UnusedCheck:
         told = _by_rank(gather_objects(mine, self._ranks))
         return ModelError(
             f"no gradient came in this update for {told}. Let the loss"
-            " depend on each parameter, freeze those that it shall not (requires_grad_(False)), or"
+            " depend on each parameter, freeze the others (requires_grad_(False)), or"
             " leave out zero_optimization.ignore_unused_parameters: then they count as zero."
         )

@@ -1,4 +1,4 @@
-"""Which ranks do what with a bucket: who averages, who cuts, who holds the same, who is near."""
+"""The groups of ranks around a bucket: averaging, cutting, holding the same, being near."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Hops(NamedTuple):
     """The two groups of a gather over several nodes that sends each byte into each node once."""
 
     across: Ranks
-    """Those that stand where I do in their nodes."""
+    """The ranks that have my place in their nodes."""
     inside: Ranks
-    """Those of my node."""
+    """The ranks of my node."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks among which one bucket is shared, by what they do with it."""
+    """The ranks that share one bucket, by their role."""
 
     ranks: Ranks
-    """All that hold the same parameters: their gradients become one."""
+    """All ranks that hold the same parameters: their gradients become one."""
     shards: Ranks
     """Consecutive ones of `ranks`, over which one copy of the model states is cut."""
     replicas: Ranks | None = None
-    """Those that hold the same shard, one of each copy; None: there is one copy."""
+    """The ranks that hold the same shard, one of each copy; None: there is one copy."""
     node: Ranks | None = None
     """Consecutive ones of `shards` that cut a second copy of the weights; None: there is none."""
     hops: Hops | None = None
@@ -51,7 +51,7 @@ class Sharing:
 
     @classmethod
     def over(cls, ranks: Ranks) -> Sharing:
-        """One copy, cut over all of `ranks`."""
+        """Return one copy, cut over all of `ranks`."""
         return cls(ranks, ranks)
 
     @classmethod
@@ -73,11 +73,11 @@ class Sharing:
             ranks: all that hold the same parameters.
             shard_size: ranks of one copy.
             secondary_size: ranks of a second copy of the weights; 1: there is none.
-            node_size: how many consecutive ranks stand near each other, where weights are gathered
-                in two hops.
-            coded_node_size: the same, where coded gradients are reduced in two hops.
-            gathers_on_use: whether gathers and reductions go on at once; how they mix differs
-                between ranks then.
+            node_size: how many consecutive ranks are near each other, if weights are gathered in
+                two hops.
+            coded_node_size: the same, if coded gradients are reduced in two hops.
+            gathers_on_use: gathers and reductions go on at once; their order then differs
+                between ranks.
         """
         shards, replicas = ranks, None
         if shard_size < ranks.size:
@@ -97,7 +97,7 @@ class Sharing:
 
     @property
     def copies(self) -> int:
-        """How many copies of the model states there are."""
+        """The number of copies of the model states."""
         return 1 if self.replicas is None else self.replicas.size
 
     @cached_property
@@ -107,7 +107,7 @@ class Sharing:
 
     @cached_property
     def places_of_node(self) -> range:
-        """The places among `ranks` of `node`; of `shards`, where there is none."""
+        """The places among `ranks` of `node`; of `shards`, if there is none."""
         return self._places_of(self.node or self.shards)
 
     def _places_of(self, some: Ranks) -> range:
@@ -115,7 +115,7 @@ class Sharing:
         return range(first, first + some.size)
 
     def start_gather(self, full: Tensor, codec: Codec | None, label: str) -> Pending:
-        """Fill 1-D `full` from all that cut one copy, coded or as it is; my slice is in place."""
+        """Fill 1-D `full` from all that cut one copy, coded or not; my slice is in place."""
         if codec is not None:
             gather = partial(self.start_gather, codec=None, label=label)
             return start_coded_gather(full, self.shards, codec, gather)
@@ -124,9 +124,9 @@ class Sharing:
         return start_all_gather(full, self.shards, label)
 
     def start_cutting(self, full: Tensor, label: str) -> Pending:
-        """Fill my cut of 1-D `full` with rank 0's values; the rest of it is rank 0's, or mine.
+        """Fill my slice of 1-D `full` with rank 0's values; the rest of it is rank 0's, or mine.
 
-        It is there at once. `full` must stay until the wait is over: others take theirs from it.
+        It is there at once. `full` must stay until the wait is over: others copy from it.
         """
         if self.replicas is not None:
             broadcast_(full, 0, self.ranks, label)
@@ -139,7 +139,7 @@ class Sharing:
     def sum_(self, tensor: Tensor, label: str) -> None:
         """Replace a small tensor, of which each shard gives a part, by its sum over one copy.
 
-        The bits are the same on all ranks: copies of what is computed from it must not part.
+        The bits are the same on all ranks: values computed from it must not differ between copies.
         """
         sum_(tensor, self.shards, label)
         if self.replicas is not None:

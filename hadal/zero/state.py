@@ -1,9 +1,9 @@
-"""What stands behind one parameter: its fp32 value, its gradient and the optimizer's memory of it.
+"""Access to one parameter's fp32 value, its gradient and its optimizer state.
 
 "full" is the whole tensor on every rank, "local" this rank's fragment of it as a flat tensor, in
 the order of the parameter's memory: row by row, unless its strides say otherwise. All ranks call
 these functions together, for the same parameters in the same order, outside of forward and
-backward. What they return is a copy. They answer None for a parameter that no engine holds.
+backward. They return copies, and None for a parameter that no engine holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hadal.zero.place import Place, StateSlice, exact, held_place, place_of
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master of a parameter, in its shape; of a frozen one its weight, in fp32."""
+    """Return the master of a parameter, in its shape; for a frozen one its weight, in fp32."""
     place = place_of(param)
     if place is None:
         return None
@@ -34,7 +34,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's fragment of the master, 1-D; empty where it holds none of the parameter."""
+    """Return this rank's fragment of the master, 1-D; empty if it holds none of the parameter."""
     place = place_of(param)
     if place is None:
         return None
@@ -57,7 +57,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Give this rank's fragment new values: a 1-D tensor, empty on a rank that holds none.
 
-    Where masters are whole on every rank (stage 0), rank 0's values count.
+    If masters are whole on every rank (stage 0), rank 0's values count.
 
     Raises:
         UsageError: `value` has another length, or no engine holds the parameter.
@@ -70,7 +70,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _put_master(place: Place, full: Tensor) -> None:
-    """Put `full`, the same on all ranks, where it belongs on this one."""
+    """Put this rank's part of `full`, the same on all ranks, into the master."""
     with place.present():
         bucket, master = place.bucket, place.master()
         bucket.outdate()
@@ -80,7 +80,7 @@ def _put_master(place: Place, full: Tensor) -> None:
             start = (cut.data_ptr() - master.data_ptr()) // master.itemsize
             bucket.write_back(start, start + cut.numel())
         if bucket.state is Weights.FULL:
-            # By way of the master's dtype, as a step does it: rounding twice may differ from once.
+            # Through the master's dtype, as a step does: rounding twice may differ from once.
             bucket.full[place.slot.offset : place.slot.stop].copy_(full.to(master.dtype))
 
 
@@ -89,13 +89,12 @@ def _put_master(place: Place, full: Tensor) -> None:
 
 @torch.no_grad()
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient that the next update would use, in fp32 and in the parameter's shape.
+    """Return the gradient that the next update would use, in fp32 and in the parameter's shape.
 
-    It is what all ranks have accumulated since the last update (their mean, unless the
-    configuration adds them up), where each micro-step counts 1 / gradient_accumulation_steps:
-    without the loss scale, and before clipping.
-    Zeros for a parameter that took no part. None before the first backward of an update, and for
-    what is not trained.
+    All ranks have accumulated it since the last update (their mean, unless the configuration adds
+    them up); each micro-step counts 1 / gradient_accumulation_steps: without the loss scale, and
+    before clipping. Zeros for a parameter that took no part. None before the first backward of an
+    update, and for untrained parameters.
     """
     place = place_of(param)
     full = None if place is None else _gradient(place)
@@ -104,7 +103,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """`safe_get_full_grad`, cut to this rank's fragment: 1-D, and empty where it holds none."""
+    """Return `safe_get_full_grad`, cut to this rank's fragment: 1-D, empty if it holds none."""
     place = place_of(param)
     full = None if place is None else _gradient(place)
     if place is None or full is None:
@@ -125,7 +124,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's fragment of the gradient: a 1-D tensor, empty where it holds none.
+    """Replace this rank's fragment of the gradient: a 1-D tensor, empty if it holds none.
 
     Raises:
         UsageError: `value` has another length, or there is no gradient to replace.
@@ -148,7 +147,7 @@ def safe_update_full_grad_vectorized(
 
 
 def _gradient(place: Place) -> Tensor | None:
-    """The mean gradient of all ranks, unscaled, 1-D as it lies in memory; on every rank."""
+    """Return the mean gradient of all ranks, unscaled, 1-D in memory order; on every rank."""
     gradients = place.gradients()
     if gradients is None:
         return None
@@ -187,18 +186,18 @@ def _put_gradient(place: Place, full: Tensor) -> None:
     gradients.replace(place.index, full * place.gradient_factor, is_local=uncollected)
 
 
-# ---- the optimizer's memory ----------------------------------------------------------------------
+# ---- optimizer state -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """What the optimizer remembers of a parameter under a key (`exp_avg`): in its shape, in fp32.
+    """Return the optimizer's state of a parameter under a key (`exp_avg`): in its shape, in fp32.
 
-    What is not kept for each element (a count of steps, a factored moment) comes as it is. None
-    before the first update, and for what is not trained.
+    State that is not elementwise (a count of steps, a factored moment) comes as it is. None before
+    the first update, and for untrained parameters.
 
     Raises:
-        UsageError: the optimizer keeps nothing of that name.
+        UsageError: the optimizer has no state of that name.
     """
     place = place_of(param)
     if place is None or place.trainer is None:
@@ -232,9 +231,9 @@ def _full_state(place: Place, optim_state_key: str) -> Any:
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """What of it lies on this rank: 1-D, empty where none does. No other rank need call it.
+    """Return this rank's part of that state: 1-D, may be empty. No other rank need call it.
 
-    Where whole parameters are stepped (Muon, Adafactor) all of it lies on the rank that owns the
+    If whole parameters are stepped (Muon, Adafactor) all of it is on the rank that owns the
     parameter.
     """
     place = place_of(param)
@@ -258,11 +257,11 @@ def _local_state(place: Place, optim_state_key: str) -> Any:
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace what the optimizer remembers under a key (rank 0's values count).
+    """Replace the optimizer's state under a key (rank 0's values count).
 
     Raises:
-        UsageError: another shape, no such key, nothing remembered yet (before the first update), or
-            a value that all parameters of a flat piece share, such as a count of steps.
+        UsageError: another shape, no such key, no state yet (before the first update), or a value
+            that all parameters of a flat piece share, such as a count of steps.
     """
     name = "safe_set_full_optimizer_state"
     place = held_place(param, name)
@@ -280,9 +279,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Replace what of it lies on this rank: a 1-D tensor, empty where none does.
+    """Replace this rank's part of the state: a 1-D tensor, empty if it has none.
 
-    Where the state is whole on every rank (stage 0), all ranks must give the same; where there are
+    If the state is whole on every rank (stage 0), all ranks must give the same; if there are
     several copies of it, the first one's values count.
 
     Raises:
@@ -302,7 +301,7 @@ def safe_set_local_optimizer_state(
 
 
 class _Elements(NamedTuple):
-    """A rank's word that it holds these elements of a parameter's state."""
+    """A rank's answer that it holds these elements of a parameter's state."""
 
     start: int
     numel: int
@@ -316,7 +315,7 @@ class _Plain(NamedTuple):
 
 
 class _Missing(NamedTuple):
-    """A rank's word that the optimizer keeps other things than the one asked for."""
+    """A rank's answer that the optimizer has state of other names than the one asked for."""
 
     keys: tuple[str, ...]
 
@@ -344,7 +343,7 @@ def _expect_elements(place: Place, held: Iterable[object], key: str) -> None:
     kinds = {type(one) for one in held if one is not None}
     if not kinds:
         raise UsageError(
-            f"rank {place.ranks.rank}: the optimizer remembers nothing of {place.slot.name} yet;"
+            f"rank {place.ranks.rank}: the optimizer has no state of {place.slot.name} yet;"
             " set its state after the first update"
         )
     if _Plain in kinds:

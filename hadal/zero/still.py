@@ -12,17 +12,17 @@ from hadal.zero.bucket import Bucket, refresh_all
 
 
 def has_frozen(bucket: Bucket) -> bool:
-    """Whether a parameter of a trained bucket requires no gradient now."""
+    """Return True if a parameter of a trained bucket requires no gradient now."""
     with unwatched():
         return not all(parameter.requires_grad for parameter in bucket.parameters)
 
 
 @contextmanager
 def held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
-    """Around an update: give what is frozen in these buckets its values back.
+    """Restore the values of frozen parameters in these buckets after an update.
 
-    A gradient of zero is none: momentum and weight decay would move a frozen parameter on. All
-    ranks must name the same buckets. What the optimizer remembers does see a gradient of zero.
+    A gradient of zero is not enough: momentum and weight decay would move a frozen parameter. All
+    ranks must name the same buckets. The optimizer's state does see a gradient of zero.
     """
     held = list(buckets)
     kept = []
@@ -39,7 +39,7 @@ def held_still(buckets: Iterable[Bucket]) -> Iterator[None]:
 
 
 def _frozen_cuts(bucket: Bucket) -> Iterator[Tensor]:
-    """The master values of frozen parameters in this rank's span."""
+    """Yield the master values of frozen parameters in this rank's span."""
     assert bucket.master is not None  # it is trained
     for part in bucket.layout.fragments(*bucket.span):
         if not bucket.parameters[part.slot].requires_grad:

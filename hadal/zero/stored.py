@@ -23,7 +23,7 @@ _BLOCK_NUMEL = 1 << 20
 
 
 class EncodedTensor:
-    """1-D values that are not trained, held as the bytes that a codec makes of them."""
+    """1-D values that are not trained, stored as a codec's bytes."""
 
     def __init__(self, values: Tensor, codec: Codec) -> None:
         self.numel = values.numel()
@@ -65,7 +65,7 @@ class EncodedTensor:
 
 
 class _ReadAhead:
-    """Reads values from the disk into a buffer of a pool before they are used."""
+    """A read from the disk into a buffer of a pool, ahead of its use."""
 
     def __init__(self, source: DiskTensor, pool: BufferPool) -> None:
         self._source = source
@@ -80,8 +80,8 @@ class _ReadAhead:
             self._request = self._source.start_read(0, self._values_in(self._buffer))
 
     def take(self) -> tuple[Tensor, Callable[[Event | None], None]] | None:
-        """Wait for the values; None: no buffer is free. Who takes them calls the second with the
-        event after which the buffer may be reused."""
+        """Wait for the values; None: no buffer is free. The caller passes the event after which the
+        buffer may be reused to the second result."""
         self.start()
         buffer, self._buffer = self._buffer, None
         if buffer is None:
@@ -95,7 +95,7 @@ class _ReadAhead:
         return self._values_in(buffer), lambda after: self._pool.give_back(buffer, after)
 
     def drop(self) -> None:
-        """Forget what was read: it is stale, or not wanted any more."""
+        """Forget what was read: it is stale, or not needed any more."""
         with suppress(OffloadError):  # nor does it matter then whether it failed
             found = self.take() if self._buffer is not None else None
             if found is not None:
@@ -113,9 +113,9 @@ class Stored:
     has them already, they are `values` inside `present` alone.
 
     Args:
-        name: what they are, for errors.
+        name: their name in errors.
         values: the values; they are kept if there is no backing.
-        backing: what they are loaded from.
+        backing: their source when they are loaded.
         pool: buffers to read a disk into before a gather needs the values.
         crossing: the way to the device's memory, if the values are kept in other memory.
     """
@@ -147,17 +147,17 @@ class Stored:
 
     @property
     def loads_on_use(self) -> bool:
-        """Whether the values are in memory inside `present` alone."""
+        """Return True if the values are in memory only inside `present`."""
         return self._backing is not None
 
     @property
     def is_present(self) -> bool:
-        """Whether the values are in memory now."""
+        """Return True if the values are in memory now."""
         return self._values is not None
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the values, once loaded, are in other memory than the device's."""
+        """Return True if the values, once loaded, are in other memory than the device's."""
         return self._crossing is not None
 
     @property
@@ -179,9 +179,9 @@ class Stored:
         return self._values
 
     def on_host(self, there: Event) -> Tensor:
-        """In any thread: the values, which are in memory, on the host.
+        """Return the values, which are in memory, on the host; any thread may call it.
 
-        `there`: when the device had them. Nobody writes meanwhile.
+        `there`: when the device had them. Nothing writes meanwhile.
         """
         values, busy = self._values, self._busy
         assert values is not None  # they are in memory at any time
@@ -232,7 +232,7 @@ class Stored:
             self._values = None
 
     def holds(self, values: Tensor) -> bool:
-        """Whether these are the values, bit for bit. A disk is read for it."""
+        """Return True if these are the values, bit for bit. A disk is read for it."""
         with self.present(writes=False) as mine:
             # Compared as words: 16-bit floats are compared one by one, four times as slow.
             other = values.to(mine.device)
@@ -256,7 +256,7 @@ class Stored:
             self._backing.commit()
 
     def free(self) -> None:
-        """Give space on the disk back."""
+        """Free the space on the disk."""
         if isinstance(self._backing, DiskTensor):
             self.forget_ahead()
             self._backing.free()
@@ -292,11 +292,11 @@ class Stored:
         elif self._values is not None:
             self._busy = arrival.event
         pending = arrival.then(gather)
-        # Alone there is nothing to wait for but the values.
+        # A single rank waits for the values only.
         return Pending(pending.label, [arrival]) if pending.done else pending
 
     def _read(self) -> tuple[Tensor, Callable[[Event | None], None] | None]:
-        """The values from the disk, and what gives their buffer back if they are in one."""
+        """Return the values from the disk, and a callback that frees their buffer, if any."""
         found = None if self._ahead is None else self._ahead.take()
         if found is not None:
             return found
@@ -304,7 +304,7 @@ class Stored:
         return self._backing.read(), None
 
     def land(self, start: int, values: Tensor) -> None:
-        """Take over new values, cast, from the device's memory for the elements from `start` on."""
+        """Write new values, cast, from the device's memory to the elements from `start` on."""
         if self._crossing is None or self._backing is not None:
             self.values[start : start + values.numel()].copy_(values)
             return

@@ -1,4 +1,4 @@
-"""Traces: in which order the buckets of a model were used in one forward or backward."""
+"""Traces: the order in which one forward or backward used the buckets of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIGEST_BITS = 48
 
 
 class Kind(Enum):
-    """The stretches of work that have a trace of their own."""
+    """The kinds of work that have a trace of their own."""
 
     FORWARD = "forward"
     EVALUATION = "forward without gradients"
@@ -34,8 +34,8 @@ class Use(NamedTuple):
 
 
 def digest_of(*values: object, bits: int = _DIGEST_BITS) -> int:
-    """A number of so many bits that is the same in every process for the same numbers, and for
-    others hardly ever is.
+    """Return a number of so many bits: equal for the same numbers in every process, for others
+    almost never.
     """
     told = hashlib.blake2b(repr(values).encode(), digest_size=8)
     return int.from_bytes(told.digest(), "big") >> (64 - bits)
@@ -59,11 +59,11 @@ class Trace:
 
     @property
     def moments(self) -> tuple[int, ...]:
-        """When uses end and reductions start, as numbers of which the larger ones are later."""
+        """Ends of uses and starts of reductions, as numbers of which the larger ones are later."""
         return (*(use.until for use in self.uses), *(-use.reduced for use in self.uses))
 
     def at(self, moments: Sequence[int]) -> Trace:
-        """The same path with other `moments`."""
+        """Return the same path with other `moments`."""
         count = len(self.uses)
         ends, starts = moments[:count], moments[count:]
         lines = zip(self.path, ends, starts, strict=True)
@@ -71,12 +71,12 @@ class Trace:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """The numbers of the buckets used, without when their uses ended."""
+        """The numbers of the buckets used, without the ends of their uses."""
         return tuple(use.bucket for use in self.uses)
 
 
 class Recorder:
-    """Writes down the uses of one stretch of work."""
+    """A recorder of the uses of one stretch of work."""
 
     def __init__(self) -> None:
         self._buckets: list[int] = []
@@ -85,36 +85,36 @@ class Recorder:
         self._reductions: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """Start on an empty page."""
+        """Clear the record."""
         self._buckets.clear()
         self._ends.clear()
         self._open.clear()
         self._reductions.clear()
 
     def need(self, bucket: int) -> None:
-        """A use of a bucket begins."""
+        """Begin a use of a bucket."""
         self._open[bucket] = len(self._buckets)
         self._buckets.append(bucket)
         self._ends.append(None)
 
     def done(self, bucket: int) -> int | None:
-        """The present use of a bucket is over; its number, None where there is no such use."""
+        """End the present use of a bucket; return its number, None if there is no such use."""
         number = self._open.pop(bucket, None)
         if number is not None:
             self._ends[number] = len(self._buckets)
         return number
 
     def reduce(self, bucket: int) -> None:
-        """A reduction starts; `bucket` is -1 for one whose uses are not written down."""
+        """Record a started reduction; `bucket` is -1 for one whose uses are not recorded."""
         self._reductions.append((len(self._buckets), bucket))
 
     def trace(self) -> Trace:
-        """What was written since the beginning."""
+        """Return the trace since the beginning."""
         last = len(self._buckets)
         pairs = zip(self._buckets, self._ends, strict=True)
         uses = [Use(b, last if end is None else end) for b, end in pairs]
         final = {use.bucket: use.until for use in uses}
-        # A bucket that no gradient came for was reduced early: another time it may be used first.
+        # A bucket that no gradient came for was reduced early: next time it may be used first.
         starts = (max(at, final.get(bucket, 0)) for at, bucket in self._reductions)
         latest = list(accumulate(starts, max))
         return Trace(
@@ -125,7 +125,7 @@ class Recorder:
 def describe_parting(
     paths: Sequence[Sequence[int]], owners: Sequence[str], names: Sequence[str]
 ) -> str:
-    """Where paths part: what each owner used there, by the buckets' names."""
+    """Describe where paths part: the bucket that each owner used there, by name."""
     common, longest = 0, max(map(len, paths))
     # Paths that do not part at all end together.
     while common < longest and len({tuple(path[common : common + 1]) for path in paths}) == 1:

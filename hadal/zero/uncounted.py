@@ -14,10 +14,10 @@ from hadal.zero.bucket import Bucket
 
 
 class UncountedEdits:
-    """Looks at weights before each update without a wait for the device.
+    """A check of weights before each update that does not wait for the device.
 
-    In-place writes under `torch.no_grad()` are counted by torch, and taken up. A write through
-    `parameter.data` shows in the values alone: the device compares them, and the host reads the
+    torch counts in-place writes under `torch.no_grad()`, and they are absorbed. A write through
+    `parameter.data` shows only in the values: the device compares them, and the host reads the
     answer before the next update, when such a write is lost.
     """
 
@@ -26,7 +26,7 @@ class UncountedEdits:
         self._reading: HostCopy | None = None
 
     def look(self, buckets: Sequence[Bucket]) -> None:
-        """Take up counted writes, and begin to compare what cannot be counted."""
+        """Absorb counted writes, and begin to compare what cannot be counted."""
         seen = [(bucket.absorb_unread(), bucket) for bucket in buckets]
         found = [(answer, bucket.name) for answer, bucket in seen if answer is not None]
         if self._reading is not None and not self._reading.is_over:
@@ -39,12 +39,12 @@ class UncountedEdits:
 
     @property
     def lost(self) -> bool:
-        """Whether weights are known to have changed here before the last update, uncounted."""
+        """Return True if weights here are known to have changed uncounted by the last update."""
         reading = self._reading
         return reading is not None and reading.is_over and bool(reading.values().any())
 
     def error(self, ranks: Ranks) -> UsageError:
-        """What every rank raises where any of them has lost a write. All must call it."""
+        """Return the error that every rank raises if any has lost a write. All must call it."""
         mine: list[str] = []
         if self.lost and self._reading is not None:
             answers = self._reading.values().tolist()

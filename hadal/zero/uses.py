@@ -1,4 +1,4 @@
-"""Which buckets come and go, and which units use which of them."""
+"""The buckets that are gathered on use, and the units that use them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hadal.zero.grouping import Unit
 
 
 class Uses:
-    """The buckets whose weights are gathered on use, by their numbers; those of each unit."""
+    """The buckets whose weights are gathered on use, by number; those of each unit."""
 
     def __init__(self) -> None:
         self._of: dict[Unit, list[Bucket]] = {}
         self.take([])
 
     def take(self, buckets: list[Bucket]) -> None:
-        """From now on, there are these."""
+        """Set the buckets from now on."""
         self.buckets = buckets
         self.number = {bucket: number for number, bucket in enumerate(buckets)}
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         # By the storage of their full buffer, which outlives its contents: torch gives one object
-        # for one storage as long as somebody holds it.
+        # for one storage as long as it is referenced.
         storages = [bucket.full.untyped_storage() for bucket in buckets]
         self._fulls = {id(s): (s, bucket) for s, bucket in zip(storages, buckets, strict=True)}
 
     def replace(self, old: Bucket, parts: Sequence[Bucket]) -> None:
-        """Put new buckets in the place of one whose parameters they have taken over."""
+        """Replace a bucket by new ones that have taken over its parameters."""
         place = self.number[old]
         self.take([*self.buckets[:place], *parts, *self.buckets[place + 1 :]])
         for uses in self._of.values():
@@ -38,10 +38,10 @@ class Uses:
                 uses[place : place + 1] = parts
 
     def extend(self, units: Iterable[Unit]) -> list[Unit]:
-        """Take up the units of the model that are not known yet, or that have come to use more.
+        """Add the model's units that are not known yet, or that have come to use more.
 
         Returns:
-            Those whose modules were not watched for a unit so far.
+            The units whose modules were not watched so far.
         """
         known = {(unit.module, unit.is_external): unit for unit in self._of}
         fresh = []
@@ -57,7 +57,7 @@ class Uses:
         return fresh
 
     def learn(self, unit: Unit, bucket: Bucket) -> bool:
-        """A unit uses a bucket too; tell whether that was not known."""
+        """Add a bucket to a unit's uses; return True if that was not known."""
         if bucket in self._of[unit]:
             return False
         self._of[unit].append(bucket)
@@ -65,21 +65,21 @@ class Uses:
 
     @property
     def units(self) -> Iterable[Unit]:
-        """Those that use any of the buckets."""
+        """Return the units that use any of the buckets."""
         return self._of.keys()
 
     def of(self, unit: Unit) -> Sequence[Bucket]:
-        """The buckets that a unit is known to use."""
+        """Return the buckets that a unit is known to use."""
         return self._of[unit]
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
-        """The bucket whose full buffer a tensor looks into, if any."""
+        """Return the bucket whose full buffer a tensor looks into, if any."""
         held = self._fulls.get(id(_storage_of(tensor)))
         return None if held is None else held[1]
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """A tensor's memory; None where it has none of its own: a sparse one, or one under vmap."""
+    """Return a tensor's storage; None if it has none of its own: a sparse one, one under vmap."""
     try:
         return tensor.untyped_storage()
     except NotImplementedError:

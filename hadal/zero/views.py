@@ -1,8 +1,8 @@
-"""What the parameters of a bucket look at, and what it means where one no longer does.
+"""The tensors that a bucket's parameters look into, and what it means if one no longer does.
 
 They look into the full buffer while it is there and at placeholders while it is freed. A parameter
 that was given other memory has left its bucket; a write to a placeholder reaches nothing. Both are
-told by the parameter's name.
+reported by the parameter's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hadal.zero.watched import (
 
 
 class Views:
-    """The parameters of one bucket, and where they look: at first into the full buffer."""
+    """The parameters of one bucket, and the tensors they look into: at first the full buffer."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], layout: Layout, full: Tensor, rank: int
@@ -47,17 +47,17 @@ class Views:
         self.look_into_full()
 
     def look_into_full(self) -> None:
-        """The parameters look into the full buffer."""
+        """Let the parameters look into the full buffer."""
         self.look_at(self._into_full)
 
     def look_at_placeholders(self) -> None:
-        """The parameters hold their shapes, and no values; whoever reads them is announced."""
+        """Let the parameters hold their shapes and no values; their reads are announced."""
         self.look_at(self._placeholders)
         for parameter, kind in zip(self._parameters, self._watched_kinds, strict=True):
             parameter.__class__ = kind
 
     def look_at(self, values: Sequence[Tensor]) -> None:
-        """The parameters look at these values, one for each."""
+        """Let the parameters look at these values, one for each."""
         is_full = values is self._into_full
         self._full_users = 1 + len(self._into_full) * (2 if is_full else 1)
         for index, (parameter, value) in enumerate(zip(self._parameters, values, strict=True)):
@@ -78,34 +78,34 @@ class Views:
             parameter.data = parameter.detach().clone()
 
     def expect_values(self, arrive: Callable[[], object]) -> None:
-        """What the full buffer is to hold is on its way: `arrive` is called before each read."""
+        """Let `arrive` be called before each read: the full buffer's values are on their way."""
         for parameter in self._parameters:
             expect_values(parameter, arrive)
 
     def have_values(self) -> None:
-        """The full buffer holds what it is to hold."""
+        """Undo `expect_values`: the full buffer has its values."""
         for parameter in self._parameters:
             have_values(parameter)
 
     # ---- what may have happened to them ----------------------------------------------------------
 
     def have_others(self, own: int) -> bool:
-        """Whether anybody has a tensor that looks into the full buffer, beside `own` known ones."""
+        """Return True if tensors look into the full buffer beside `own` known ones."""
         return number_of_users(self._full) > self._full_users + own
 
     @property
     def were_written(self) -> bool:
-        """Whether torch has counted a write to a parameter since it was made to look here."""
+        """Return True if torch has counted a write to a parameter since it came to look here."""
         with unwatched():
             pairs = zip(self._parameters, self._versions, strict=True)
             return any(parameter._version != version for parameter, version in pairs)
 
     def note_versions(self) -> None:
-        """What has been written so far has been seen."""
+        """Mark all writes so far as seen."""
         self._versions = [parameter._version for parameter in self._parameters]
 
     def check_placeholders(self) -> None:
-        """Refuse to go on where a freed parameter was written to: the write would be lost.
+        """Refuse to go on if a freed parameter was written to: the write would be lost.
 
         Raises:
             ModelError: a parameter looks elsewhere.
@@ -121,9 +121,9 @@ class Views:
 
     @property
     def _may_be_written(self) -> bool:
-        """Whether a placeholder was given to anybody, or still is: `parameter.data`, say.
+        """Return True if a placeholder was handed out, or still is: `parameter.data`, say.
 
-        The values are only looked at then, which waits for the device.
+        Only then are the values read, which waits for the device.
         """
         was_given = [take_touched(parameter) for parameter in self._parameters]
         return any(was_given) or number_of_users(self._nans) > 1 + 2 * len(self._parameters)
@@ -136,8 +136,8 @@ class Views:
         )
 
     def check_links(self, *, is_full: bool) -> None:
-        """Raise `ModelError` for a parameter that looks neither into the full buffer nor, where
-        that is freed, at its placeholder.
+        """Raise `ModelError` for a parameter that looks neither into the full buffer nor, if that
+        is freed, at its placeholder.
         """
         with unwatched():
             for index, expected in enumerate(self._into_full if is_full else self._placeholders):
@@ -156,18 +156,18 @@ class Views:
 
 
 def views_of(flat: Tensor, layout: Layout) -> list[Tensor]:
-    """A view of `flat` (1-D, laid out so) for each parameter, in its shape and strides."""
+    """Return a view of `flat` (1-D, laid out so) for each parameter, in its shape and strides."""
     return [shaped(flat[slot.offset : slot.stop], slot) for slot in layout.slots]
 
 
 def shaped(flat: Tensor, slot: Slot) -> Tensor:
-    """A view of one parameter's elements, 1-D as they lie in memory, in its shape and strides."""
+    """Return a view of one parameter's elements, 1-D in memory order, in its shape and strides."""
     return flat.as_strided(slot.shape, slot.strides) if slot.order else flat.view(slot.shape)
 
 
 def flattened(values: Tensor, slot: Slot) -> Tensor:
-    """The elements of a tensor of a parameter's shape, 1-D in the order of the parameter's memory.
+    """Return the elements of a tensor of a parameter's shape, 1-D in the parameter's memory order.
 
-    A view where they lie in that order, else a copy.
+    A view if they are in that order, else a copy.
     """
     return (values.permute(slot.order) if slot.order else values).reshape(-1)

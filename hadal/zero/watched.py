@@ -1,7 +1,7 @@
-"""Parameters whose reads are seen: they have a class that torch asks before each operation.
+"""Parameters whose reads are seen: they have a class that torch calls before each operation.
 
-These are freed ones, and those whose new values are on their way. A parameter whose values are
-there has its own class, and costs nothing. A watched class is a subclass of the parameter's own,
+These are freed ones, and those whose new values are on their way. A parameter with its values
+present has its own class, and costs nothing. A watched class is a subclass of the parameter's own,
 under the same name.
 """
 
@@ -44,15 +44,15 @@ QUESTIONS = frozenset(
 _FILLS = frozenset({Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_, Tensor.zero_})
 _FILLS_OF_INIT = frozenset({"constant_", "kaiming_uniform_", "normal_", "uniform_"})
 
-# Of a parameter that was read, or given away, while its values were not there.
+# Parameters that were read, or handed out, while their values were not there.
 _touched: Attached[bool] = Attached("touched")
-# Of a parameter whose values are on their way: lets whoever reads it wait for them.
+# Parameters whose values are on their way: lets readers wait for them.
 _arrivals: Attached[Callable[[], object]] = Attached("arrival")
 _listeners: list[Listener] = []
 
 
 class Listener:
-    """Has reads of watched parameters announced while it listens, in the thread that began it.
+    """A listener for reads of watched parameters, in the thread that began it.
 
     A device's backward runs in a thread of its own: reads there count too.
     """
@@ -68,20 +68,20 @@ class Listener:
             _listeners.append(self)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self in _listeners:
             _listeners.remove(self)
 
     def hear(self, parameter: nn.Parameter) -> None:
-        """A watched parameter is about to be read."""
+        """Announce that a watched parameter is about to be read."""
         if threading.get_ident() == self._thread or is_in_backward():
             self._on_read(parameter)
 
 
 def fills(operation: Any) -> bool:
-    """Whether an operation gives its first argument new values, whatever it held.
+    """Return True if an operation gives its first argument new values, whatever it held.
 
-    torch's initialisations announce what stands under their name in `nn.init`: another library may
+    torch's initialisations announce the function of their name in `nn.init`: another library may
     have put its own functions there, which call torch's.
     """
     name = getattr(operation, "__name__", "")
@@ -90,7 +90,7 @@ def fills(operation: Any) -> bool:
 
 
 class _Watched:
-    """What is mixed into a parameter's class."""
+    """Mixin for the class of a watched parameter."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class _Watched:
         return cls.__bases__[1](*args, **kwargs)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
-        """The values as torch prints them; for a freed parameter, where they are instead."""
+        """Return the values as torch prints them; for a freed parameter, where they are instead."""
         parameter = cast(nn.Parameter, self)
         if parameter in _arrivals:
             _announce(parameter)
@@ -115,7 +115,7 @@ class _Watched:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():
-            # To gather moves memory, which a graph must not trace: the operation stays outside.
+            # A gather moves memory, which a graph must not trace: the operation stays outside.
             torch._dynamo.graph_break()
         kwargs = kwargs or {}
         if func not in QUESTIONS:
@@ -157,13 +157,13 @@ def _watched_kind(kind: type) -> type:
 
 
 def kind_of(parameter: Tensor) -> type:
-    """The parameter's own class, also while it is watched."""
+    """Return the parameter's own class, also while it is watched."""
     kind = type(parameter)
     return kind.__bases__[1] if issubclass(kind, _Watched) else kind
 
 
 def watched_kind_of(parameter: Tensor) -> type:
-    """The class of the parameter while each read of it is announced."""
+    """Return the class of the parameter while each read of it is announced."""
     return _watched_kind(kind_of(parameter))
 
 
@@ -180,7 +180,7 @@ def have_values(parameter: nn.Parameter) -> None:
 
 
 def take_touched(parameter: nn.Parameter) -> bool:
-    """Whether values of a watched parameter were asked for that were not there, since last asked.
+    """Return True if missing values of a watched parameter were asked for since the last call.
 
     A write to them may have followed.
     """

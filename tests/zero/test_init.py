@@ -253,7 +253,7 @@ def use_options() -> None:
         hadal.zero.Init(remote_device="cpu", config=nvme)
     with pytest.raises(UsageError, match="expected None, 'none', 'cpu' or 'nvme'"):
         hadal.zero.Init(remote_device="disk")
-    with pytest.raises(UsageError, match="config_dict_or_path and config, which say the same"):
+    with pytest.raises(UsageError, match="config_dict_or_path and config, which are synonyms"):
         hadal.zero.Init(config={}, config_dict_or_path={})
 
 

@@ -278,7 +278,7 @@ def write_moments(stage: int, whole: bool) -> None:
     """The next update is made with the moments that were put in."""
     trained = engine(stage, {}, whole)
     parameters = named(trained)
-    with pytest.raises(UsageError, match=r"remembers nothing of 0\.weight yet"):
+    with pytest.raises(UsageError, match=r"has no state of 0\.weight yet"):
         utils.safe_set_full_optimizer_state(parameters["0.weight"], torch.ones(9, 6), "exp_avg")
     train_engine(trained, range(1))
     plain = model_of()
