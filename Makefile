@@ -12,6 +12,9 @@ RUN    := $(BIN)/python -m torch.distributed.run
 TORCH  ?= 2.11.0
 OTHER  := $(VENV)-torch-$(TORCH)
 
+# What looks after dependencies has an environment of its own: it is no part of what it looks at.
+AUDIT  := $(VENV)-audit
+
 # One process for each GPU, or two processes where there are none.
 NPROC  ?= $(shell $(BIN)/python -c "import torch; print(torch.accelerator.device_count() or 2)" 2>/dev/null || echo 2)
 # Workers that run tests side by side; each starts processes of its own, mostly two to four.
@@ -22,7 +25,7 @@ DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors lint types contracts check format bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
+.PHONY: help install demo demo-clean test test-quick test-slow test-full test-torch test-processors lint types contracts check format wheel audit sbom bench bench-gpu bench-gpu-offload bench-offload bench-optimizer bench-scale docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +108,26 @@ format: $(VENV)/.test  ## lay the code out and mend what can be mended
 docs: $(VENV)/.test  ## generate docs/configuration*.md from the fields of the configuration
 	$(BIN)/python -m hadal.config.document
 
+# ---- distribution -----------------------------------------------------------------------------
+
+wheel: $(VENV)/.test  ## build dist/: the same commit gives the same bytes
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation --outdir dist .
+	sha256sum dist/*
+
+$(AUDIT)/.tools: constraints.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet -c constraints.txt pip-audit cyclonedx-bom zizmor
+	@touch $@
+
+audit: $(AUDIT)/.tools  ## look for known vulnerabilities in constraints.txt, and for faults in workflow files
+	@if [ -d .github/workflows ]; then $(AUDIT)/bin/zizmor .github/workflows; else \
+		echo "no workflow files: zizmor has nothing to look at"; fi
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
+
+sbom: $(AUDIT)/.tools $(VENV)/.test  ## write sbom.json: what is installed in .venv, in the CycloneDX format
+	$(AUDIT)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --mc-type library \
+		--output-reproducible --of JSON --output-file sbom.json
+
 # ---- measurements -----------------------------------------------------------------------------
 
 bench: $(VENV)/.test  ## measure one training step on this machine's CPUs, beside other libraries
@@ -126,5 +149,5 @@ bench-gpu-offload: $(VENV)/.test  ## measure offloading on one GPU, and the larg
 	$(BIN)/python benchmarks/offload_gpu.py --json bench-gpu-offload.json $(BENCH_ARGS)
 
 clean:  ## remove what was built, and .venv
-	rm -rf $(VENV) $(VENV)-torch-* build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* $(AUDIT) sbom.json build dist demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -151,6 +151,31 @@ def test_initialize_costs_little_beside_torch(tmp_path: Path) -> None:
     assert min(shares) < 0.25, shares
 
 
+# ---- tests ------------------------------------------------------------------------------------
+
+FOLDERS = ["autotuning", "checkpoint", "config", "device", "launcher", "offload", "optim"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_module_leads_to_its_tests(folder: str) -> None:
+    """`hadal/a/b.py` has `tests/a/test_b.py`, or its docstring ends with `Tests: tests/...`."""
+    lost = []
+    for file in sorted((ROOT / "hadal" / folder).rglob("*.py")):
+        inside = file.relative_to(ROOT / "hadal")
+        tree = ast.parse(file.read_text())
+        defines = any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) for node in tree.body)
+        if file.name == "__init__.py" and not defines:
+            continue
+        *_, last = (ast.get_docstring(tree) or "").split("\n\n")
+        named = re.fullmatch(r"Tests: (tests/[\w/]+\.py(, tests/[\w/]+\.py)*)", last)
+        paths = named[1].split(", ") if named else [f"tests/{inside.parent}/test_{file.name}"]
+        lost += [f"hadal/{inside}: no {path}" for path in paths if not (ROOT / path).exists()]
+    lost.append(
+        "name what tests a module in the last paragraph of its docstring: `Tests: tests/...`"
+    )
+    assert len(lost) == 1, "\n".join(lost)
+
+
 # ---- pages ------------------------------------------------------------------------------------
 
 
@@ -186,7 +211,7 @@ def test_the_design_names_every_room(folder: str) -> None:
 
 
 def test_the_pages_that_are_promised_are_there() -> None:
-    promised = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"]
+    promised = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"]
     promised += [f"docs/{name}.md" for name in ("design", "words", "life_of_a_weight")]
     missing = [name for name in promised if not (ROOT / name).exists()]
     assert not missing

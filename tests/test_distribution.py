@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,13 +18,27 @@ from hadal import __version__
 ROOT = Path(__file__).parents[1]
 
 
+def build(source: Path, folder: Path, umask: int = 0o022) -> None:
+    """Build an sdist, and a wheel from it, as `make wheel` does."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(source),
+    ]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, umask=umask)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel, built from the sdist, which is built from the repository."""
+    """A folder with the wheel and the sdist, built from the repository."""
     folder = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    build(ROOT, folder)
     return folder
 
 
@@ -31,6 +48,29 @@ def test_it_has_a_name_of_its_own(built: Path) -> None:
         f"hadal_train-{__version__}.tar.gz",
         f"hadal_train-{__version__}-py3-none-any.whl",
     }
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_the_same_files_give_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    """Elsewhere, with other times and permissions of files and folders."""
+
+    def copied(path: str, to: str) -> None:
+        shutil.copyfile(path, to)
+        os.chmod(to, os.stat(path).st_mode & 0o700)
+
+    source, other = tmp_path / "elsewhere", tmp_path / "built"
+    source.mkdir(mode=0o700)
+    kept = "hadal compat tests examples docs README.md CHANGELOG.md SECURITY.md LICENSE"
+    for name in (*kept.split(), "pyproject.toml", ".gitignore"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, copy_function=copied)
+        else:
+            copied(str(ROOT / name), str(source / name))
+    build(source, other, umask=0o077)
+    assert digests(other) == digests(built)
 
 
 def test_the_sdist_is_enough_to_test_and_to_read(built: Path) -> None:

@@ -1,4 +1,7 @@
-"""JSON files, written atomically."""
+"""JSON files, written atomically.
+
+Tests: tests/autotuning/test_tuner.py
+"""
 
 from __future__ import annotations
 

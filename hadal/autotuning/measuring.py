@@ -1,4 +1,7 @@
-"""Measurements of a training run that is an experiment, and its early exit."""
+"""Measurements of a training run that is an experiment, and its early exit.
+
+Tests: tests/autotuning/test_tune.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A rank's memory has a part independent of the micro-batch (model states) and one proportional to
 it (activations).
+
+Tests: tests/autotuning/test_search.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Experiments run as real jobs: the user's command with another configuration."""
+"""Experiments run as real jobs: the user's command with another configuration.
+
+Tests: tests/autotuning/test_tuner.py, tests/autotuning/test_tune.py
+"""
 
 from __future__ import annotations
 

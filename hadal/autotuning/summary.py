@@ -1,4 +1,7 @@
-"""The findings of a search: the best trial, a table, and the reasons for failures."""
+"""The findings of a search: the best trial, a table, and the reasons for failures.
+
+Tests: tests/autotuning/test_search.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The words of the user's command line, and the changes to them for an experiment. Pure."""
+"""The words of the user's command line, and the changes to them for an experiment. Pure.
+
+Tests: tests/autotuning/test_space.py
+"""
 
 from __future__ import annotations
 

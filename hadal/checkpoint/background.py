@@ -1,4 +1,7 @@
-"""Saves of one engine: synchronous, or by a thread that writes a copy while training goes on."""
+"""Saves of one engine: synchronous, or by a thread that writes a copy while training goes on.
+
+Tests: tests/checkpoint/test_async.py
+"""
 
 from __future__ import annotations
 

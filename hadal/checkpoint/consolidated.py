@@ -3,6 +3,8 @@
 All ranks gather each bucket in turn; rank 0 copies what it needs before the next one. The other
 ranks need memory for one bucket, rank 0 for what it keeps. If the model is in model-parallel
 parts, the first rank of each part does what rank 0 does.
+
+Tests: tests/engine/test_giving.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The checksum is 64-bit XXH3: it finds damage at the speed of memory (CRC-32, which earlier versions
 wrote, takes several times as long). It is no protection against a forger, who could write another
 checkpoint altogether.
+
+Tests: tests/checkpoint/test_damage.py, tests/checkpoint/test_crash.py
 """
 
 from __future__ import annotations

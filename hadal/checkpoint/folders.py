@@ -5,6 +5,8 @@ before, its old folder is named `.<tag>.<mark>.old` between two renames; if a cr
 that, it is still found. A folder to remove is first renamed to `.<tag>.<mark>.dead`, so that
 nobody takes half a folder for a checkpoint. One job at a time may save into a folder, with
 several engines; other programs may read it, or write files beside the checkpoints, meanwhile.
+
+Tests: tests/checkpoint/test_meanwhile.py, tests/checkpoint/test_crash.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""fp32 weights of a checkpoint, through functions with DeepSpeed's names."""
+"""fp32 weights of a checkpoint, through functions with DeepSpeed's names.
+
+Tests: tests/checkpoint/test_export.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Inspection of a folder of checkpoints: their contents, and damage."""
+"""Inspection of a folder of checkpoints: their contents, and damage.
+
+Tests: tests/cli/test_checkpoint.py, tests/checkpoint/test_meanwhile.py
+"""
 
 from __future__ import annotations
 

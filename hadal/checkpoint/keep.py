@@ -1,4 +1,7 @@
-"""Retention: keep the newest and recent checkpoints, and those not saved as `latest`."""
+"""Retention: keep the newest and recent checkpoints, and those not saved as `latest`.
+
+Tests: tests/checkpoint/test_contents.py
+"""
 
 from __future__ import annotations
 

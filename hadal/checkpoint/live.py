@@ -1,4 +1,7 @@
-"""The running side of a checkpoint: the source of values in a save, the target in a load."""
+"""The running side of a checkpoint: the source of values in a save, the target in a load.
+
+Tests: tests/checkpoint/test_loading.py
+"""
 
 from __future__ import annotations
 

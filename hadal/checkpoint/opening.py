@@ -1,4 +1,7 @@
-"""Finding the checkpoint that a path refers to, and opening it as a source."""
+"""Finding the checkpoint that a path refers to, and opening it as a source.
+
+Tests: tests/checkpoint/test_export.py
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ JSON has lists, text keys and finite numbers only. Any other value becomes an ob
 that names its kind: `{"tuple": [...]}`, `{"dict": [[key, value], ...]}`, `{"counter": ...}`,
 `{"float": "inf"}`. Tensors and arrays are stored beside the JSON and referred to by name:
 `{"tensor": name}`, `{"array": name}`.
+
+Tests: tests/checkpoint/test_contents.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Read planning: which stored chunk holds which elements, by torch's checkpoint planner.
 
 Every value is treated as 1-D here, in row-major order, as in a flat buffer.
+
+Tests: tests/checkpoint/test_reshard.py
 """
 
 from __future__ import annotations

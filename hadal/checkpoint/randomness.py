@@ -1,4 +1,7 @@
-"""The program's random generators: Python's, numpy's, torch's and the accelerator's."""
+"""The program's random generators: Python's, numpy's, torch's and the accelerator's.
+
+Tests: tests/checkpoint/test_contents.py
+"""
 
 from __future__ import annotations
 

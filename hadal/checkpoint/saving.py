@@ -2,6 +2,8 @@
 
 Writing files needs nothing of the running program: `begin` gathers everything into a `SaveJob`, and
 `SaveJob.write` writes it to disk, at once or in a thread (`background.py`).
+
+Tests: tests/checkpoint/test_contents.py, tests/checkpoint/test_async.py
 """
 
 from __future__ import annotations

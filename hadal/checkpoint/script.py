@@ -1,4 +1,7 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect beside checkpoints."""
+"""`zero_to_fp32.py` and `zero_to_torch.py`, which DeepSpeed users expect beside checkpoints.
+
+Tests: tests/checkpoint/test_export.py
+"""
 
 from __future__ import annotations
 

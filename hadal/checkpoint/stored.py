@@ -1,4 +1,7 @@
-"""Hadal's own checkpoints as a `Source`: the index maps values to ranges of the rank files."""
+"""Hadal's own checkpoints as a `Source`: the index maps values to ranges of the rank files.
+
+Tests: tests/checkpoint/test_loading.py, tests/checkpoint/test_reshard.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`activation_checkpointing`: recomputing activations instead of storing them."""
+"""`activation_checkpointing`: recomputing activations instead of storing them.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from hadal.config.section import UNBUILT, Section, key, unbuilt_beside
 from hadal.config.values import Boolean, Integer

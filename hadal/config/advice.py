@@ -1,4 +1,7 @@
-"""Notes on valid settings that do less than their author may expect."""
+"""Notes on valid settings that do less than their author may expect.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`aio`: asynchronous disk I/O."""
+"""`aio`: asynchronous disk I/O.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,4 +1,7 @@
-"""`amp`: mixed precision with NVIDIA Apex's levels, implemented with torch."""
+"""`amp`: mixed precision with NVIDIA Apex's levels, implemented with torch.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -1,4 +1,7 @@
-"""`autotuning`: the search for the fastest configuration, and what one experiment measures."""
+"""`autotuning`: the search for the fastest configuration, and what one experiment measures.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal

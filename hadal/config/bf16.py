@@ -1,4 +1,7 @@
-"""`bf16`: training with bfloat16 weights."""
+"""`bf16`: training with bfloat16 weights.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,4 +1,7 @@
-"""`checkpoint`: saving and loading."""
+"""`checkpoint`: saving and loading.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,7 @@
-"""`comet`: scalars in Comet."""
+"""`comet`: scalars in Comet.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -1,4 +1,7 @@
-"""`comms_logger`: timing of collectives."""
+"""`comms_logger`: timing of collectives.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 

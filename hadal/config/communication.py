@@ -1,4 +1,7 @@
-"""Top-level keys for averaging gradients."""
+"""Top-level keys for averaging gradients.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, Literal
 

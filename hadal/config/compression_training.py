@@ -1,4 +1,7 @@
-"""`compression_training`: quantizing, pruning and shortening a model during training."""
+"""`compression_training`: quantizing, pruning and shortening a model during training.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

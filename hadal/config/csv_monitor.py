@@ -1,4 +1,7 @@
-"""`csv_monitor`: scalars in CSV files."""
+"""`csv_monitor`: scalars in CSV files.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

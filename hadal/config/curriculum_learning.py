@@ -1,4 +1,7 @@
-"""`curriculum_learning`: difficulty (sequence length) that grows during training."""
+"""`curriculum_learning`: difficulty (sequence length) that grows during training.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar, Literal, TypeAlias
 

@@ -1,4 +1,7 @@
-"""`data_efficiency`: choosing samples by difficulty, and dropping tokens."""
+"""`data_efficiency`: choosing samples by difficulty, and dropping tokens.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

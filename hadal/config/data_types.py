@@ -1,4 +1,7 @@
-"""`data_types`: dtypes that fp16 and bf16 do not decide."""
+"""`data_types`: dtypes that fp16 and bf16 do not decide.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Literal
 

@@ -1,4 +1,7 @@
-"""`datastates_ckpt`: asynchronous checkpoints."""
+"""`datastates_ckpt`: asynchronous checkpoints.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from hadal.config.section import NO_EFFECT, Section, key
 from hadal.config.values import Integer

@@ -1,6 +1,8 @@
 """Generates docs/configuration.md and docs/configuration_unbuilt.md from the declarations.
 
 Run `python -m hadal.config.document`.
+
+Tests: tests/config/test_generated.py
 """
 
 from __future__ import annotations
@@ -198,7 +200,7 @@ def _old_names(model: type[Section]) -> Iterator[str]:
 
 def main() -> None:
     """Write the pages."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--folder", type=Path, default=FOLDER)
     folder = parser.parse_args().folder
     for name, text in pages().items():

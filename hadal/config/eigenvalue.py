@@ -1,4 +1,7 @@
-"""`eigenvalue`: curvature of blocks, as a top-level section."""
+"""`eigenvalue`: curvature of blocks, as a top-level section.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from hadal.config.section import NO_EFFECT, Section, key
 from hadal.config.values import Boolean

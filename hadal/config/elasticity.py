@@ -1,4 +1,7 @@
-"""`elasticity`: one batch size that suits many numbers of ranks."""
+"""`elasticity`: one batch size that suits many numbers of ranks.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar

@@ -1,4 +1,7 @@
-"""JSON examples for docs/configuration.md, by section; the sections that have one are built."""
+"""JSON examples for docs/configuration.md, by section; the sections that have one are built.
+
+Tests: tests/config/test_generated.py
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""`expert_parallel`: distributing the experts of a mixture over ranks."""
+"""`expert_parallel`: distributing the experts of a mixture over ranks.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

@@ -1,4 +1,7 @@
-"""`flops_profiler`: operations, parameters and latency of one step."""
+"""`flops_profiler`: operations, parameters and latency of one step.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

@@ -1,4 +1,7 @@
-"""`fp16`: training with half-precision weights and loss scaling."""
+"""`fp16`: training with half-precision weights and loss scaling.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar

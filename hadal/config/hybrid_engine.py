@@ -1,4 +1,7 @@
-"""`hybrid_engine`: training and generating with one model."""
+"""`hybrid_engine`: training and generating with one model.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

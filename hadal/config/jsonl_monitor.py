@@ -1,4 +1,7 @@
-"""`jsonl_monitor`: everything about a run in one file of JSON lines."""
+"""`jsonl_monitor`: everything about a run in one file of JSON lines.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

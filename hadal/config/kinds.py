@@ -1,4 +1,7 @@
-"""The values that a key accepts, in words, from its declaration."""
+"""The values that a key accepts, in words, from its declaration.
+
+Tests: tests/config/test_generated.py, tests/config/test_values.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`zero_optimization.leaf_module`: modules that are gathered as a whole."""
+"""`zero_optimization.leaf_module`: modules that are gathered as a whole.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from hadal.config.section import Section, key
 from hadal.config.values import TextOrTexts

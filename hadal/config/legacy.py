@@ -1,4 +1,7 @@
-"""Migration of keys that moved to another section, and of sections that changed their form."""
+"""Migration of keys that moved to another section, and of sections that changed their form.
+
+Tests: tests/config/test_names.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`load_config`: turns a ds_config.json into a `Config`."""
+"""`load_config`: turns a ds_config.json into a `Config`.
+
+Tests: tests/config/test_reading.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`monitor`: which scalars the monitors write."""
+"""`monitor`: which scalars the monitors write.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from hadal.config.section import Section, key
 from hadal.config.values import Boolean

@@ -1,4 +1,7 @@
-"""`nebula`: checkpoints through Azure Nebula."""
+"""`nebula`: checkpoints through Azure Nebula.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

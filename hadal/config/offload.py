@@ -1,4 +1,7 @@
-"""`zero_optimization.offload_param` and `.offload_optimizer`: the tier that stores state."""
+"""`zero_optimization.offload_param` and `.offload_optimizer`: the tier that stores state.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar, Literal, TypeAlias
 

@@ -1,4 +1,7 @@
-"""`optimizer`: the optimizer that the engine builds."""
+"""`optimizer`: the optimizer that the engine builds.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar

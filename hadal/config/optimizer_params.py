@@ -1,4 +1,7 @@
-"""`optimizer.params`: the arguments of each built-in optimizer."""
+"""`optimizer.params`: the arguments of each built-in optimizer.
+
+Tests: tests/config/test_every_key.py, tests/config/test_typos.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias

@@ -1,4 +1,7 @@
-"""`pipeline`: options of pipeline parallelism."""
+"""`pipeline`: options of pipeline parallelism.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Literal
 

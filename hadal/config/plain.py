@@ -1,4 +1,7 @@
-"""Configuration values as plain JSON values."""
+"""Configuration values as plain JSON values.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from __future__ import annotations
 

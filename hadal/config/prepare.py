@@ -1,4 +1,7 @@
-"""Conversion of raw JSON to current names: resolves old names, leftovers, "auto" and typos."""
+"""Conversion of raw JSON to current names: resolves old names, leftovers, "auto" and typos.
+
+Tests: tests/config/test_names.py
+"""
 
 from __future__ import annotations
 

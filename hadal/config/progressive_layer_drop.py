@@ -1,4 +1,7 @@
-"""`progressive_layer_drop`: skipping layers more and more often during training."""
+"""`progressive_layer_drop`: skipping layers more and more often during training.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

@@ -1,4 +1,7 @@
-"""`quantize_training`: the first form of quantized training, before `compression_training`."""
+"""`quantize_training`: the first form of quantized training, before `compression_training`.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal

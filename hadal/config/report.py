@@ -1,4 +1,7 @@
-"""The faults, notes and `auto` values collected while loading."""
+"""The faults, notes and `auto` values collected while loading.
+
+Tests: tests/config/test_typos.py, tests/config/test_values.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`scheduler`: the learning-rate schedule, stepped once per applied update."""
+"""`scheduler`: the learning-rate schedule, stepped once per applied update.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeAlias

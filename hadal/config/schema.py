@@ -1,4 +1,7 @@
-"""The JSON schema of a ds_config.json (draft 2020-12), for editors."""
+"""The JSON schema of a ds_config.json (draft 2020-12), for editors.
+
+Tests: tests/config/test_generated.py
+"""
 
 from __future__ import annotations
 

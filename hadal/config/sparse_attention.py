@@ -1,4 +1,7 @@
-"""`sparse_attention`: layouts of block-sparse attention."""
+"""`sparse_attention`: layouts of block-sparse attention.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Literal
 

@@ -1,4 +1,7 @@
-"""`tensor_parallel`: splitting single layers over ranks."""
+"""`tensor_parallel`: splitting single layers over ranks.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,4 +1,7 @@
-"""`tensorboard`: scalars for TensorBoard."""
+"""`tensorboard`: scalars for TensorBoard.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

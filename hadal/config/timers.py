@@ -1,4 +1,7 @@
-"""`timers`: the throughput timer."""
+"""`timers`: the throughput timer.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from hadal.config.section import Section, key, section
 from hadal.config.values import Boolean

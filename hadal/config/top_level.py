@@ -1,4 +1,7 @@
-"""The configuration as a whole: the top-level keys and the sections."""
+"""The configuration as a whole: the top-level keys and the sections.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,4 +1,7 @@
-"""`torch_autocast`: running the forward pass under `torch.autocast`."""
+"""`torch_autocast`: running the forward pass under `torch.autocast`.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

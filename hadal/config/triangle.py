@@ -1,4 +1,7 @@
-"""The batch triangle: train batch = micro-batch x accumulation x ranks."""
+"""The batch triangle: train batch = micro-batch x accumulation x ranks.
+
+Tests: tests/config/test_batch.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Validation of prepared JSON into frozen sections: types and ranges, each fault with its path."""
+"""Validation of prepared JSON into frozen sections: types and ranges, each fault with its path.
+
+Tests: tests/config/test_values.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`wandb`: scalars in Weights & Biases."""
+"""`wandb`: scalars in Weights & Biases.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import ClassVar
 

@@ -1,4 +1,7 @@
-"""`weight_quantization`: weights stored quantized at stage 3, for inference."""
+"""`weight_quantization`: weights stored quantized at stage 3, for inference.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
 

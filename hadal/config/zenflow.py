@@ -1,4 +1,7 @@
-"""`zero_optimization.zenflow`: important gradients update at once, the rest later on the CPU."""
+"""`zero_optimization.zenflow`: important gradients update at once, the rest later on the CPU.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias

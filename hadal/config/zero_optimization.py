@@ -1,4 +1,7 @@
-"""`zero_optimization`: what is sharded over the ranks, and how it is sent."""
+"""`zero_optimization`: what is sharded over the ranks, and how it is sent.
+
+Tests: tests/config/test_every_key.py
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias

@@ -1,4 +1,7 @@
-"""Selection of the device that this process computes on, through `torch.accelerator`."""
+"""Selection of the device that this process computes on, through `torch.accelerator`.
+
+Tests: tests/compat/test_names.py, tests/npu/test_accelerator.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Backward passes under the caller's function modes, and queries about a running one."""
+"""Backward passes under the caller's function modes, and queries about a running one.
+
+Tests: tests/npu/test_device.py
+"""
 
 from __future__ import annotations
 

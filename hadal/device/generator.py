@@ -1,4 +1,7 @@
-"""The state of an accelerator's random generator."""
+"""The state of an accelerator's random generator.
+
+Tests: tests/npu/test_states.py
+"""
 
 from __future__ import annotations
 

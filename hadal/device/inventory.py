@@ -1,4 +1,7 @@
-"""Descriptions of this machine's devices and of torch's capabilities, for people."""
+"""Descriptions of this machine's devices and of torch's capabilities, for people.
+
+Tests: tests/cli/test_report.py, tests/npu/test_accelerator.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Peak operations per second of a device."""
+"""Peak operations per second of a device.
+
+Tests: tests/profiling/test_profiler.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that keep their Python identity when their values move between devices."""
+"""Parameters that keep their Python identity when their values move between devices.
+
+Tests: tests/npu/test_places.py
+"""
 
 from __future__ import annotations
 

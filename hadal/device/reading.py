@@ -1,4 +1,7 @@
-"""Reading an accelerator's values on the host: at once, or started now and finished later."""
+"""Reading an accelerator's values on the host: at once, or started now and finished later.
+
+Tests: tests/npu/test_waits.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Assignment of a host's cores to its ranks (arithmetic)."""
+"""Assignment of a host's cores to its ranks (arithmetic).
+
+Tests: tests/launcher/test_parts.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The process of `hadal run`: it starts the hosts' processes, shows their output and ends them."""
+"""The process of `hadal run`: it starts the hosts' processes, shows their output and ends them.
+
+Tests: tests/launcher/test_run.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Descriptions of a job: a program, and the hosts' slots to run it on. Frozen, sent as JSON."""
+"""Descriptions of a job: a program, and the hosts' slots to run it on. Frozen, sent as JSON.
+
+Tests: tests/launcher/test_parts.py, tests/launcher/test_choices.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""This machine's names and addresses in the network."""
+"""This machine's names and addresses in the network.
+
+Tests: tests/launcher/test_choices.py, tests/launcher/test_hosts_by_ssh.py
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 It says hello, reads its share from its standard input (or from `--job`), and hands it to torch's
 elastic agent. If that input ends, or over ssh no heartbeat comes for long, the command that wanted
 the job is gone and everything here ends.
+
+Tests: tests/launcher/test_run.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rank of this process, from the variables of torch's agent, Slurm or MPI."""
+"""The rank of this process, from the variables of torch's agent, Slurm or MPI.
+
+Tests: tests/launcher/test_parts.py, tests/launcher/test_ways.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 When a job fails, most ranks print a traceback at nearly the same time, interleaved. So a traceback
 is held back until its rank has ended, and the report shows the first one in full.
+
+Tests: tests/launcher/test_ending.py
 """
 
 from __future__ import annotations

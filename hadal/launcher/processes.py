@@ -1,4 +1,7 @@
-"""Processes that do not outlive their parent."""
+"""Processes that do not outlive their parent.
+
+Tests: tests/launcher/test_run.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tracebacks as text: the error at their end, and the frames that are the user's own."""
+"""Tracebacks as text: the error at their end, and the frames that are the user's own.
+
+Tests: tests/launcher/test_ending.py
+"""
 
 from __future__ import annotations
 

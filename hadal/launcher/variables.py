@@ -1,4 +1,7 @@
-"""Environment variables for ranks beyond their host's own: from env files, and by prefix."""
+"""Environment variables for ranks beyond their host's own: from env files, and by prefix.
+
+Tests: tests/launcher/test_parts.py
+"""
 
 from __future__ import annotations
 

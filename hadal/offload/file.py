@@ -1,4 +1,7 @@
-"""A file on a disk with reserved space; every fault of the disk becomes an error."""
+"""A file on a disk with reserved space; every fault of the disk becomes an error.
+
+Tests: tests/offload/test_faults.py
+"""
 
 from __future__ import annotations
 

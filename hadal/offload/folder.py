@@ -2,6 +2,8 @@
 
 Its name is `hadal-<host>-<process>-<mark>`, and a lock on the file `lock` in it shows that its
 process is alive: the system releases the lock when the process ends, however it ends.
+
+Tests: tests/offload/test_store.py, tests/offload/test_faults.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Asynchronous reads and writes, and the threads that run their system calls."""
+"""Asynchronous reads and writes, and the threads that run their system calls.
+
+Tests: tests/offload/test_queues.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Disk I/O settings: the `aio` section as a value."""
+"""Disk I/O settings: the `aio` section as a value.
+
+Tests: tests/autotuning/test_disk.py, tests/offload/test_queues.py
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A region is summed in cells of a fixed length, so reads and writes begin and end at cell borders or
 at the region's end. The sum is a CRC-32, as in checkpoints: it finds damage, but is no protection
 against a forger.
+
+Tests: tests/offload/test_verified.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""1-D tensors on a disk in two generations: the last committed one, and the next."""
+"""1-D tensors on a disk in two generations: the last committed one, and the next.
+
+Tests: tests/offload/test_interrupted.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A walk over tensors on a disk: each part is read, processed in memory, and written."""
+"""A walk over tensors on a disk: each part is read, processed in memory, and written.
+
+Tests: tests/offload/test_whole_optimizers.py, tests/offload/test_interrupted.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The stepper of 1-bit Adam, which sends signs of momenta, and the base of similar ones."""
+"""The stepper of 1-bit Adam, which sends signs of momenta, and the base of similar ones.
+
+Tests: tests/optim/test_signs.py
+"""
 
 from __future__ import annotations
 

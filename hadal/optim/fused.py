@@ -1,4 +1,7 @@
-"""torch's elementwise optimizers in blocks: its fused kernels, with its classes' state."""
+"""torch's elementwise optimizers in blocks: its fused kernels, with its classes' state.
+
+Tests: tests/optim/test_elementwise.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lion: an update by the sign of an interpolated momentum."""
+"""Lion: an update by the sign of an interpolated momentum.
+
+Tests: tests/optim/test_elementwise.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The global gradient norm, and the factor that clips it to a limit."""
+"""The global gradient norm, and the factor that clips it to a limit.
+
+Tests: tests/optim/test_step.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Updates of state on a disk, which is read, updated in memory and written part by part."""
+"""Updates of state on a disk, which is read, updated in memory and written part by part.
+
+Tests: tests/offload/test_tiers.py, tests/offload/test_interrupted.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The search for non-finite gradients, and for the first parameter with one."""
+"""The search for non-finite gradients, and for the first parameter with one.
+
+Tests: tests/engine/test_precision_fp16.py
+"""
 
 from __future__ import annotations
 

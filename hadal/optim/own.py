@@ -1,4 +1,7 @@
-"""The base of Hadal's own optimizers: a step that updates one parameter at a time."""
+"""The base of Hadal's own optimizers: a step that updates one parameter at a time.
+
+Tests: tests/optim/test_elementwise.py
+"""
 
 from __future__ import annotations
 

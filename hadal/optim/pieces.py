@@ -1,4 +1,7 @@
-"""The tensors in an optimizer's param groups: flat slices, one per group and bucket."""
+"""The tensors in an optimizer's param groups: flat slices, one per group and bucket.
+
+Tests: tests/optim/test_step.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Masters and optimizer state on a disk, bucket by bucket."""
+"""Masters and optimizer state on a disk, bucket by bucket.
+
+Tests: tests/offload/test_tiers.py, tests/offload/test_interrupted.py
+"""
 
 from __future__ import annotations
 

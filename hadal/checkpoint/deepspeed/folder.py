@@ -1,4 +1,7 @@
-"""The files of a DeepSpeed checkpoint, recognized by their names alone."""
+"""The files of a DeepSpeed checkpoint, recognized by their names alone.
+
+Tests: tests/checkpoint/test_deepspeed.py
+"""
 
 from __future__ import annotations
 

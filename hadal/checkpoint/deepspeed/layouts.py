@@ -3,6 +3,8 @@
 Four layouts. Stages 1 and 2: all parameters of a param group end to end, cut evenly over the ranks.
 Stage 3: each parameter cut evenly over the ranks. Stage 0: whole, without names. Universal: a
 folder of files for each parameter.
+
+Tests: tests/checkpoint/test_deepspeed.py
 """
 
 from __future__ import annotations

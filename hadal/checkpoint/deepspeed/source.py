@@ -1,4 +1,7 @@
-"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal format."""
+"""A DeepSpeed checkpoint as a source of named values: stages 0 to 3, and the universal format.
+
+Tests: tests/checkpoint/test_deepspeed.py, tests/checkpoint/test_from_deepspeed.py
+"""
 
 from __future__ import annotations
 

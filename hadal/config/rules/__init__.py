@@ -1,4 +1,7 @@
-"""Values that contradict each other: one function per contradiction."""
+"""Values that contradict each other: one function per contradiction.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Contradictions of the batch and the accumulation boundary."""
+"""Contradictions of the batch and the accumulation boundary.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

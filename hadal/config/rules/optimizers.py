@@ -1,4 +1,7 @@
-"""Contradictions between the optimizer or schedule and other settings."""
+"""Contradictions between the optimizer or schedule and other settings.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

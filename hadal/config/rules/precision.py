@@ -1,4 +1,7 @@
-"""Contradictions of fp16, bf16, amp and the dtypes that belong to them."""
+"""Contradictions of fp16, bf16, amp and the dtypes that belong to them.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

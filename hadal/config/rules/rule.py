@@ -1,4 +1,7 @@
-"""The type of a rule: the keys it reads, and a check of the whole configuration."""
+"""The type of a rule: the keys it reads, and a check of the whole configuration.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

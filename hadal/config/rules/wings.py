@@ -1,4 +1,7 @@
-"""Contradictions inside sections that are independent of the others."""
+"""Contradictions inside sections that are independent of the others.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 

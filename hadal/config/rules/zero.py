@@ -1,4 +1,7 @@
-"""Contradictions of sharding, offloading and the averaging of gradients."""
+"""Contradictions of sharding, offloading and the averaging of gradients.
+
+Tests: tests/config/test_rules.py
+"""
 
 from __future__ import annotations
 
