@@ -81,7 +81,7 @@ def _section(source: str) -> Elasticity:
     from hadal.config import load_config
     from hadal.config.reading import read
     from hadal.config.report import written
-    from hadal.config.rules.wings import elastic_faults
+    from hadal.config.rules.sections import elastic_faults
 
     name, raw = read(source)
     if not isinstance(raw.get("elasticity"), dict):

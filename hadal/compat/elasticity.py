@@ -10,7 +10,7 @@ from hadal.comm.start import told_world_size
 from hadal.config import load_config
 from hadal.config.elastic import choice_of, micro_for
 from hadal.config.elasticity import Elasticity
-from hadal.config.rules.wings import elastic_faults
+from hadal.config.rules.sections import elastic_faults
 from hadal.errors import ConfigError
 
 _FIRST = Version("0.3.8")

@@ -20,7 +20,7 @@ from hadal.config.reading import Source, read
 from hadal.config.report import Report
 from hadal.config.rules import tell_contradictions
 from hadal.config.rules.optimizers import bad_types
-from hadal.config.rules.wings import elastic_faults
+from hadal.config.rules.sections import elastic_faults
 from hadal.config.rules.zero import blocks_that_do_not_fit
 from hadal.config.section import default_of
 from hadal.config.top_level import Config, Origin
