@@ -16,7 +16,7 @@ from hadal.cli.arguments import integer, number, positive
 from hadal.cli.parser import add_command
 from hadal.cli.pictures import COLOURS, FAINT, picture_path, write_picture
 from hadal.cli.run import start
-from hadal.cli.terminal import CommandError, note, progress, show, table, write_file
+from hadal.cli.terminal import CommandError, heading, note, progress, show, table, write_file
 from hadal.errors import nearest
 from hadal.units import shown_binary
 
@@ -324,7 +324,7 @@ def _show(parsed: argparse.Namespace, told: dict[str, Any]) -> int:
 
 def _print_table(found: Sequence[dict[str, Any]], what: str, unit: str, factor: float) -> None:
     numbers = ("message", "elements", "μs", f"algorithm\n{unit}", f"bus\n{unit}")
-    made = table("operation", *numbers, right=numbers, title=what)
+    made = table("operation", *numbers, right=numbers)
     best = {
         kind: max(one["bus_bandwidth"] for one in found if one["kind"] == kind)
         for kind in {one["kind"] for one in found}
@@ -340,7 +340,7 @@ def _print_table(found: Sequence[dict[str, Any]], what: str, unit: str, factor: 
             *(_speed(one[key] * factor) for key in ("algorithm_bandwidth", "bus_bandwidth")),
             style="best" if one["bus_bandwidth"] == best[one["kind"]] else None,
         )
-    show(made)
+    show(heading(what), "", made)
 
 
 def _speed(value: float) -> str:

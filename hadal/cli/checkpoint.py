@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hadal.cli.arguments import add_json, integer, size
 from hadal.cli.parser import add_command, add_group
-from hadal.cli.terminal import FAILED, aligned, key, show, show_json, table
+from hadal.cli.terminal import FAILED, aligned, heading, key, show, show_json, table
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _show(reports: list[CheckpointReport]) -> None:
     show(_overview(reports))
     for report in reports:
         if report.holdings:
-            show("", _contents(report))
+            show("", heading(_title(report)), _contents(report))
     for report in reports:
         for fault in report.faults:
             show(Text.assemble(("damaged: ", "error"), fault))
@@ -164,14 +164,18 @@ def _overview(reports: list[CheckpointReport]) -> Table:
     return made
 
 
-def _contents(report: CheckpointReport) -> Table:
-    title = (
-        f"{report.tag}: {report.parameters:,} elements of weights"
-        f"{f' in {report.parts} parts' * (report.parts > 1)}, {report.file_count} files written by"
+def _title(report: CheckpointReport) -> str:
+    parts = f" in {report.parts} parts" if report.parts > 1 else ""
+    files = f"{report.file_count} file{'s' * (report.file_count != 1)}"
+    return (
+        f"{report.tag}: {report.parameters:,} elements of weights{parts}, {files} written by"
         f" {report.writer}"
     )
+
+
+def _contents(report: CheckpointReport) -> Table:
     right = ("tensors", "elements", "size")
-    made = table("kind", "dtype", *right, right=right, title=title)
+    made = table("kind", "dtype", *right, right=right)
     for one in report.holdings:
         # Weights that are the rounding of their masters are not stored twice.
         stored = shown_nbytes(one.nbytes) if one.nbytes or not one.numel else "in the masters"

@@ -10,8 +10,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hadal.cli.arguments import CONFIG_HELP
 from hadal.cli.flags import divided
 from hadal.cli.main import main
+from hadal.cli.parser import Parser
 from hadal.cli.run import pid_file
 
 # Switches of ds_report that choose among parts that `hadal report` does not have.
@@ -59,9 +61,16 @@ def ssh() -> int:
 
 def elastic() -> int:
     """`ds_elastic -c CONFIG [-w RANKS]`: the batch, and who can train it."""
-    parser = argparse.ArgumentParser(prog="ds_elastic")
-    parser.add_argument("-c", "--config", required=True, help="a ds_config.json")
-    parser.add_argument("-w", "--world-size", default="0", help="number of ranks")
+    parser = Parser(
+        prog="ds_elastic",
+        description="As `hadal elastic`: show which batch `elasticity` chooses, and how many ranks"
+        " can train it.",
+        examples=("ds_elastic -c ds_config.json -w 64",),
+    )
+    parser.add_argument("-c", "--config", required=True, metavar="CONFIG", help=CONFIG_HELP)
+    parser.add_argument(
+        "-w", "--world-size", default="0", metavar="N", help="Also show what each of N ranks does"
+    )
     parsed = parser.parse_args()
     ranks = [] if parsed.world_size == "0" else ["--world-size", parsed.world_size]
     return main(["elastic", parsed.config, *ranks])
@@ -88,25 +97,44 @@ _KINDS = {
 
 def bench() -> int:
     """`ds_bench`: how fast collectives are; with `--scan` at many sizes."""
-    parser = argparse.ArgumentParser(prog="ds_bench", allow_abbrev=False)
-    for flag, kind in _KINDS.items():
-        told = f"measure {kind}; without any of these all are measured"
-        parser.add_argument(flag, action="append_const", const=kind, dest="kinds", help=told)
-    parser.add_argument("--scan", action="store_true", help="measure many sizes")
-    parser.add_argument("--trials", default="50", help="calls (50)")
-    parser.add_argument("--warmups", default="5", help="calls before them (5)")
-    parser.add_argument("--maxsize", default="24", help="with --scan: up to 2^N elements (24)")
-    parser.add_argument("--async-op", "--async_op", action="store_true", help="wait afterwards")
-    parser.add_argument("--bw_unit", default="Gbps", choices=("Gbps", "GBps"))
-    parser.add_argument("--backend", default="", help="torch's backend (the device's own)")
-    parser.add_argument("--dist", default="deepspeed", choices=("deepspeed", "torch"))
-    parser.add_argument("--raw", action="store_true", help="plain numbers")
-    parser.add_argument("--dtype", default="torch.float", help="torch's name")
-    parser.add_argument(
-        "--mem_factor", default="0.1", help="without --scan: share of the free memory (0.1)"
+    parser = Parser(
+        prog="ds_bench",
+        description="As `hadal bench comm`: measure collectives between ranks.",
+        examples=("ds_bench --all-reduce --scan",),
     )
-    parser.add_argument("--debug", action="store_true", help="nothing more is told")
-    parser.add_argument("--local_rank", type=int, help="as launchers give it; not needed")
+    kinds = parser.add_argument_group("Collectives (default: all)")
+    for flag, kind in _KINDS.items():
+        kinds.add_argument(
+            flag, action="append_const", const=kind, dest="kinds", help=f"Measure {kind}"
+        )
+    parser.add_argument("--scan", action="store_true", help="Measure many sizes")
+    parser.add_argument("--trials", default="50", help="Calls (default: 50)", metavar="N")
+    parser.add_argument(
+        "--warmups", default="5", help="Calls before them (default: 5)", metavar="N"
+    )
+    parser.add_argument(
+        "--maxsize", default="24", help="With --scan: up to 2^N elements (default: 24)", metavar="N"
+    )
+    parser.add_argument("--async-op", action="store_true", help="Start each call, then wait for it")
+    parser.add_argument(
+        "--bw_unit", default="Gbps", choices=("Gbps", "GBps"), help="Bits or bytes per second"
+    )
+    parser.add_argument(
+        "--backend", default="", metavar="NAME", help="torch's backend (default: the device's own)"
+    )
+    parser.add_argument(
+        "--dist", default="deepspeed", choices=("deepspeed", "torch"), help="Whose calls"
+    )
+    parser.add_argument("--raw", action="store_true", help="Print plain numbers")
+    parser.add_argument("--dtype", default="torch.float", help="The elements' dtype")
+    parser.add_argument(
+        "--mem_factor",
+        default="0.1",
+        metavar="SHARE",
+        help="Without --scan: share of the free memory (default: 0.1)",
+    )
+    parser.add_argument("--debug", action="store_true", help="Accepted; changes nothing")
+    parser.add_argument("--local_rank", help="Accepted; changes nothing", metavar="N")
     given = parser.parse_args()
     words = [*(given.kinds or ("--all",)), "--trials", given.trials, "--warmups", given.warmups]
     words += ["--bw_unit", given.bw_unit, "--dtype", given.dtype]

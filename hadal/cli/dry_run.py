@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hadal.cli.terminal import aligned, key, show
+from hadal.cli.terminal import aligned, heading, key, show
 
 if TYPE_CHECKING:
     from hadal.launcher.choices import LaunchPlan
@@ -20,23 +20,19 @@ _LATER, _FREE = "(rank 0's host)", "(a free one)"
 
 def show_plan(plan: LaunchPlan, variables: Mapping[str, str]) -> None:
     """Print each host with its ranks, their command and variables, and how it is started."""
-    from rich.text import Text
-
     job, hosts = plan.job, len(plan.job.pool)
     ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
     where = f"{hosts} host{'s' * (hosts > 1)}"
-    show(Text(f"{ranks} on {where}; nothing is started", "heading"))
+    show(heading(f"{ranks} on {where}; nothing is started"))
     for host in job.pool:
         way = plan.ways.get(host)
         if way is None and set(plan.ways) <= set(job.pool):
             continue  # with --no_ssh each host starts its own
         rows = [(key(name), text) for name, text in _rows(plan, host, way, variables)]
-        show("", Text(host, "key"), aligned(rows, indent=2))
+        show("", key(host), aligned(rows, indent=2))
     for name, way in plan.ways.items():
         if name not in job.pool:  # one program starts all hosts
-            show(
-                "", Text(name, "key"), aligned([(key("started by"), _joined(way.words))], indent=2)
-            )
+            show("", key(name), aligned([(key("started by"), _joined(way.words))], indent=2))
     if job.elastic is not None:
         least, most = job.elastic.least, job.elastic.most
         show("", f"elastic: goes on with {least} to {most} hosts, whose ranks are numbered anew")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadal.cli.arguments import CONFIG_HELP, numel, positive, size
 from hadal.cli.parser import add_command
-from hadal.cli.terminal import aligned, show, table
+from hadal.cli.terminal import aligned, heading, show, table
 from hadal.errors import ModelError
 from hadal.units import shown_nbytes, shown_numel
 
@@ -313,7 +313,6 @@ def _said(model: Model, job: JobSize) -> str:
 def _show(
     titles: tuple[str, ...], lines: Iterable[_Line], caption: str, memory: int | None
 ) -> None:
-    from rich.text import Text
 
     numbers = ("device", "host", "disk")
     made = table(*titles, *numbers, right=numbers)
@@ -324,7 +323,7 @@ def _show(
         is_total = cells == ("total",)
         style = "best" if is_best else "heading" if is_total else None
         made.add_row(*cells, *map(_gb, held), *fit, style=style)
-    show(Text(caption, "heading"), "", made, "")
+    show(heading(caption), "", made, "")
 
 
 def _fit(peak: int | None, memory: int, is_best: bool) -> Text:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadal.cli.arguments import add_config, add_json
 from hadal.cli.parser import add_command
-from hadal.cli.terminal import FAILED, fail, show, show_json
+from hadal.cli.terminal import FAILED, fail, heading, show, show_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -239,7 +239,7 @@ def _told(
 def _show(found: Examined, world_size: int, table: Iterable[ExplainedValue]) -> None:
     from rich.text import Text
 
-    show(Text(f"{found.name} on {world_size} rank{'s' * (world_size > 1)}", "heading"), "")
+    show(heading(f"{found.name} on {world_size} rank{'s' * (world_size > 1)}"), "")
     lines = list(lines_of(tree_of(table)))
     show(_drawn(lines) if sys.stdout.isatty() else _listed(lines))
     show("")

@@ -90,7 +90,7 @@ def _is_text(part: object) -> bool:
     return isinstance(part, Text)
 
 
-def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
     """An empty table; the columns named in `right` hold numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -101,9 +101,6 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None) ->
         show_edge=False,
         padding=(0, 1, 0, 0),
         header_style="heading",
-        title=title,
-        title_style="heading",
-        title_justify="left",
     )
     numbers = set(right)
     for column in columns:
@@ -128,6 +125,13 @@ def aligned(rows: Sequence[tuple[RenderableType, ...]], indent: int = 0) -> Tabl
         first, *rest = row
         made.add_row(Padding(first, (0, 0, 0, indent)), *rest)
     return made
+
+
+def heading(text: str) -> Text:
+    """A line above a table."""
+    from rich.text import Text
+
+    return Text(text, "heading")
 
 
 def key(text: str) -> Text:

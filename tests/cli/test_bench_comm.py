@@ -156,7 +156,7 @@ def test_the_table_marks_the_highest_bandwidth(
     found = [measured("all_gather", 1 << 10, 1e-4), measured("all_gather", 1 << 20, 1e-3)]
     monkeypatch.setenv("FORCE_COLOR", "1")
     bench_comm._print_table(found, "2 ranks", "GBps", 1e-9)
-    title, *_, low, high = capsys.readouterr().out.splitlines()
+    title, _, *_, low, high = capsys.readouterr().out.splitlines()
     assert "2 ranks" in title
     assert "4 KiB" in low and "1,024" in low and "100.0" in low and "0.04" in low and "0.02" in low
     assert "\x1b[1;32m" in high and "4 MiB" in high and "\x1b[1;32m" not in low

@@ -147,7 +147,7 @@ JUDGED: list[tuple[dict[str, Any], int]] = [
     ({"optimizer": ADAM, "scheduler": {"type": "StepLR", "params": {}}}, 1),
     ({"scheduler": {"type": "Nope", "params": {}}}, 1),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 1),
-    ({"wandb": {"enabled": True}}, 1),
+    ({"hybrid_engine": {"enabled": True}}, 1),
     ({"steps_per_print": "many"}, 1),
 ]
 

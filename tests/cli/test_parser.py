@@ -73,7 +73,7 @@ _WORDS = ("bash", "dtype", "torch", "`import")
             'unknown command "com"\nhint: did you mean comm?\n\nUsage: hadal b',
         ),
         (["report", "--jsn"], "unknown flag --jsn\nhint: did you mean --json?\n\nUsage: hadal rep"),
-        (["report", "x"], 'unexpected argument "x"\n\nUsage: hadal report'),
+        (["schema", "x"], 'unexpected argument "x"\n\nUsage: hadal schema'),
         (["report", "--js"], "unknown flag --js\nhint: did you mean --json?"),
         (["explain"], "missing CONFIG\n\nUsage: hadal explain [OPTIONS] CONFIG\n"),
         (["estimate"], "missing --params or --model\n\nUsage: hadal estimate [OPTIONS] (--params"),

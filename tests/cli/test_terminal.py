@@ -58,10 +58,10 @@ def test_errors_of_one_line_and_of_more(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_is_piped_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
-    made = terminal.table("name", "count", right=["count"], title="things")
+    made = terminal.table("name", "count", right=["count"])
     made.add_row("x" * 300, "1")
     made.add_row("[y]", "1,000")
-    terminal.show(made, "z" * 300, Text("end"))
+    terminal.show(terminal.heading("things"), made, "z" * 300, Text("end"))
     assert capsys.readouterr().out.splitlines() == [
         "things",
         f"{'name':<300}  count",
