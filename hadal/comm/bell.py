@@ -65,14 +65,17 @@ class Bell:
 
     @classmethod
     def here(cls) -> Bell | None:
-        """Return the bell of the running world; None if its ranks have no store."""
+        """Return the bell of the running world; None without a store to clone."""
         world = dist.group.WORLD
         if world is None or not hasattr(world, "get_group_store"):
             return None
         if cls._present is None or cls._present[0]() is not world:
             # A wait on a store locks it, and the program may be waiting on the world's.
             store: Any = PrefixStore("hadal/bell", world.get_group_store())
-            store = store.clone()
+            try:
+                store = store.clone()
+            except RuntimeError:
+                return None  # torch's fake store, whose ranks are one process
             made = cls(store, dist.get_rank(), dist.get_world_size())
             cls._present = weakref.ref(world), made
         return cls._present[1]

@@ -63,7 +63,7 @@ def warn_of_nonfinite(
     what = "their norm" if culprit is None else f"the gradient of {culprit}"
     where = f", nor is the loss on rank {', '.join(found)}" if found else ""
     _log.warning(
-        "update %d: %s is not finite%s. fp32 training does not skip such updates, so weights become"
+        "update %d: %s is not finite%s. This training does not skip such updates, so weights become"
         " NaN; this is logged once",
         number,
         what,

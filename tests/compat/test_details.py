@@ -160,7 +160,7 @@ def test_tools_of_a_programs_own_groups() -> None:
 def test_small_tools(tmp_path: Any) -> None:
     assert get_global_norm([3.0, 4.0]) == 5.0
     assert get_only_unique_item([2, 2]) == 2
-    with pytest.raises(RuntimeError, match="the same"):
+    with pytest.raises(RuntimeError, match="expected equal items"):
         get_only_unique_item([2, 3])
     assert noop_decorator(len) is len
     ensure_directory_exists(str(tmp_path / "a" / "b.txt"))

@@ -74,12 +74,12 @@ def test_version_2_takes_ranks_as_an_argument() -> None:
     ("told", "version", "error", "message"),
     [
         (MANY, "0.3.7", ElasticityError, "0.3.8 or newer, got 0.3.7"),
-        ({}, NOW, ElasticityConfigError, "no `elasticity`"),
-        (config(enabled=False), NOW, ElasticityConfigError, "no `elasticity`"),
+        ({}, NOW, ElasticityConfigError, "no enabled `elasticity`"),
+        (config(enabled=False), NOW, ElasticityConfigError, "no enabled `elasticity`"),
         ({"elasticity": {"enabled": True}}, NOW, ElasticityConfigError, "required while"),
         (config(micro_batch_sizes=[0]), NOW, ElasticityConfigError, "micro_batch_sizes"),
         (config(version=0.3), NOW, ElasticityConfigError, "0.1 or 0.2"),
-        (config(), NOW, ElasticityConfigError, "number of ranks is not known"),
+        (config(), NOW, ElasticityConfigError, "number of ranks is unknown"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(

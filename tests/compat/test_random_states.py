@@ -72,7 +72,7 @@ def test_states_are_told_apart_by_name_and_seed() -> None:
     tracker.add("mine", 5)
     assert torch.equal(torch.get_rng_state(), before)
     for name, seed in (("mine", 6), ("other", 5)):
-        with pytest.raises(UsageError, match="taken"):
+        with pytest.raises(UsageError, match="already used by"):
             tracker.add(name, seed)
     kept = tracker.get_states()
     with tracker.fork("mine"):

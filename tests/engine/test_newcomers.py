@@ -129,7 +129,7 @@ def attach(stage: int) -> None:
     train(engine, range(1, 3))
     logging.getLogger("hadal.engine.newcomers").removeHandler(listener)
     assert len(told) == (comm.get_rank() == 0)
-    assert all("4.weight, 4.bias were put into the model after initialize" in one for one in told)
+    assert all("4.weight, 4.bias were added to the model after initialize" in one for one in told)
     model[4].requires_grad_(True)
     with pytest.raises(UsageError, match=r"add_param_group.*before initialize"):
         train(engine, range(2, 3))
@@ -157,7 +157,7 @@ def unfreeze(stage: int) -> None:
         logging.getLogger("hadal.engine.newcomers").removeHandler(listener)
     assert len(told) == (comm.get_rank() == 0)  # rank 0 speaks for all, once
     for line in told:
-        assert "0.weight, 0.bias get gradients and are not trained" in line
+        assert "0.weight, 0.bias get gradients but are not trained" in line
         assert "optimizer.add_param_group" in line
     engine.optimizer.add_param_group({"params": list(model[0].parameters())})
     before = utils.safe_get_full_fp32_param(model[0].weight)

@@ -40,7 +40,7 @@ def test_fp32_warns_once_of_the_parameter_and_the_rank(ranks: RankPools) -> None
     told, silent = ranks(2).run(train_on, [1], 4, {}, 1)
     assert silent == []
     assert told == [
-        "update 1: the gradient of 0.weight is not finite, nor is the loss on rank 1. fp32 training"
+        "update 1: the gradient of 0.weight is not finite, nor is the loss on rank 1. This training"
         " does not skip such updates, so weights become NaN; this is logged once"
     ]
 

@@ -176,7 +176,7 @@ def test_unsupported_keywords_are_refused_with_the_remedy(ranks: RankPools) -> N
     params = {"torch_adam": True, "differentiable": True}
     path, told = fault_of({"type": "Adam", "params": params})
     assert path == "optimizer.params.differentiable"
-    assert told.endswith("leave it out")
+    assert told.endswith("remove it")
     path, told = fault_of(
         {"type": "Adam", "params": {"torch_adam": True, "bias_correction": False}}
     )
