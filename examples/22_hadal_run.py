@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--fail", type=int, help="the rank that is to fail")
-    told = parser.parse_args()
+    args = parser.parse_args()
 
     hadal.init_distributed()
     rank, threads = int(os.environ["RANK"]), torch.get_num_threads()
@@ -36,8 +36,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
     engine, *_ = hadal.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
-    for step in range(told.steps):
-        if step == 5 and rank == told.fail:
+    for step in range(args.steps):
+        if step == 5 and rank == args.fail:
             raise ValueError(f"a sample of rank {rank} cannot be read")
         x = torch.randn(16, 2, device=engine.device)
         loss = nn.functional.mse_loss(engine(x), x.sum(dim=1, keepdim=True))

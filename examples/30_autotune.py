@@ -66,8 +66,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed", metavar="CONFIG", help="train, as one experiment")
     parser.add_argument("--largest", type=int, default=32)
-    told = parser.parse_args()
-    if told.deepspeed:
-        train(told.deepspeed, told.largest)
+    args = parser.parse_args()
+    if args.deepspeed:
+        train(args.deepspeed, args.largest)
     else:
         search()

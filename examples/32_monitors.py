@@ -1,9 +1,9 @@
 """Losses, learning rates and speed in TensorBoard, Weights & Biases, Comet, CSV and JSON lines.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 examples/32_monitors.py
+    hadal run --num_accelerators 2 examples/32_monitors.py
 
-Needs the monitors' packages: pip install 'hadal-train[monitor]'. Nothing leaves this machine: the
-two services run offline, and `wandb sync` or `comet upload` would send what they have written.
+Install the packages first: pip install 'hadal-train[monitor]'. Nothing leaves this machine: the two
+services run offline, and `wandb sync` or `comet upload` would send what they have written.
 """
 
 import os

@@ -210,6 +210,12 @@ def test_the_design_names_every_room(folder: str) -> None:
     assert named == rooms, f"the paragraph of {folder}/ in docs/design.md: {named ^ rooms}"
 
 
+def test_troubleshooting_has_every_error() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    found = {kind.__name__ for kind in vars(errors).values() if inspect.isclass(kind)}
+    assert all(f"`{name}`" in page for name in found if name.endswith("Error"))
+
+
 def test_the_pages_that_are_promised_are_there() -> None:
     promised = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"]
     promised += [f"docs/{name}.md" for name in ("design", "words", "life_of_a_weight")]

@@ -25,30 +25,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"), help="for all hosts")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two updates")
-    told = hadal.add_config_arguments(parser).parse_args()
+    args = hadal.add_config_arguments(parser).parse_args()
 
     hadal.init_distributed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     inputs = torch.randn(480, 8)
     data = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
-    engine, _, loader, _ = hadal.initialize(args=told, model=model, training_data=data)
+    engine, _, loader, _ = hadal.initialize(args=args, model=model, training_data=data)
     batches = hadal.RepeatingLoader(loader)
-    engine.load_checkpoint(told.folder)  # nothing, the first time
+    engine.load_checkpoint(args.folder)  # nothing, the first time
     micro, times = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     if hadal.comm.get_rank() == 0:
         ranks = hadal.comm.get_world_size()
         print(f"update {engine.global_steps}: {ranks} ranks, {times} micro-batches of {micro}")
 
-    while engine.global_steps < told.steps:
+    while engine.global_steps < args.steps:
         for _ in range(times):
             x, y = (part.to(engine.device) for part in next(batches))
             loss = nn.functional.mse_loss(engine(x), y)
             engine.backward(loss)
             engine.step()
         if engine.global_steps % 5 == 0:
-            engine.save_checkpoint(told.folder)
-        time.sleep(told.pause)
+            engine.save_checkpoint(args.folder)
+        time.sleep(args.pause)
     if hadal.comm.get_rank() == 0:
         print(f"loss {loss.item():.3f} after {engine.global_steps} updates")
 

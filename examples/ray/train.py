@@ -42,8 +42,8 @@ def train_func(config: dict) -> None:
     begin = 0
     if config.get("from") is not None:
         with config["from"].as_directory() as folder:
-            _, told = engine.load_checkpoint(folder)
-            begin = told["epoch"] + 1
+            _, state = engine.load_checkpoint(folder)
+            begin = state["epoch"] + 1
     for epoch in range(begin, config["epochs"]):
         for inputs, targets in loader:
             loss = nn.functional.mse_loss(engine(inputs).squeeze(-1), targets)

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: the monitors under the names and with the methods of DeepSpeed's."""
+"""`deepspeed.monitor`: the monitors with the names and methods of DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Monitor(ABC):
 
 
 class _OneMonitor(Monitor):
-    """A monitor around its writer, which rank 0 has if the section is on."""
+    """A monitor and its writer, which exists on rank 0 if the section is on."""
 
     section: ClassVar[str]
 
@@ -56,7 +56,7 @@ class _OneMonitor(Monitor):
 
     @classmethod
     def over(cls, writer: Writer) -> _OneMonitor:
-        """The monitor of a writer that is open."""
+        """Return the monitor of an open writer."""
         made = cls.__new__(cls)
         made.enabled, made._writer = True, writer
         return made
@@ -81,11 +81,11 @@ class TensorBoardMonitor(_OneMonitor):
 
     @property
     def summary_writer(self) -> Any:
-        """Torch's `SummaryWriter`; None on ranks other than 0, and if the section is off."""
+        """torch's `SummaryWriter`; None on ranks other than 0, or if the section is off."""
         return None if self._writer is None else self._writer.summary_writer
 
     def get_summary_writer(self) -> Any:
-        """The same."""
+        """Return the `summary_writer`."""
         return self.summary_writer
 
     def flush(self) -> None:
@@ -105,7 +105,7 @@ class WandbMonitor(_OneMonitor):
     def log(
         self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None
     ) -> None:
-        """Log values to the run, as `wandb.log`."""
+        """Log values to the run, as `wandb.log` does."""
         if self._writer is not None:
             self._writer.log(data, step, commit)
 
@@ -120,7 +120,7 @@ class csvMonitor(_OneMonitor):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the files; None on ranks other than 0, and if the section is off."""
+        """The directory of the files; None on ranks other than 0, or if the section is off."""
         return None if self._writer is None else str(self._writer.folder)
 
     @property
@@ -129,7 +129,7 @@ class csvMonitor(_OneMonitor):
         return [] if self._writer is None else [str(path) for path in self._writer.paths]
 
     def setup_log_dir(self) -> str | None:
-        """The folder, which is there."""
+        """Return the directory, which exists."""
         return self.log_dir
 
 
@@ -143,20 +143,20 @@ class CometMonitor(_OneMonitor):
 
     @property
     def experiment(self) -> Any:
-        """Comet's experiment; None on ranks other than 0, and if the section is off."""
+        """Comet's experiment; None on ranks other than 0, or if the section is off."""
         return None if self._writer is None else self._writer.experiment
 
     @property
     def samples_log_interval(self) -> int | None:
-        """The samples between two values of one name that are sent."""
+        """The number of samples between two values of one name that are sent."""
         return None if self._writer is None else self._writer.samples_log_interval
 
 
 class DeepSpeedMonitorConfig:
-    """The sections of a configuration that belong to monitors.
+    """The monitor sections of a configuration.
 
     Raises:
-        ConfigError: they have faults; all are listed.
+        ConfigError: they have faults; the message lists all of them.
     """
 
     def __init__(self, **sections: Any) -> None:
@@ -165,7 +165,7 @@ class DeepSpeedMonitorConfig:
 
     @classmethod
     def of(cls, config: Config) -> DeepSpeedMonitorConfig:
-        """Those of a configuration that is checked."""
+        """Return the sections of a validated configuration."""
         made = cls.__new__(cls)
         made._hold(config)
         return made
@@ -177,15 +177,15 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any monitor is on."""
+        """True if any monitor is on."""
         return bool(sections_on(self.checked))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Read the monitors' sections of a configuration.
+    """Return the monitor sections of a configuration.
 
     Raises:
-        ConfigError: they have faults; all are listed.
+        ConfigError: they have faults; the message lists all of them.
     """
     return DeepSpeedMonitorConfig(**{k: v for k, v in param_dict.items() if k in _SECTIONS})
 
@@ -206,7 +206,7 @@ class MonitorMaster(Monitor):
 
     @classmethod
     def of(cls, house: HouseMonitor) -> MonitorMaster:
-        """Those of an engine."""
+        """Return the monitors of an engine."""
         made = cls.__new__(cls)
         made._hold(house)
         return made

@@ -23,7 +23,7 @@ class Comet(Section):
     workspace: Text | None = key(None, "Workspace of the experiment.")
     project: Text | None = key(None, "Project of the experiment.")
     samples_log_interval: Integer = key(
-        100, "Send a value if so many samples have passed since the last one of its name.", ge=1
+        100, "Samples between two values of one name that are sent.", ge=1
     )
     experiment_name: Text | None = key(None, "Name given to the experiment.")
     api_key: Text | None = key(

@@ -25,7 +25,7 @@ class JsonlMonitor(Section):
     job_name: Text = key("DeepSpeedJobName", "Directory inside output_path.")
     report: Boolean = key(
         False,
-        "Also note warnings, checkpoints, memory, profile and communication in the file, and write"
-        " report.html beside it when the engine is destroyed. `hadal report FOLDER` makes that page"
-        " from any such file.",
+        "Also record warnings, checkpoints, memory, profile and communication, and write "
+        "report.html beside the file when the engine is destroyed. `hadal report FOLDER` makes "
+        "that page from any such file.",
     )

@@ -1,4 +1,4 @@
-"""`monitor`: which scalars the monitors write.
+"""`monitor`: selection of the scalars that the monitors write.
 
 Tests: tests/config/test_every_key.py
 """
@@ -8,7 +8,7 @@ from hadal.config.values import Boolean
 
 
 class Monitor(Section):
-    """Which scalars the monitors write. A section of Hadal's own."""
+    """Selection of the scalars that the monitors write. Hadal's own section."""
 
     extra: Boolean = key(
         True,

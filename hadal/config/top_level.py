@@ -78,8 +78,8 @@ class General(Batch, Communication):
     )
     max_skipped_updates: Integer = key(
         20,
-        "Hadal's own: skipped updates in a row that end training with an error listing their "
-        "reasons; 0 allows any number. Overflows that lower the loss scale do not count.",
+        "Consecutive skipped updates that end training with an error listing their reasons; 0 "
+        "allows any number. Overflows that lower the loss scale do not count. Hadal's own key.",
         ge=0,
     )
     steps_per_print: Annotated[
