@@ -209,8 +209,8 @@ def underscored(flag: str) -> str:
 def _word(action: argparse.Action) -> str:
     if isinstance(action, argparse._SubParsersAction):
         return "COMMAND"
-    name = str(action.metavar or action.dest)
-    return f"[{name} ...]" if action.nargs == "*" else name
+    name = str(action.metavar or action.dest.upper())
+    return {"*": f"[{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
 
 def _value_of(action: argparse.Action) -> str:
@@ -226,7 +226,7 @@ def _value_of(action: argparse.Action) -> str:
 
 def _named(action: argparse.Action) -> str:
     if not action.option_strings:
-        return str(action.metavar or action.dest)
+        return str(action.metavar or action.dest.upper())
     indent = "" if len(action.option_strings[0]) == 2 else "    "
     return f"{indent}{', '.join(action.option_strings)} {_value_of(action)}".rstrip()
 

@@ -42,9 +42,14 @@ def add_to(group: Any) -> None:
             "hadal report runs/first --output first.html",
         ),
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="Folder of a run, or its events.jsonl")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="HTML file to write [report.html in the folder]"
+        "folder", nargs="?", type=Path, metavar="RUN", help="Folder of a run, or its events.jsonl"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="HTML file to write (default: report.html in that folder)",
     )
     form = parser.add_mutually_exclusive_group()
     add_json(form)

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,31 @@ def test_every_example_is_understood(name: str) -> None:
         assert words.pop(0) == "hadal"
         own = ["run", *divided(words[1:])[0]] if words[0] == "run" else words
         assert command_line().parse_args(own).run
+
+
+def shown_commands(page: Path) -> Iterator[str]:
+    """The commands in a page's blocks, and those in the docstring of an example."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) if page.suffix == ".md" else [text]
+    for block in blocks:
+        yield from re.findall(r"(?m)^(?:\$ |    )?(?:[A-Z_]+=\S+ )*(hadal [a-z-]+ .*)$", block)
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
+
+
+def test_commands_in_pages_and_examples_are_understood() -> None:
+    found = [(page.name, line) for page in PAGES for line in shown_commands(page)]
+    assert len(found) > 40
+    for page, line in found:
+        words = shlex.split(line, comments=True)[1:]
+        words = words[: words.index(">")] if ">" in words else words
+        own = ["run", *divided(words[1:])[0]] if words[0] == "run" else words
+        try:
+            command_line().parse_args(own)
+        except SystemExit as ended:
+            pytest.fail(f"{page}: {line}", pytrace=ended.code == 0)
 
 
 @pytest.mark.parametrize("name", ALL)
