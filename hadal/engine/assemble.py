@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from hadal.comm import Ranks, init_distributed, start_log
-from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import told_to_all
 from hadal.comm.start import memory_is_tuned, told_elasticity
 from hadal.config import Config, load_config, log_notes
@@ -234,8 +233,7 @@ def _assemble(
     if setting.clocks.reducing is not None:
         runtime.reducing = setting.clocks.reducing
     readers = topology.data_parallel
-    # Ranks may be seeded differently, but must follow one order.
-    seed = gather_objects(seed_of_program(), world)[0] if engine_type.seeds_data else 0
+    seed = seed_of_program(world) if engine_type.seeds_data else 0
     loading = make_loading(wishes, config, readers.size, readers.rank, seed)
     loader = make_loader(wishes, loading)
     hooks = Hooks(model, runtime)

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
+from hadal.comm import Ranks
+from hadal.comm.collectives import broadcast_
 from hadal.config import Config
 from hadal.device import current_device
 from hadal.engine.loader import Loading, ShardedLoader
@@ -134,10 +136,15 @@ def count_samples(dataset: Any) -> int | None:
     return len(dataset)
 
 
-def seed_of_program() -> int:
-    """Return the seed given to `torch.manual_seed`; 0 if it was not called."""
+def seed_of_program(world: Ranks) -> int:
+    """Return the seed that rank 0 gave to `torch.manual_seed`; 0 if it did not call it.
+
+    Ranks may be seeded differently, but must follow one order.
+    """
     seed = torch.initial_seed()
-    return 0 if seed == torch.Generator().initial_seed() else seed % (1 << 63)
+    shared = torch.tensor(0 if seed == torch.Generator().initial_seed() else seed % (1 << 63))
+    broadcast_(shared, 0, world, "rank 0's seed")
+    return int(shared)
 
 
 def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int, seed: int) -> Loading:

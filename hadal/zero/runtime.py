@@ -352,9 +352,12 @@ class ZeroRuntime:
         self._count_ready(0)
         if not self.gathering.starts_together:
             self._start_first(self._ready)
-        elif self._ready - self._started > 1:
-            # Before a third buffer is collected.
-            self.gathering.compare_progress()
+        elif self._ready > self._started:
+            # It waits for the next talk: the earlier ones make room before another one collects.
+            with self.reducing:
+                self._advance_in_flight()
+            if self._ready - self._started > 1:
+                self.gathering.compare_progress()
 
     def _count_ready(self, due: int) -> None:
         """Count the reductions that may start here; the first `due` of them in any case."""
