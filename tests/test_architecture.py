@@ -153,7 +153,7 @@ def test_initialize_costs_little_beside_torch(tmp_path: Path) -> None:
 
 # ---- tests ------------------------------------------------------------------------------------
 
-FOLDERS = ["autotuning", "checkpoint", "config", "device", "launcher", "offload", "optim"]
+FOLDERS = sorted(found.parent.name for found in (ROOT / "hadal").glob("*/__init__.py"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -174,6 +174,29 @@ def test_every_module_leads_to_its_tests(folder: str) -> None:
         "name what tests a module in the last paragraph of its docstring: `Tests: tests/...`"
     )
     assert len(lost) == 1, "\n".join(lost)
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """But for the face of another library, which bears that library's names."""
+    places: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "hadal").rglob("*.py")):
+        if "compat" not in file.parts:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_docstrings_begin_with_their_subject() -> None:
+    """No `What`, `Whether` or `Of`: a docstring is a sentence or names a thing."""
+    found = []
+    for file in sorted((ROOT / "hadal").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                first = (ast.get_docstring(node) or "-").split()[0].strip(",:.")
+                if first in {"What", "Whether", "Of", "By", "Where", "How", "Who"}:
+                    found.append(f"{file.relative_to(ROOT)}: {ast.get_docstring(node)}")
+    assert found == []
 
 
 # ---- pages ------------------------------------------------------------------------------------

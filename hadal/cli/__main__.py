@@ -1,4 +1,7 @@
-"""`python -m hadal.cli`."""
+"""`python -m hadal.cli`.
+
+Tests: tests/cli/test_cli.py
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""What the words of a command line may be: numbers, sizes, counts, files. One message for each."""
+"""Types of command-line arguments: numbers, sizes, counts, files. One message for each.
+
+Tests: tests/cli/test_terminal.py
+"""
 
 from __future__ import annotations
 

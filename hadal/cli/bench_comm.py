@@ -249,14 +249,14 @@ def _numels(parsed: argparse.Namespace, ranks: int) -> list[int]:
 
 
 def _count(parsed: argparse.Namespace, ranks: int) -> int:
-    """How many measurements there are."""
+    """The number of measurements."""
     sizes = 1 if parsed.mem_factor is not None else len(_numels(parsed, ranks))
     return len(parsed.kinds) * sizes
 
 
 @contextmanager
 def _steps(parsed: argparse.Namespace, ranks: Ranks) -> Iterator[Callable[[], object]]:
-    """What a rank calls with each measurement: for the command that started it, or for people."""
+    """Receives each measurement on a rank: writes it for the starting command, or for people."""
     if ranks.rank > 0:
         yield lambda: None
     elif parsed.hand_over is not None:

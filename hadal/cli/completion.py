@@ -104,7 +104,7 @@ def _valued(commands: Sequence[Command]) -> list[str]:
 
 
 def _known(commands: Sequence[Command]) -> list[tuple[str, str]]:
-    """What a flag's value may be."""
+    """The allowed values of a flag."""
     return [
         (f"{c.path} {o.name}", " ".join(o.known)) for c in commands for o in c.options if o.known
     ]

@@ -1,4 +1,7 @@
-"""The command names that come with DeepSpeed; `compat/deepspeed-stub` installs them."""
+"""The command names that come with DeepSpeed; `compat/deepspeed-stub` installs them.
+
+Tests: tests/cli/test_cli.py
+"""
 
 from __future__ import annotations
 

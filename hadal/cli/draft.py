@@ -30,7 +30,7 @@ _PRECISION_NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What is known of the training."""
+    """The known facts about the training."""
 
     numel: int
     """Elements of all parameters."""

@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 class Bounds(NamedTuple):
-    """What a configuration says of when an elastic job may have how many ranks."""
+    """Explain the numbers of ranks that an elastic job may have."""
 
     world_sizes: tuple[int, ...] = ()
     """Empty: any."""
@@ -58,7 +58,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(source: str) -> Bounds:
-    """What the `elasticity` of a configuration says.
+    """The `elasticity` section of a configuration.
 
     Raises:
         ConfigError: it has faults.

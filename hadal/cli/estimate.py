@@ -132,7 +132,7 @@ def _counted(model: nn.Module | None, parsed: argparse.Namespace, persistence: i
 
 
 def _tiers() -> dict[str, Tier]:
-    """By the names that the configuration has for them."""
+    """Name them as the configuration does."""
     from hadal.zero.policy import Tier
 
     return {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
@@ -172,7 +172,7 @@ def _show_stages(model: Model, parsed: argparse.Namespace) -> None:
 
 
 class _Plan(NamedTuple):
-    """What a configuration says of model states."""
+    """The part of a configuration that rules model states."""
 
     stage: int
     cost: Cost
@@ -202,7 +202,7 @@ def _show_config(model: nn.Module | None, parsed: argparse.Namespace) -> None:
 
 
 def held_of(config: Config, model: Model, devices_per_node: int, nodes: int) -> TierBytes:
-    """What one rank holds of a model's states under a configuration."""
+    """The bytes of a model's states on one rank under a configuration."""
     from hadal.autotuning.estimate import states_of
 
     plan = _plan(config, devices_per_node, nodes)
@@ -273,7 +273,7 @@ def _cost(config: Config) -> Cost:
 
 
 def _moments(config: Config, weight: nn.Parameter) -> int:
-    """How many values the optimizer remembers of each element: one update says it."""
+    """The number of values that the optimizer keeps for each element, found by one update."""
     import torch
 
     from hadal.optim.build import build_optimizer
@@ -356,7 +356,7 @@ def _tell_rest(
     stage: int,
     held: TierBytes | None = None,
 ) -> None:
-    """What comes on top, and what a whole node has."""
+    """Describe what comes on top, and the memory of a whole node."""
     from hadal.autotuning.estimate import host_nbytes, layer_nbytes, layers_take_turns
     from hadal.zero.policy import STAGES
 

@@ -1,4 +1,7 @@
-"""The flags of `hadal run`, and what they say: of the job to start, and of what is told of it."""
+"""The flags of `hadal run`, and what they say: of the job to start, and of what is told of it.
+
+Tests: tests/cli/test_parser.py
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Flag(NamedTuple):
 
     @property
     def takes_value(self) -> bool:
-        """Whether the next word belongs to it."""
+        """Return True if the next word belongs to it."""
         return "action" not in self.keywords
 
 
@@ -216,7 +219,7 @@ def divided(words: Sequence[str], *valued: str) -> tuple[list[str], list[str]]:
 
 
 def choices_of(parsed: argparse.Namespace) -> Choices:
-    """What the flags say.
+    """The parsed flags.
 
     Raises:
         LaunchError: they cannot be read, or contradict each other.
@@ -245,7 +248,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What `--num_nodes MIN:MAX` says."""
+    """The range of nodes that `--num_nodes MIN:MAX` gives."""
     if not parsed.elastic_training:
         raise LaunchError(
             f"--num_nodes {':'.join(map(str, parsed.num_nodes))}: a range is for"
@@ -261,7 +264,7 @@ def _bounds(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def elastic_bounds(program: Sequence[str]) -> Bounds:
-    """What the program's own configuration says of how many ranks there may be.
+    """The numbers of ranks that the program's own configuration allows.
 
     That is the file after `--deepspeed_config` or `--deepspeed`, as programs commonly take it.
     Nothing is said where there is none, or none with `elasticity`.
@@ -279,7 +282,7 @@ def elastic_bounds(program: Sequence[str]) -> Bounds:
 
 
 class Said:
-    """What this command says itself, on the standard error."""
+    """Write a line of this command itself to the standard error."""
 
     def __init__(self, parsed: argparse.Namespace) -> None:
         self.is_detailed = parsed.log_level in ("trace", "debug") and not parsed.quiet

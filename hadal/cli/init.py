@@ -143,7 +143,7 @@ def _devices(parsed: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def _found() -> tuple[int, int]:
-    """How many devices this machine has, and the memory of one; usual ones where it has none."""
+    """Return the number of devices here and the memory of one; usual values if there is none."""
     from hadal.launcher.choices import devices_here
 
     count = devices_here()

@@ -1,4 +1,7 @@
-"""`hadal`: reads the command line and hands over to a subcommand."""
+"""`hadal`: reads the command line and hands over to a subcommand.
+
+Tests: tests/cli/test_cli.py
+"""
 
 from __future__ import annotations
 

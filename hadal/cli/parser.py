@@ -214,7 +214,7 @@ def _word(action: argparse.Action) -> str:
 
 
 def _value_of(action: argparse.Action) -> str:
-    """How help names a flag's value; empty for a switch."""
+    """The name of a flag's value in help; empty for a switch."""
     if action.nargs == 0:
         return ""
     if action.metavar is not None:
@@ -254,7 +254,7 @@ def _coloured(message: str) -> Text:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """What a misspelt name stands for, as a hint; empty where nobody can know."""
+    """A hint at the name that was probably meant; empty if none is close."""
     plain = {word.lstrip("-"): word for word in known}
     bare = name.lstrip("-")
     near = nearest(bare, plain) or next((w for w in plain if bare and w.startswith(bare)), None)

@@ -1,4 +1,7 @@
-"""Pictures: drawn with matplotlib, in the format that the file's suffix names."""
+"""Pictures: drawn with matplotlib, in the format that the file's suffix names.
+
+Tests: tests/cli/test_plot_schedule.py
+"""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _mark(rows: Sequence[Axes], found: Sequence[tuple[int, str]], steps: int) ->
 
 
 def events(kind: str, params: Mapping[str, Any], rates: Sequence[float]) -> list[tuple[int, str]]:
-    """Where the course turns, as far as it is drawn: (update, what happens there)."""
+    """The turning points of the drawn course: (update, what happens there)."""
     from hadal.config.scheduler import PARAMS
 
     if kind not in PARAMS:

@@ -108,7 +108,7 @@ def _marked(value: str) -> Text:
 
 
 def versions() -> Section:
-    """What is installed."""
+    """The installed packages."""
     import torch
 
     from hadal.device.inventory import built_with, libraries
@@ -124,7 +124,7 @@ def versions() -> Section:
 
 
 def deepspeed() -> str:
-    """Where `import deepspeed` leads."""
+    """The package that `import deepspeed` finds."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return "not importable (use `hadal run --as-deepspeed` or install compat/deepspeed-stub)"
@@ -134,7 +134,7 @@ def deepspeed() -> str:
 
 
 def machine() -> Section:
-    """What it computes with."""
+    """The devices and libraries that compute."""
     from hadal.device.inventory import backends, devices
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -150,7 +150,7 @@ def machine() -> Section:
 
 
 def lacking() -> Section:
-    """What is not available, and why; empty texts for what is."""
+    """Return why each feature is unavailable; an empty text for available ones."""
     from hadal.comm.cross_memory import system
     from hadal.device.inventory import lacks_compiler, lacks_fused_kernels
 

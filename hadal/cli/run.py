@@ -1,4 +1,7 @@
-"""`hadal run [FLAG ...] script.py [ARGUMENT ...]`: start a program on one machine or on many."""
+"""`hadal run [FLAG ...] script.py [ARGUMENT ...]`: start a program on one machine or on many.
+
+Tests: tests/cli/test_dry_run.py
+"""
 
 from __future__ import annotations
 

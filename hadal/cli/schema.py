@@ -1,4 +1,7 @@
-"""`hadal schema`: the JSON schema of a ds_config.json, for editors."""
+"""`hadal schema`: the JSON schema of a ds_config.json, for editors.
+
+Tests: tests/cli/test_cli.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every subcommand writes: one theme, one kind of table, one form of errors.
+"""Output of all subcommands: one theme, one kind of table, one form of errors.
 
 Colours are for terminals, unless NO_COLOR is set. Through a pipe the same text is plain, and no
 line of it is wrapped or cut.
@@ -43,7 +43,7 @@ class CommandError(HadalError):
 
 
 def is_colourful(stream: TextIO) -> bool:
-    """Whether colours are written to a stream."""
+    """Return True if colours are written to a stream."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()

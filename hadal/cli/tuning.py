@@ -1,4 +1,7 @@
-"""`hadal run --autotuning`: the search for the fastest configuration, as people see it."""
+"""`hadal run --autotuning`: the search for the fastest configuration, as people see it.
+
+Tests: tests/autotuning/test_tuner.py
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def tune(parsed: argparse.Namespace) -> tuple[int, list[str]]:
 
 
 def _tuner(parsed: argparse.Namespace, said: Said) -> Tuner:
-    """What searches, once the flags and the configuration are found to be sound."""
+    """Return the search, once the flags and the configuration are checked."""
     from hadal.autotuning.runs import Runner, absolute
     from hadal.autotuning.space import read_request
     from hadal.autotuning.tuner import Tuner
@@ -106,7 +109,7 @@ def _without_search(own: Sequence[str]) -> tuple[str, ...]:
 
 
 def _states_of(wish: SearchRequest, job: Job) -> Any:
-    """How to count what a rank holds of the model's states; on CPUs the host's part too."""
+    """Return the memory estimate of a rank's model states; on CPUs with the host's part."""
     from hadal.launcher.choices import devices_here
 
     nodes = len(job.pool)

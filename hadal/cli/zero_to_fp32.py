@@ -1,4 +1,7 @@
-"""`zero_to_fp32.py` and `zero_to_torch.py` beside checkpoints, as users of DeepSpeed know them."""
+"""`zero_to_fp32.py` and `zero_to_torch.py` beside checkpoints, as users of DeepSpeed know them.
+
+Tests: tests/checkpoint/test_export.py
+"""
 
 from __future__ import annotations
 

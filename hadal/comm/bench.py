@@ -1,4 +1,7 @@
-"""Benchmarks of collectives: each kind over messages of many sizes."""
+"""Benchmarks of collectives: each kind over messages of many sizes.
+
+Tests: tests/cli/test_bench_comm.py
+"""
 
 from __future__ import annotations
 

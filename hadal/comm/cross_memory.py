@@ -3,6 +3,8 @@
 A sender offers a tensor by a small message on a Unix socket: its address and length. A thread of
 the receiver copies it to its destination and acknowledges it. Short tensors travel in the message
 itself.
+
+Tests: tests/comm/test_neighbours.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Faults of one rank that are raised on all, so that none waits for a rank that has stopped."""
+"""Faults of one rank that are raised on all, so that none waits for a rank that has stopped.
+
+Tests: tests/contracts/test_bad_input.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Process groups in torch's form."""
+"""Process groups in torch's form.
+
+Tests: tests/comm/test_ranks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reading a program's own model-parallel object: the methods of Megatron, and their names."""
+"""Reading a program's own model-parallel object: the methods of Megatron, and their names.
+
+Tests: tests/engine/test_topology.py
+"""
 
 from __future__ import annotations
 

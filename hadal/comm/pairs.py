@@ -1,4 +1,7 @@
-"""Sends between two ranks: tensors on the host, in pairs."""
+"""Sends between two ranks: tensors on the host, in pairs.
+
+Tests: tests/comm/test_collectives.py
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _GIVING_BACK_S = 0.1
 _LAST_WORD_S = 10.0
 
 
-class Place(NamedTuple):
+class WorldPlace(NamedTuple):
     """One process's place in the job."""
 
     rank: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     told_by: str
 
 
-ALONE = Place(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
+ALONE = WorldPlace(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "no launcher")
 
 # How long to wait for other ranks in the library's own messages; the last entry counts.
 _timeout = [DEFAULT_TIMEOUT]
@@ -155,7 +155,7 @@ def _end() -> None:
 
 def _start(
     backend: str,
-    place: Place,
+    place: WorldPlace,
     init_method: str | None,
     timeout: timedelta,
     device: torch.device,
@@ -221,12 +221,12 @@ def refuse_shared_devices(store: Store, rank: int, world_size: int, device: torc
     raise CommunicationError(fault)
 
 
-def _url(place: Place) -> str:
+def _url(place: WorldPlace) -> str:
     address = f"[{place.address}]" if ":" in place.address else place.address  # of IPv6
     return f"tcp://{address}:{place.port}"
 
 
-class _Told(NamedTuple):
+class _FromLauncher(NamedTuple):
     """A launcher's variables, as read."""
 
     launcher: str
@@ -237,19 +237,19 @@ class _Told(NamedTuple):
     local_rank: int
 
 
-def _told(variables: Mapping[str, str]) -> _Told | None:
+def _told(variables: Mapping[str, str]) -> _FromLauncher | None:
     for launcher, rank_key, world_key, local_key in _LAUNCHERS:
         if rank_key in variables and world_key in variables:
             rank = _whole_number(variables, rank_key)
             local = _whole_number(variables, local_key) if local_key in variables else rank
             world_size = _whole_number(variables, world_key)
-            return _Told(launcher, rank_key, world_key, rank, world_size, local)
+            return _FromLauncher(launcher, rank_key, world_key, rank, world_size, local)
     return None
 
 
 def find_place(
     variables: Mapping[str, str], port: int = DEFAULT_PORT, *, is_told_where: bool = False
-) -> Place:
+) -> WorldPlace:
     """Read this process's place from a launcher's variables; `ALONE` if there are none.
 
     With `is_told_where` the caller knows where the ranks meet, and no address is needed.
@@ -267,7 +267,7 @@ def find_place(
     address = variables.get("MASTER_ADDR", "")
     if not address and not is_told_where:
         address = _first_host(variables, told)
-    return Place(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
+    return WorldPlace(told.rank, told.world_size, told.local_rank, address, port, told.launcher)
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -393,7 +393,7 @@ _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 _MPI = ("Open MPI", "MVAPICH", "MPI")
 
 
-def _first_host(variables: Mapping[str, str], told: _Told) -> str:
+def _first_host(variables: Mapping[str, str], told: _FromLauncher) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_slurm_host(nodes)

@@ -1,4 +1,7 @@
-"""The log of collectives as a table, with the time that each rank lost waiting for the last one."""
+"""The log of collectives as a table, with the time that each rank lost waiting for the last one.
+
+Tests: tests/comm/test_comms_log.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Transport of tensors between ranks: on the host in pairs, on an accelerator by its collectives.
 
 All differences between the two are here. A table has a row for each rank.
+
+Tests: tests/comm/test_collectives.py
 """
 
 from __future__ import annotations

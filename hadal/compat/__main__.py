@@ -1,4 +1,7 @@
-"""`python -m hadal.compat script.py ...`: run a program written for DeepSpeed unchanged."""
+"""`python -m hadal.compat script.py ...`: run a program written for DeepSpeed unchanged.
+
+Tests: tests/compat/test_install.py
+"""
 
 from __future__ import annotations
 

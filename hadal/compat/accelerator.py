@@ -1,4 +1,7 @@
-"""`get_accelerator()`: the current device with the methods that programs call."""
+"""`get_accelerator()`: the current device with the methods that programs call.
+
+Tests: tests/npu/test_accelerator.py, tests/compat/test_details.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Methods with which DeepSpeed's engines report their configuration: one per key."""
+"""Methods with which DeepSpeed's engines report their configuration: one per key.
+
+Tests: tests/compat/test_surface.py
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hadal.compat.placeholders import placeholder
-from hadal.compat.surface import Kind
+from hadal.compat.surface import NameKind
 from hadal.config.plain import plain
 from hadal.engine.engine import Engine
 
@@ -212,4 +215,4 @@ def _accessor(name: str, path: str) -> Callable[[Engine], Any]:
 for _name, _path in _PATHS.items():
     setattr(Accessors, _name, _accessor(_name, _path))
 for _name in _UNBUILT.split():
-    setattr(Accessors, _name, placeholder(f"deepspeed.DeepSpeedEngine.{_name}", Kind.FUNCTION))
+    setattr(Accessors, _name, placeholder(f"deepspeed.DeepSpeedEngine.{_name}", NameKind.FUNCTION))

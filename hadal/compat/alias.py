@@ -1,4 +1,7 @@
-"""The modules called `deepspeed`: each name is resolved on first access (PEP 562)."""
+"""The modules called `deepspeed`: each name is resolved on first access (PEP 562).
+
+Tests: tests/compat/test_surface.py, tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

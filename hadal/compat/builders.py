@@ -2,6 +2,8 @@
 
 They report whether their functionality is available. It is found under the names of its classes
 (`DeepSpeedCPUAdam`), not in a module that `load` returns.
+
+Tests: tests/compat/test_names.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`deepspeed.checkpointing`: activation checkpointing, as torch implements it."""
+"""`deepspeed.checkpointing`: activation checkpointing, as torch implements it.
+
+Tests: tests/compat/test_engine.py
+"""
 
 from __future__ import annotations
 

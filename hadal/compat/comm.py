@@ -1,4 +1,7 @@
-"""The functions of `deepspeed.comm` whose arguments differ from those of `hadal.comm`."""
+"""The functions of `deepspeed.comm` whose arguments differ from those of `hadal.comm`.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`DeepSpeedConfig`: a configuration that programs read before they have an engine."""
+"""`DeepSpeedConfig`: a configuration that programs read before they have an engine.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

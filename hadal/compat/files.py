@@ -2,6 +2,8 @@
 
 Hadal's checkpoints have no such files: what programs read from them is written into temporary
 files, which are removed when the process ends.
+
+Tests: tests/compat/test_names.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`deepspeed.utils.groups`: the process groups of the newest engine."""
+"""`deepspeed.utils.groups`: the process groups of the newest engine.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

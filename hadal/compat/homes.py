@@ -1,4 +1,7 @@
-"""The home of each name of the surface: `module:name` in Hadal or torch, or a module."""
+"""The home of each name of the surface: `module:name` in Hadal or torch, or a module.
+
+Tests: tests/compat/test_surface.py
+"""
 
 from __future__ import annotations
 

@@ -117,13 +117,13 @@ class _Finder(DistributionFinder):
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[Distribution]:
         wanted = context.name
-        return [_Told()] if wanted is None or wanted.lower() == ROOT else []
+        return [_StubDistribution()] if wanted is None or wanted.lower() == ROOT else []
 
     def invalidate_caches(self) -> None:
         """Do nothing: there are no caches."""
 
 
-class _Told(Distribution):
+class _StubDistribution(Distribution):
     """The metadata of a distribution called deepspeed, for `importlib.metadata`."""
 
     _TEXTS = {  # noqa: RUF012 - never written to

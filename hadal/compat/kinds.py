@@ -1,4 +1,7 @@
-"""The optimizer classes that programs test for by `isinstance`."""
+"""The optimizer classes that programs test for by `isinstance`.
+
+Tests: tests/compat/test_engine.py
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch.optim import Optimizer
 
 from hadal.compat.optimizer import DeepSpeedOptimizer
 from hadal.compat.placeholders import placeholder, unbuilt
-from hadal.compat.surface import Kind
+from hadal.compat.surface import NameKind
 from hadal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,10 +28,10 @@ _BY_PARAMETER = ("lamb", "onebitlamb")
 
 def unbuilt_method(name: str) -> Any:
     """Return a method that exists, so that programs find it, and raises NotBuiltYetError."""
-    return staticmethod(placeholder(f"deepspeed's {name}", Kind.FUNCTION))
+    return staticmethod(placeholder(f"deepspeed's {name}", NameKind.FUNCTION))
 
 
-class _Kind(type):
+class _OptimizerClass(type):
     """A class without instances: an engine's optimizer counts as one if its training fits."""
 
     def __instancecheck__(cls, thing: Any) -> bool:
@@ -47,7 +50,7 @@ class _Kind(type):
         )
 
 
-class DeepSpeedZeroOptimizer(metaclass=_Kind):
+class DeepSpeedZeroOptimizer(metaclass=_OptimizerClass):
     """The optimizer of stage 1 or 2."""
 
     copy_grads_in_partition = unbuilt_method("DeepSpeedZeroOptimizer.copy_grads_in_partition")
@@ -60,7 +63,7 @@ class DeepSpeedZeroOptimizer(metaclass=_Kind):
         return engine.zero_optimization_stage() in (1, 2)
 
 
-class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_OptimizerClass):
     """The optimizer of stage 3."""
 
     __avg_scatter_grads = unbuilt_method("DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads")
@@ -71,7 +74,7 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
         return engine.zero_optimization_partition_weights()
 
 
-class ZeROOptimizer(metaclass=_Kind):
+class ZeROOptimizer(metaclass=_OptimizerClass):
     """The optimizer of stage 1, 2 or 3."""
 
     @staticmethod
@@ -80,7 +83,7 @@ class ZeROOptimizer(metaclass=_Kind):
         return engine.zero_optimization()
 
 
-class FP16_Optimizer(metaclass=_Kind):
+class FP16_Optimizer(metaclass=_OptimizerClass):
     """The optimizer of a 16-bit model without ZeRO."""
 
     @staticmethod
@@ -89,7 +92,7 @@ class FP16_Optimizer(metaclass=_Kind):
         return _is_16_bit_without_zero(engine) and engine.optimizer_name() not in _BY_PARAMETER
 
 
-class FP16_UnfusedOptimizer(metaclass=_Kind):
+class FP16_UnfusedOptimizer(metaclass=_OptimizerClass):
     """The same with Lamb, which steps each parameter separately."""
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""Further functions of `deepspeed.utils` to name leaf modules; all use `hadal.zero.leaves`."""
+"""Further functions of `deepspeed.utils` to name leaf modules; all use `hadal.zero.leaves`.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

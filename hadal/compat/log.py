@@ -1,4 +1,7 @@
-"""The logger whose level programs set, and to which they log."""
+"""The logger whose level programs set, and to which they log.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

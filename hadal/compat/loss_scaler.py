@@ -1,4 +1,7 @@
-"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own; the arithmetic is Hadal's."""
+"""The loss scalers of `deepspeed.runtime.fp16`, usable on their own; the arithmetic is Hadal's.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The optimizer as programs see it: an object around torch's, which the engine steps."""
+"""The optimizer as programs see it: an object around torch's, which the engine steps.
+
+Tests: tests/compat/test_engine.py
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Placeholders for names that are not built yet: importable, but they raise when used."""
+"""Placeholders for names that are not built yet: importable, but they raise when used.
+
+Tests: tests/compat/test_surface.py
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hadal.compat.surface import Kind
+from hadal.compat.surface import NameKind
 from hadal.errors import NotBuiltYetError
 
 
@@ -17,11 +20,11 @@ def unbuilt(name: str) -> NotBuiltYetError:
     )
 
 
-def placeholder(name: str, kind: Kind) -> Any:
+def placeholder(name: str, kind: NameKind) -> Any:
     """Return an object that stands for `name` until it is called or used."""
-    if kind is Kind.FUNCTION:
+    if kind is NameKind.FUNCTION:
         return _function(name)
-    if kind is Kind.CLASS:
+    if kind is NameKind.CLASS:
         leaf = name.rpartition(".")[2]
         return _UnbuiltType(leaf, (_Unbuilt,), {"__module__": name.rpartition(".")[0]})
     return _Value(name)

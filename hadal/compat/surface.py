@@ -14,7 +14,7 @@ VERSION = "0.19.8"
 """The release of DeepSpeed whose names these are: programs compare it with what they need."""
 
 
-class Kind(Enum):
+class NameKind(Enum):
     """The kind of object behind a name."""
 
     FUNCTION = auto()
@@ -27,7 +27,7 @@ class Module:
     """The names that programs use from one module of the surface."""
 
     name: str
-    kinds: dict[str, Kind]
+    kinds: dict[str, NameKind]
     constants: dict[str, Any]
     """Names that stand for a plain value, the same in every release."""
     same: dict[str, str]
@@ -49,7 +49,11 @@ def modules() -> dict[str, Module]:
 
 
 def _module(name: str, entry: dict[str, Any], children: list[str]) -> Module:
-    groups = ("functions", Kind.FUNCTION), ("classes", Kind.CLASS), ("values", Kind.VALUE)
+    groups = (
+        ("functions", NameKind.FUNCTION),
+        ("classes", NameKind.CLASS),
+        ("values", NameKind.VALUE),
+    )
     return Module(
         name,
         {each: kind for group, kind in groups for each in entry.get(group, "").split()},

@@ -1,4 +1,7 @@
-"""`deepspeed.utils.timer`: named timers that synchronize with the device at both ends."""
+"""`deepspeed.utils.timer`: named timers that synchronize with the device at both ends.
+
+Tests: tests/compat/test_details.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Small functions over nested tensors, memory and random numbers."""
+"""Small functions over nested tensors, memory and random numbers.
+
+Tests: tests/compat/test_details.py
+"""
 
 from __future__ import annotations
 

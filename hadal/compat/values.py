@@ -1,4 +1,7 @@
-"""Enumerations and constants that programs compare with, under the names they know."""
+"""Enumerations and constants that programs compare with, under the names they know.
+
+Tests: tests/compat/test_details.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`deepspeed.zero`: importing it gives parameters the attributes of sharded ones."""
+"""`deepspeed.zero`: importing it gives parameters the attributes of sharded ones.
+
+Tests: tests/compat/test_names.py
+"""
 
 from __future__ import annotations
 

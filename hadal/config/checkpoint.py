@@ -21,7 +21,7 @@ class ParallelWrite(Section):
     )
 
 
-class Writer(Section):
+class CheckpointWriter(Section):
     """Options for writing checkpoint files."""
 
     type: Annotated[Literal["mock", "python", "fast"], BeforeValidator(lowered)] = key(
@@ -78,7 +78,9 @@ class Checkpoint(Section):
         "Format that torch.save writes. Checkpoints are safetensors and JSON.",
         mark=NO_EFFECT,
     )
-    writer: Writer | None = key(None, "Options for writing files; null is the writer's defaults.")
+    writer: CheckpointWriter | None = key(
+        None, "Options for writing files; null is the writer's defaults."
+    )
     async_save: Boolean = key(
         False,
         "Return from a save once the state is copied to host memory, and write it while "

@@ -46,7 +46,7 @@ KIND_OF: dict[str, str] = {
 Operations: TypeAlias = tuple[Annotated[Operation, BeforeValidator(Spelled(KIND_OF))], ...]
 
 
-class CommsLogger(Section):
+class CommsLogging(Section):
     """Records the count, size and speed of messages between ranks.
 
     Recording never waits for a collective. `hadal.comm.log_summary()` prints the log. A process has

@@ -9,7 +9,7 @@ from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Integer, Number, Text
 
 
-class FlopsProfiler(Section):
+class FlopsProfile(Section):
     """Counts the operations of one update per module, times the next, and reports both.
 
     Rank 0 reports; `engine.flops_profiler.profile` holds the figures. Other updates are not slowed

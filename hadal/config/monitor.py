@@ -7,7 +7,7 @@ from hadal.config.section import Section, key
 from hadal.config.values import Boolean
 
 
-class Monitor(Section):
+class MonitorScope(Section):
     """Selection of the scalars that the monitors write. Hadal's own section."""
 
     extra: Boolean = key(

@@ -7,7 +7,7 @@ from hadal.config.section import Section, key, section
 from hadal.config.values import Boolean
 
 
-class ThroughputTimer(Section):
+class ThroughputTiming(Section):
     """Samples per second, logged with every progress line (`steps_per_print`).
 
     Measured from boundary to boundary, including everything in between. The first two updates,
@@ -25,4 +25,4 @@ class ThroughputTimer(Section):
 class Timers(Section):
     """Timers of the engine."""
 
-    throughput: ThroughputTimer = section(ThroughputTimer, "Samples per second.")
+    throughput: ThroughputTiming = section(ThroughputTiming, "Samples per second.")

@@ -17,7 +17,7 @@ from hadal.config.batch import Batch
 from hadal.config.bf16 import Bf16
 from hadal.config.checkpoint import Checkpoint
 from hadal.config.comet import Comet
-from hadal.config.comms_logger import CommsLogger
+from hadal.config.comms_logger import CommsLogging
 from hadal.config.communication import Communication
 from hadal.config.compile import Compile
 from hadal.config.compression_training import CompressionTraining
@@ -29,11 +29,11 @@ from hadal.config.datastates_ckpt import DatastatesCkpt
 from hadal.config.eigenvalue import Eigenvalue
 from hadal.config.elasticity import Elasticity
 from hadal.config.expert_parallel import ExpertParallel
-from hadal.config.flops_profiler import FlopsProfiler
+from hadal.config.flops_profiler import FlopsProfile
 from hadal.config.fp16 import Fp16
 from hadal.config.hybrid_engine import HybridEngine
 from hadal.config.jsonl_monitor import JsonlMonitor
-from hadal.config.monitor import Monitor
+from hadal.config.monitor import MonitorScope
 from hadal.config.nebula import Nebula
 from hadal.config.optimizer import Optimizer
 from hadal.config.pipeline import Pipeline
@@ -174,7 +174,7 @@ class Config(General):
     expert_parallel: ExpertParallel = section(ExpertParallel, "Experts distributed over ranks.")
     timers: Timers = section(Timers, "Timers.")
     autotuning: Autotuning = section(Autotuning, "Search for the fastest configuration.")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler, "Operations of one step.")
+    flops_profiler: FlopsProfile = section(FlopsProfile, "Operations of one step.")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation."
     )
@@ -186,9 +186,11 @@ class Config(General):
     wandb: Wandb = section(Wandb, "Scalars to Weights & Biases.")
     comet: Comet = section(Comet, "Scalars to Comet.")
     jsonl_monitor: JsonlMonitor = section(JsonlMonitor, "Scalars to one file of JSON lines.")
-    monitor: Monitor = section(Monitor, "Which scalars.")
+    monitor: MonitorScope = section(MonitorScope, "Which scalars.")
     elasticity: Elasticity | None = key(None, "A batch size for many numbers of ranks.")
-    comms_logger: CommsLogger | None = key(None, "Count, size and speed of messages between ranks.")
+    comms_logger: CommsLogging | None = key(
+        None, "Count, size and speed of messages between ranks."
+    )
     compression_training: CompressionTraining = section(
         CompressionTraining, "Compression during training."
     )

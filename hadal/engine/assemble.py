@@ -1,4 +1,7 @@
-"""Assembly of an engine from a configuration and a user's objects; reads the whole config."""
+"""Assembly of an engine from a configuration and a user's objects; reads the whole config.
+
+Tests: tests/engine/test_engine.py, tests/engine/test_checks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Backward passes of an engine: those that it runs, and those that the caller starts."""
+"""Backward passes of an engine: those that it runs, and those that the caller starts.
+
+Tests: tests/engine/test_engine.py, tests/engine/test_direct_backward.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read access to an engine: its parts, its counters, and the findings of the last update."""
+"""Read access to an engine: its parts, its counters, and the findings of the last update.
+
+Tests: tests/engine/test_engine.py
+"""
 
 from __future__ import annotations
 

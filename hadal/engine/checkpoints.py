@@ -1,4 +1,7 @@
-"""The part of an engine that saves checkpoints and resumes from them."""
+"""The part of an engine that saves checkpoints and resumes from them.
+
+Tests: tests/checkpoint/test_loading.py, tests/engine/test_resume.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compilation of an engine's model."""
+"""Compilation of an engine's model.
+
+Tests: tests/contracts/test_compile.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The dtypes that a configuration names, as torch's."""
+"""The dtypes that a configuration names, as torch's.
+
+Tests: tests/engine/test_precision.py
+"""
 
 from __future__ import annotations
 

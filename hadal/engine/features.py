@@ -1,4 +1,7 @@
-"""Features that a configuration asks for, as listeners: one factory for each section or key."""
+"""Features that a configuration asks for, as listeners: one factory for each section or key.
+
+Tests: tests/engine/test_listeners.py
+"""
 
 from __future__ import annotations
 

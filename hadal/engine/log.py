@@ -1,4 +1,7 @@
-"""Log handlers and levels: which ranks log, and what."""
+"""Log handlers and levels: which ranks log, and what.
+
+Tests: tests/engine/test_report.py
+"""
 
 from __future__ import annotations
 

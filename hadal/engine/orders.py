@@ -1,4 +1,7 @@
-"""Default orders of samples: the sharded shuffle, and the caller's sampler."""
+"""Default orders of samples: the sharded shuffle, and the caller's sampler.
+
+Tests: tests/engine/test_loader.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parts and counters of an engine."""
+"""Parts and counters of an engine.
+
+Tests: tests/engine/test_engine.py
+"""
 
 from __future__ import annotations
 

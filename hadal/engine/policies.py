@@ -1,4 +1,7 @@
-"""Policies of a configuration, as the frozen values that `assemble` passes to lower layers."""
+"""Policies of a configuration, as the frozen values that `assemble` passes to lower layers.
+
+Tests: tests/engine/test_wire.py
+"""
 
 from __future__ import annotations
 

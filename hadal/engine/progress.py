@@ -1,4 +1,7 @@
-"""Progress line of training: in the log at intervals, and live on a terminal."""
+"""Progress line of training: in the log at intervals, and live on a terminal.
+
+Tests: tests/engine/test_report.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""State of one engine between its calls, which the engine shares with its collaborators."""
+"""State of one engine between its calls, which the engine shares with its collaborators.
+
+Tests: tests/engine/test_engine.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Storage of a model's shards between uses, bucket by bucket, and the disks for them."""
+"""Storage of a model's shards between uses, bucket by bucket, and the disks for them.
+
+Tests: tests/offload/test_tiers.py
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 To decide, the host would have to wait until the device has computed all gradients, and the
 device would then wait for its next work. Kernels that read the flag on the device leave masters and
 state as they are, and the host reads the flag before the next update, or on request.
+
+Tests: tests/engine/test_precision_fp16.py
 """
 
 from __future__ import annotations

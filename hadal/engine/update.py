@@ -1,4 +1,7 @@
-"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it."""
+"""Updates of the weights: the checks before (norm, overflow), the step, the loss scale after it.
+
+Tests: tests/engine/test_engine.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizer, schedule and loader that a caller or the configuration asks for."""
+"""Optimizer, schedule and loader that a caller or the configuration asks for.
+
+Tests: tests/engine/test_arguments.py
+"""
 
 from __future__ import annotations
 

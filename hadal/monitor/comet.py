@@ -1,4 +1,7 @@
-"""`comet`: an experiment of Comet."""
+"""`comet`: an experiment of Comet.
+
+Tests: tests/monitor/test_services.py
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class ThinnedEvents:
         self._last: dict[str, int] = {}
 
     def needs_logging(self, name: str, samples: int) -> bool:
-        """Whether the value of `name` at `samples` is sent; if so it counts as sent."""
+        """Return True if the value of `name` at `samples` is to be sent; then it counts as sent."""
         last = self._last.get(name)
         if last is not None and samples - last < self._interval:
             return False

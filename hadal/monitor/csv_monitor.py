@@ -1,4 +1,7 @@
-"""`csv_monitor`: one CSV file for each name, with the columns samples and value."""
+"""`csv_monitor`: one CSV file for each name, with the columns samples and value.
+
+Tests: tests/monitor/test_files.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`jsonl_monitor`: everything about a run in one file, a JSON object on each line."""
+"""`jsonl_monitor`: everything about a run in one file, a JSON object on each line.
+
+Tests: tests/monitor/test_files.py
+"""
 
 from __future__ import annotations
 

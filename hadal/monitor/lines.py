@@ -1,4 +1,7 @@
-"""A text file that grows by whole lines, on which several runs and processes may follow."""
+"""A text file that grows by whole lines, on which several runs and processes may follow.
+
+Tests: tests/monitor/test_files.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of monitors: which section opens which writer."""
+"""The table of monitors: which section opens which writer.
+
+Tests: tests/monitor/test_services.py
+"""
 
 from __future__ import annotations
 

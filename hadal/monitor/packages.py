@@ -1,4 +1,7 @@
-"""The packages that monitors need: installed with `hadal-train[monitor]`."""
+"""The packages that monitors need: installed with `hadal-train[monitor]`.
+
+Tests: tests/monitor/test_services.py
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ScalarDraft(Protocol):
 
     @property
     def is_known(self) -> bool:
-        """Whether `records` does not wait for the device."""
+        """Return True if `records` does not wait for the device."""
 
     def records(self) -> Iterable[ScalarRecord]:
         """The records with their values. Waits for the device."""
@@ -64,7 +64,7 @@ class GivenScalars:
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has computed all of them."""
+        """Return True if the device has computed all of them."""
         return all(one.value.is_over for one in self.events if isinstance(one.value, HostCopy))
 
     def records(self) -> Iterator[ScalarRecord]:

@@ -1,4 +1,7 @@
-"""The description of a run, for those who look at its scalars later."""
+"""The description of a run, for those who look at its scalars later.
+
+Tests: tests/monitor/test_monitor.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`tensorboard`: an event file for TensorBoard."""
+"""`tensorboard`: an event file for TensorBoard.
+
+Tests: tests/monitor/test_monitor.py
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MeasuredUpdate:
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has finished the update."""
+        """Return True if the device has finished the update."""
         return self.update.is_known and self.sums.is_over and self.ended.is_reached
 
     def records(self) -> Iterator[ScalarRecord]:

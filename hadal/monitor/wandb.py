@@ -1,4 +1,7 @@
-"""`wandb`: a run of Weights & Biases."""
+"""`wandb`: a run of Weights & Biases.
+
+Tests: tests/monitor/test_services.py
+"""
 
 from __future__ import annotations
 

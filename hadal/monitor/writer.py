@@ -1,4 +1,7 @@
-"""The seam for one monitor, and what keeps its faults away from training."""
+"""The seam for one monitor, and what keeps its faults away from training.
+
+Tests: tests/monitor/test_monitor.py
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
 
 
 class Writer(Protocol):
-    """Where one monitor writes."""
+    """The interface of one monitor."""
 
     section: str
     """The section of the configuration that asks for it."""

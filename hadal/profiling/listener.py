@@ -1,4 +1,7 @@
-"""Profiler of the update that `flops_profiler.profile_step` names."""
+"""Profiler of the update that `flops_profiler.profile_step` names.
+
+Tests: tests/profiling/test_profiler.py
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.config.flops_profiler import FlopsProfiler as Section
+from hadal.config.flops_profiler import FlopsProfile as Section
 from hadal.device import synchronize
 from hadal.device.peaks import peak_flops
 from hadal.listener import Forward, Listener, Update
 from hadal.profiling.counting import Counter
 from hadal.profiling.profile import Profile, Trained, tree_of
 from hadal.profiling.profiler import FlopsProfiler
-from hadal.profiling.text import Layout, write_report
+from hadal.profiling.text import ReportLayout, write_report
 from hadal.profiling.times import ModuleTimes
 
 _log = logging.getLogger(__name__)
@@ -182,7 +185,7 @@ class ProfilerListener(Listener):
         self._own_times = None
         self._forget_exit()
         section = self._section
-        layout = Layout(section.module_depth, section.top_modules, section.detailed)
+        layout = ReportLayout(section.module_depth, section.top_modules, section.detailed)
         try:
             write_report(profile, layout, section.output_file)
         except OSError as error:

@@ -1,4 +1,7 @@
-"""Profile of one update: a tree of modules, and the figures of the whole."""
+"""Profile of one update: a tree of modules, and the figures of the whole.
+
+Tests: tests/profiling/test_profiler.py
+"""
 
 from __future__ import annotations
 

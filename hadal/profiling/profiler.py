@@ -15,7 +15,7 @@ from hadal.device import current_device, synchronize
 from hadal.errors import UsageError
 from hadal.profiling.counting import Counter
 from hadal.profiling.profile import Profile, Tree, tree_of
-from hadal.profiling.text import Layout, aggregated, standalone_report, write_report
+from hadal.profiling.text import ReportLayout, aggregated, standalone_report, write_report
 from hadal.profiling.times import ModuleTimes
 from hadal.profiling.units import (
     duration_to_string,
@@ -146,7 +146,7 @@ class FlopsProfiler:
         output_file: str | None = None,
     ) -> None:
         """Print the report, or write it and create its directory. Does nothing if not started."""
-        layout = Layout(module_depth, top_modules, detailed)
+        layout = ReportLayout(module_depth, top_modules, detailed)
         if self.profile is not None and not self.started:
             write_report(self.profile, layout, output_file)
             return
@@ -162,7 +162,7 @@ class FlopsProfiler:
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the largest modules at each depth. Does nothing if not started."""
         if self.started or self.profile is not None:
-            sys.stdout.write(aggregated(self.tree, Layout(module_depth, top_modules)) + "\n")
+            sys.stdout.write(aggregated(self.tree, ReportLayout(module_depth, top_modules)) + "\n")
 
 
 def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's

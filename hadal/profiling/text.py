@@ -1,4 +1,7 @@
-"""Profiles as text: the figures, the largest modules at each depth, the tree."""
+"""Profiles as text: the figures, the largest modules at each depth, the tree.
+
+Tests: tests/profiling/test_profiler.py
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ iter: all forwards, all backwards and the update
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ReportLayout:
     """Parts of a report that are written."""
 
     module_depth: int = -1
@@ -43,7 +46,7 @@ class Layout:
     """True writes the tree of all modules."""
 
 
-def write_report(profile: Profile, layout: Layout, path: str | None) -> None:
+def write_report(profile: Profile, layout: ReportLayout, path: str | None) -> None:
     """Write a report to a file, as JSON if it is named `.json`, or print it.
 
     Raises:
@@ -61,7 +64,7 @@ def write_report(profile: Profile, layout: Layout, path: str | None) -> None:
         file.write_text(report(profile, layout) + "\n", encoding="utf-8")
 
 
-def report(profile: Profile, layout: Layout, stream: TextIO | None = None) -> str:
+def report(profile: Profile, layout: ReportLayout, stream: TextIO | None = None) -> str:
     """Return the report of an update, in colour if `stream` is a terminal."""
     lines = [
         _title("Hadal Flops Profiler"),
@@ -76,7 +79,7 @@ def report(profile: Profile, layout: Layout, stream: TextIO | None = None) -> st
     return "\n".join([*lines, "-" * _WIDTH])
 
 
-def standalone_report(tree: Tree, layout: Layout, step: int) -> str:
+def standalone_report(tree: Tree, layout: ReportLayout, step: int) -> str:
     """Return the report of forwards outside an engine."""
     count, seconds = tree.forward, tree.seconds or 0.0
     figures = [
@@ -143,7 +146,7 @@ def _rate(flops: float, seconds: float) -> str:
     return flops_to_string(flops / seconds if seconds else 0.0)
 
 
-def aggregated(tree: Tree, layout: Layout) -> str:
+def aggregated(tree: Tree, layout: ReportLayout) -> str:
     """Return the module classes with most parameters, operations and time at each depth."""
     levels = tree.levels()
     is_all = layout.module_depth == -1

@@ -1,4 +1,7 @@
-"""Times of each module's forward, by events on the device."""
+"""Times of each module's forward, by events on the device.
+
+Tests: tests/profiling/test_profiler.py
+"""
 
 from __future__ import annotations
 

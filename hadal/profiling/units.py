@@ -1,4 +1,7 @@
-"""Formats of numbers with units, as DeepSpeed's profiler writes them."""
+"""Formats of numbers with units, as DeepSpeed's profiler writes them.
+
+Tests: tests/profiling/test_profiler.py
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ full      a bucket's whole buffer           shard     one rank's even cut of it
 fragment  the part of one parameter that lies in a shard
 run       the range of a shard that belongs to one param group: what an optimizer steps
 master    the values that the optimizer updates
+
+Tests: tests/zero/test_access.py, tests/compat/test_names.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 In a steady round ranks meet nowhere before its end. A rank requests the weights that its plan
 lacks: a thread of each other rank answers with its shard, unchanged since the round began there.
 So no rank waits for another's program, which may wait for this rank in a collective of its own.
+
+Tests: tests/zero/test_rounds.py, tests/comm/test_bell.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The codes that ranks announce to gather a bucket, and each rank's part in the gather."""
+"""The codes that ranks announce to gather a bucket, and each rank's part in the gather.
+
+Tests: tests/zero/test_rounds.py
+"""
 
 from __future__ import annotations
 

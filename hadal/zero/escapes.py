@@ -1,6 +1,8 @@
 """Views of gathered weights that outlive the use of their bucket: `weight.t()`, kept or returned.
 
 They are plain tensors, so their class announces no reads.
+
+Tests: tests/zero/test_gathering.py
 """
 
 from __future__ import annotations

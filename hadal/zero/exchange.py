@@ -1,4 +1,7 @@
-"""The interface of an optimizer that exchanges updates instead of gradients."""
+"""The interface of an optimizer that exchanges updates instead of gradients.
+
+Tests: tests/optim/test_signs_in_training.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gradients that the running backward will bring on this rank, from its autograd graph."""
+"""The gradients that the running backward will bring on this rank, from its autograd graph.
+
+Tests: tests/zero/test_starved.py
+"""
 
 from __future__ import annotations
 

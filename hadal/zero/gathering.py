@@ -46,7 +46,7 @@ from hadal.zero.policy import Divergence, Limits
 from hadal.zero.rounds import Rounds, Stretch
 from hadal.zero.trace import Kind, Recorder
 from hadal.zero.uses import Uses
-from hadal.zero.watched import Listener
+from hadal.zero.watched import ReadListener
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Gathering:
         self.counts_refused = False
         """True: the backward that was refused last counts all the same, without gradients."""
         self._moves = False
-        self._listener = Listener(self.on_read)
+        self._listener = ReadListener(self.on_read)
         self.escapes = Escapes()
         self.playing: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
         """Context of a part in a backward that does not run here; True: it ends an update."""

@@ -1,4 +1,7 @@
-"""The mean gradient of one bucket in host memory, for an update on the host."""
+"""The mean gradient of one bucket in host memory, for an update on the host.
+
+Tests: tests/zero/test_gradients.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A second copy of one bucket's weights, cut over the ranks of a node (hpZ; Wang 2023)."""
+"""A second copy of one bucket's weights, cut over the ranks of a node (hpZ; Wang 2023).
+
+Tests: tests/zero/test_nodes.py
+"""
 
 from __future__ import annotations
 

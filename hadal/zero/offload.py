@@ -1,4 +1,7 @@
-"""Offloading: the tier of one bucket's shards between uses: the device, the host or a disk."""
+"""Offloading: the tier of one bucket's shards between uses: the device, the host or a disk.
+
+Tests: tests/offload/test_tiers.py
+"""
 
 from __future__ import annotations
 

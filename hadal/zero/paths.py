@@ -2,6 +2,8 @@
 
 All ranks learn the same things at the same moments, so none of this communicates, except to report
 where they parted. `foresight.py` predicts the next trace.
+
+Tests: tests/zero/test_agreement.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One parameter's place: its bucket, its fragment, and its slice of the optimizer's state."""
+"""One parameter's place: its bucket, its fragment, and its slice of the optimizer's state.
+
+Tests: tests/zero/test_state.py, tests/zero/test_strides.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""New weights on their way: gathered beside the device's own work until they are read."""
+"""New weights on their way: gathered beside the device's own work until they are read.
+
+Tests: tests/npu/test_refresh.py
+"""
 
 from __future__ import annotations
 

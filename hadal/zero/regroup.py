@@ -1,4 +1,7 @@
-"""Parameters that are added later, or trained later: all other buckets stay as they are."""
+"""Parameters that are added later, or trained later: all other buckets stay as they are.
+
+Tests: tests/engine/test_later_groups.py
+"""
 
 from __future__ import annotations
 

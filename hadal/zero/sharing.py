@@ -1,4 +1,7 @@
-"""The groups of ranks around a bucket: averaging, cutting, holding the same, being near."""
+"""The groups of ranks around a bucket: averaging, cutting, holding the same, being near.
+
+Tests: tests/zero/test_nodes.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Traces: the order in which one forward or backward used the buckets of a model."""
+"""Traces: the order in which one forward or backward used the buckets of a model.
+
+Tests: tests/zero/test_planner.py, tests/zero/test_foresight.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writes to weights that torch does not count, on accelerators: found an update late."""
+"""Writes to weights that torch does not count, on accelerators: found an update late.
+
+Tests: tests/zero/test_edits.py
+"""
 
 from __future__ import annotations
 

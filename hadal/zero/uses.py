@@ -1,4 +1,7 @@
-"""The buckets that are gathered on use, and the units that use them."""
+"""The buckets that are gathered on use, and the units that use them.
+
+Tests: tests/zero/test_gathering.py
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 They look into the full buffer while it is there and at placeholders while it is freed. A parameter
 that was given other memory has left its bucket; a write to a placeholder reaches nothing. Both are
 reported by the parameter's name.
+
+Tests: tests/zero/test_bucket.py
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ _FILLS_OF_INIT = frozenset({"constant_", "kaiming_uniform_", "normal_", "uniform
 _touched: Attached[bool] = Attached("touched")
 # Parameters whose values are on their way: lets readers wait for them.
 _arrivals: Attached[Callable[[], object]] = Attached("arrival")
-_listeners: list[Listener] = []
+_listeners: list[ReadListener] = []
 
 
-class Listener:
+class ReadListener:
     """A listener for reads of watched parameters, in the thread that began it.
 
     A device's backward runs in a thread of its own: reads there count too.

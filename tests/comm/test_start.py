@@ -19,7 +19,7 @@ from ranks import RankPools
 from hadal.comm.start import (
     ALONE,
     DEFAULT_PORT,
-    Place,
+    WorldPlace,
     _url,
     find_place,
     first_slurm_host,
@@ -66,23 +66,23 @@ SAGEMAKER = {**SPREAD, "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "a
     ("variables", "place"),
     [
         ({}, ALONE),
-        (MVAPICH, Place(3, 4, 1, "127.0.0.1", DEFAULT_PORT, "MVAPICH")),
-        (AZURE, Place(1, 4, 1, "10.0.0.4", DEFAULT_PORT, "Open MPI")),
-        ({**AZURE, "MASTER_ADDR": "h"}, Place(1, 4, 1, "h", DEFAULT_PORT, "Open MPI")),
+        (MVAPICH, WorldPlace(3, 4, 1, "127.0.0.1", DEFAULT_PORT, "MVAPICH")),
+        (AZURE, WorldPlace(1, 4, 1, "10.0.0.4", DEFAULT_PORT, "Open MPI")),
+        ({**AZURE, "MASTER_ADDR": "h"}, WorldPlace(1, 4, 1, "h", DEFAULT_PORT, "Open MPI")),
         # On one node that is its own address, which nobody needs.
         ({**OPEN_MPI, "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}, find_place(OPEN_MPI)),
         (
             {**SPREAD, "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"},
-            Place(1, 4, 1, "10.0.0.5", DEFAULT_PORT, "Open MPI"),
+            WorldPlace(1, 4, 1, "10.0.0.5", DEFAULT_PORT, "Open MPI"),
         ),
-        (SAGEMAKER, Place(1, 4, 1, "algo-1", DEFAULT_PORT, "Open MPI")),
+        (SAGEMAKER, WorldPlace(1, 4, 1, "algo-1", DEFAULT_PORT, "Open MPI")),
         ({"HOME": "/root", "MASTER_ADDR": "far"}, ALONE),
-        (TORCHRUN, Place(5, 8, 1, "host0", 1234, "torchrun")),
-        (SLURM, Place(3, 4, 1, "node03", DEFAULT_PORT, "Slurm")),
-        (OPEN_MPI, Place(1, 2, 1, "127.0.0.1", DEFAULT_PORT, "Open MPI")),
-        (MPI, Place(2, 3, 0, "head", DEFAULT_PORT, "MPI")),
-        ({**SLURM, **TORCHRUN}, Place(5, 8, 1, "host0", 1234, "torchrun")),
-        ({**OPEN_MPI, "MASTER_ADDR": "h"}, Place(1, 2, 1, "h", DEFAULT_PORT, "Open MPI")),
+        (TORCHRUN, WorldPlace(5, 8, 1, "host0", 1234, "torchrun")),
+        (SLURM, WorldPlace(3, 4, 1, "node03", DEFAULT_PORT, "Slurm")),
+        (OPEN_MPI, WorldPlace(1, 2, 1, "127.0.0.1", DEFAULT_PORT, "Open MPI")),
+        (MPI, WorldPlace(2, 3, 0, "head", DEFAULT_PORT, "MPI")),
+        ({**SLURM, **TORCHRUN}, WorldPlace(5, 8, 1, "host0", 1234, "torchrun")),
+        ({**OPEN_MPI, "MASTER_ADDR": "h"}, WorldPlace(1, 2, 1, "h", DEFAULT_PORT, "Open MPI")),
         # Half of a launcher's variables is none of them.
         ({"RANK": "0"}, ALONE),
         ({"WORLD_SIZE": "8", **OPEN_MPI}, find_place(OPEN_MPI)),
@@ -90,12 +90,12 @@ SAGEMAKER = {**SPREAD, "SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "a
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),
         (
             {"RANK": "0", "WORLD_SIZE": "1"},
-            Place(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "torchrun"),
+            WorldPlace(0, 1, 0, "127.0.0.1", DEFAULT_PORT, "torchrun"),
         ),
         # Without a local rank the rank itself is the best guess.
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"},
-            Place(1, 2, 1, "h", DEFAULT_PORT, "torchrun"),
+            WorldPlace(1, 2, 1, "h", DEFAULT_PORT, "torchrun"),
         ),
     ],
 )

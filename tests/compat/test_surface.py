@@ -17,7 +17,7 @@ from hadal.compat.accessors import _UNBUILT
 from hadal.compat.alias import alias
 from hadal.compat.homes import HOMES
 from hadal.compat.placeholders import placeholder
-from hadal.compat.surface import Kind
+from hadal.compat.surface import NameKind
 from hadal.errors import NotBuiltYetError
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_what_has_no_home_says_so_when_it_is_used() -> None:
             unbuilt += 1
             stands = getattr(alias(module.name), leaf)
             with pytest.raises(NotImplementedError, match=rf"{leaf}\b.* is not built yet"):
-                str(stands) if kind is Kind.VALUE else stands()
+                str(stands) if kind is NameKind.VALUE else stands()
     assert unbuilt > 100
 
 
@@ -173,7 +173,7 @@ def test_a_name_outside_the_surface_is_an_attribute_error() -> None:
 
 
 def test_a_class_that_is_not_built_may_be_subclassed_and_asked_for() -> None:
-    layer: Any = placeholder("deepspeed.moe.layer.MoE", Kind.CLASS)
+    layer: Any = placeholder("deepspeed.moe.layer.MoE", NameKind.CLASS)
 
     class Mine(layer):  # type: ignore[misc]
         pass
@@ -190,7 +190,7 @@ def test_a_class_that_is_not_built_may_be_subclassed_and_asked_for() -> None:
 )
 def test_a_value_that_is_not_known_refuses_every_use(use: Any) -> None:
     with pytest.raises(NotBuiltYetError, match=r"deepspeed\.ops\.x is not built yet"):
-        use(placeholder("deepspeed.ops.x", Kind.VALUE))
+        use(placeholder("deepspeed.ops.x", NameKind.VALUE))
 
 
 def test_all_names_of_most_use_are_known_to_the_surface() -> None:

@@ -18,7 +18,7 @@ import hadal
 from hadal import comm
 from hadal.errors import CheckpointError, ShardedAccessError
 from hadal.zero.bucket import Weights
-from hadal.zero.watched import Listener, kind_of, watched_kind_of
+from hadal.zero.watched import ReadListener, kind_of, watched_kind_of
 
 WIDTH = 6
 
@@ -43,7 +43,7 @@ def announced(parameter: nn.Parameter, act: Callable[[], object]) -> int:
         heard.append(one)
         unwatch(one)
 
-    listener = Listener(hear)
+    listener = ReadListener(hear)
     watch(parameter)
     listener.start()
     try:

@@ -1,4 +1,7 @@
-"""Integers of few bits, with one scale for each block of values."""
+"""Integers of few bits, with one scale for each block of values.
+
+Tests: tests/comm/test_codecs.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Values sent in another dtype, or in their own."""
+"""Values sent in another dtype, or in their own.
+
+Tests: tests/comm/test_codecs.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The interface of a codec: 1-D values to bytes for the wire, and back."""
+"""The interface of a codec: 1-D values to bytes for the wire, and back.
+
+Tests: tests/comm/test_codecs.py
+"""
 
 from __future__ import annotations
 

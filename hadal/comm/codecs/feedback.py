@@ -1,4 +1,7 @@
-"""Error feedback: the error of one message is added to the next."""
+"""Error feedback: the error of one message is added to the next.
+
+Tests: tests/comm/test_codecs.py
+"""
 
 from __future__ import annotations
 

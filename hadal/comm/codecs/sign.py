@@ -1,4 +1,7 @@
-"""Signs with a scale: one bit for each value, and one float32 for each block of values."""
+"""Signs with a scale: one bit for each value, and one float32 for each block of values.
+
+Tests: tests/comm/test_sign.py
+"""
 
 from __future__ import annotations
 

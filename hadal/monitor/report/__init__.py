@@ -2,6 +2,6 @@
 
 from hadal.monitor.report.journal import Journal, PageAtEnd, communication_lines
 from hadal.monitor.report.page import write_page
-from hadal.monitor.report.run import Run, read_run
+from hadal.monitor.report.run import RunRecord, read_run
 
-__all__ = ["Journal", "PageAtEnd", "Run", "communication_lines", "read_run", "write_page"]
+__all__ = ["Journal", "PageAtEnd", "RunRecord", "communication_lines", "read_run", "write_page"]

@@ -1,4 +1,7 @@
-"""What a report has beside the scalars: warnings, checkpoints, memory, profile, communication."""
+"""Content of a report beside the scalars: warnings, checkpoints, memory, profile, communication.
+
+Tests: tests/monitor/test_report.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page: figures, pictures and tables of a run, in one file without links to elsewhere."""
+"""The page: figures, pictures and tables of a run, in one file without links to elsewhere.
+
+Tests: tests/monitor/test_report.py
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hadal.monitor.report.pictures import pictures_of
-from hadal.monitor.report.run import Run, read_run
+from hadal.monitor.report.run import RunRecord, read_run
 
 _MOST_ROWS = 200
 
@@ -29,7 +32,7 @@ def write_page(place: Path, output: Path | None = None) -> Path:
     return path
 
 
-def page_of(run: Run) -> str:
+def page_of(run: RunRecord) -> str:
     """The page as HTML, below two megabytes."""
     import jinja2
 
@@ -54,11 +57,11 @@ def page_of(run: Run) -> str:
     )
 
 
-def _title(run: Run) -> str:
+def _title(run: RunRecord) -> str:
     return f"{run.description['model']['class']}, {run.path.parent.name}"
 
 
-def _figures(run: Run) -> Iterator[tuple[str, str]]:
+def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
     model, series = run.description["model"], run.series
     yield "parameters", f"{model['parameters']:,}"
     if model["trained"] != model["parameters"]:
@@ -86,7 +89,7 @@ def _median(values: Any) -> float:
     return ordered[len(ordered) // 2] if ordered else math.nan
 
 
-def _settings(run: Run) -> list[tuple[str, str, str]]:
+def _settings(run: RunRecord) -> list[tuple[str, str, str]]:
     """Path, value and origin of what is not a default, or all if no origins are known."""
     values = dict(_flat(run.description["config"]))
     origins = run.description.get("origins") or {}
@@ -104,7 +107,7 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     return [(path, value if isinstance(value, str) else json.dumps(value))]
 
 
-def _modules(run: Run) -> list[dict[str, Any]]:
+def _modules(run: RunRecord) -> list[dict[str, Any]]:
     """The profiled modules in order, each with its depth and shares of the whole."""
     if run.profile is None:
         return []

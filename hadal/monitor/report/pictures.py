@@ -1,4 +1,7 @@
-"""The pictures of a report: SVG that takes its text colour from the page, light or dark."""
+"""The pictures of a report: SVG that takes its text colour from the page, light or dark.
+
+Tests: tests/monitor/test_report.py
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from hadal.errors import UsageError
-from hadal.monitor.report.run import Run, Series, smoothed, thinned
+from hadal.monitor.report.run import RunRecord, Series, smoothed, thinned
 
 _TEXT = "#010203"  # stands for the page's text colour
 _COLOURS = ("#2a8cc0", "#e0823d", "#58a55c", "#b26ab2", "#8a8a8a", "#c0504d")
 
 
-def pictures_of(run: Run) -> dict[str, str]:
+def pictures_of(run: RunRecord) -> dict[str, str]:
     """The pictures that the run has values for, by title.
 
     Raises:
@@ -57,7 +60,7 @@ def pictures_of(run: Run) -> dict[str, str]:
     return found
 
 
-def _mfu(run: Run) -> Series | None:
+def _mfu(run: RunRecord) -> Series | None:
     """The utilisation of each update, by the profiled one's operations."""
     profile, rate = run.profile, run.series.get("samples_per_sec")
     if profile is None or rate is None or not profile.get("peak_flops_per_second"):

@@ -1,4 +1,7 @@
-"""A run as its file of JSON lines tells it."""
+"""A run as its file of JSON lines tells it.
+
+Tests: tests/monitor/test_report.py
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What is known of a run. A killed run lacks its end, and no more."""
+class RunRecord:
+    """The known facts about a run. A killed run lacks its end, and no more."""
 
     path: Path
     starts: tuple[Mapping[str, Any], ...]
@@ -86,7 +89,7 @@ def file_of(place: Path) -> Path:
     )
 
 
-def read_run(place: Path) -> Run:
+def read_run(place: Path) -> RunRecord:
     """Read a run.
 
     Raises:
@@ -101,7 +104,7 @@ def read_run(place: Path) -> Run:
     if not by_kind.get("run"):
         raise UsageError(f'{path} has no line of kind "run"; it is not a run\'s file')
     updates = _last_of_each(by_kind.get("update", []))
-    return Run(
+    return RunRecord(
         path=path,
         starts=tuple(by_kind["run"]),
         series=_series(updates, "step"),
