@@ -55,8 +55,9 @@ class Checkpoints:
         Args:
             save_dir: the directory; created if it does not exist.
             tag: the checkpoint's name; `global_step<N>` by default.
-            client_state: the caller's own values: numbers, text, lists, tuples, dicts, tensors
-                and numpy arrays. Those of rank 0 are saved.
+            client_state: the caller's own values: numbers, text, bytes, paths, dates, dtypes,
+                devices, Enums, lists, tuples, sets, dicts, namespaces, dataclasses, tensors and
+                numpy arrays. Those of rank 0 are saved.
             save_latest: whether `load_checkpoint` should find this one without a tag.
             exclude_frozen_parameters: leave out parameters that are not trained; the checkpoint
                 then loads with `load_module_strict=False`, into a model that has their values.
