@@ -5,9 +5,12 @@ Tests: tests/comm/test_comms_log.py
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 # By key: how many calls there were, and the latencies of the latest of them.
 _Latencies = Mapping[Key, tuple[int, tuple[float, ...]]]
+
+# Engines end in the same order on all ranks.
+_ends = count()
 
 
 def log_summary(show_straggler: bool = False) -> list[Row]:
@@ -41,6 +47,41 @@ def log_summary(show_straggler: bool = False) -> list[Row]:
     if get_rank() == 0:
         _print(rows, show_straggler)
     return rows
+
+
+def end_of_log(ranks: Ranks, patience_s: float = 2.0) -> list[Row]:
+    """Return this rank's records at the end of a program; on rank 0 with the times lost by rank.
+
+    Every rank should call it, but none waits for long: latencies go to rank 0 through a store, as
+    ranks may end at different times. Where one is late, or has ended, times lost are unknown.
+    """
+    rows = comms_log.rows()
+    world = dist.group.WORLD
+    if not rows or ranks.size == 1 or world is None or not hasattr(world, "get_group_store"):
+        return rows
+    mine: _Latencies = {key_of(row): (row.count, row.latencies_s) for row in rows}
+    place = f"hadal/log/{next(_ends)}"
+    with suppress(RuntimeError):  # a store may be gone with the process that had it
+        store = world.get_group_store()
+        if ranks.rank > 0:
+            store.set(f"{place}/{ranks.rank}", json.dumps(list(mine.items())))
+            return rows
+        keys = [f"{place}/{rank}" for rank in range(1, ranks.size)]
+        deadline = time.monotonic() + patience_s
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                return rows
+            time.sleep(0.01)
+        everybody = [mine, *(_parsed(store.get(key)) for key in keys)]
+        return [replace(row, lost_s=lost(key_of(row), everybody)) for row in rows]
+    return rows
+
+
+def _parsed(text: bytes) -> _Latencies:
+    return {
+        Key(name, nbytes, dtype, tuple(ranks), site): (number, tuple(latencies))
+        for (name, nbytes, dtype, ranks, site), (number, latencies) in json.loads(text)
+    }
 
 
 def key_of(row: Row) -> Key:

@@ -15,8 +15,8 @@ from torch import nn
 
 from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
-from hadal.comm.comms_log import comms_log
 from hadal.comm.faults import told_to_all
+from hadal.comm.summary import end_of_log
 from hadal.config import Config
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
@@ -147,7 +147,7 @@ def _monitors(setting: Setting) -> Listener | None:
 def _journal(setting: Setting) -> Listener | None:
     path = _reported(setting)
     if path is None:
-        return None
+        return _OwnLog(setting.world) if _is_reported(setting) else None
     from hadal.monitor.report import Journal, communication_lines  # for this alone
 
     def profile(engine: Any) -> Mapping[str, Any] | None:
@@ -157,7 +157,7 @@ def _journal(setting: Setting) -> Listener | None:
     first = {"memory": lambda engine: {"bytes": engine.state_nbytes()}}
     at_end = {
         "profile": profile,
-        "communication": lambda _: communication_lines(comms_log.rows()),
+        "communication": lambda _: communication_lines(end_of_log(setting.world)),
     }
     return Journal(path, first, at_end)
 
@@ -173,10 +173,25 @@ def _page(setting: Setting) -> Listener | None:
 
 def _reported(setting: Setting) -> Path | None:
     """The file of the run that is reported, on rank 0."""
-    section = setting.config.jsonl_monitor
-    if not (section.enabled and section.report) or setting.world.rank != 0:
+    if not _is_reported(setting) or setting.world.rank != 0:
         return None
-    return path_of(section)
+    return path_of(setting.config.jsonl_monitor)
+
+
+def _is_reported(setting: Setting) -> bool:
+    return setting.config.jsonl_monitor.enabled and setting.config.jsonl_monitor.report
+
+
+class _OwnLog(Listener):
+    """Hands another rank's log of collectives to rank 0 for the report."""
+
+    name = "hadal.report"
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def close(self) -> None:
+        end_of_log(self._ranks)
 
 
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {

@@ -6,17 +6,20 @@ import json
 import logging
 import math
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine.toys import engine_of, train
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPools
 
+from hadal import comm
 from hadal.cli.main import main
 from hadal.errors import UsageError
 from hadal.monitor.report import read_run, write_page
@@ -68,6 +71,9 @@ def keys_of(folder: Path, **others: Any) -> dict[str, Any]:
 
 def train_and_report(folder: Path, updates: int, others: dict[str, Any]) -> list[float]:
     engine = engine_of(2, **keys_of(folder, **others))
+    for _ in range(4):  # rank 1 comes late
+        time.sleep(0.05 * comm.get_rank())
+        comm.all_reduce(torch.ones(1000))
     losses = [float(loss) for loss in train(engine, range(updates))]
     engine.save_checkpoint(folder / "checkpoints")
     logging.getLogger("hadal.engine.engine").warning("something <b>odd</b> was seen")
@@ -104,6 +110,9 @@ def test_the_page_has_the_figures_of_the_file(ranks: RankPools, tmp_path: Path) 
     assert str(tmp_path / "checkpoints" / "global_step5") in cells
     assert "zero_optimization.stage" in cells
     assert any("reduce_scatter" in cell for cell in cells)
+    (late,) = (row for row in run.communication if row["nbytes"] == 4000)
+    assert late["straggler"] == 1 and late["waited_s"] > 0.02
+    assert any(re.fullmatch(r"1, \d+\.\d\d ms a call", cell) for cell in cells)
     profiled = next(row for row in page.rows if row[:2] == ["Sequential", "Sequential"])
     assert profiled[2:5] == [str(numel), str(3 * (6 * 9 + 9 * 4)), "100.0"]
     titles = page.words["figcaption"]

@@ -132,6 +132,7 @@ def communication_lines(rows: Sequence[Any]) -> Mapping[str, Any] | None:
                 "seconds": row.seconds,
                 "bus_gb_per_s": row.bus_bandwidth / 1e9,
                 "straggler": row.straggler,
+                "waited_s": max((row.lost_s or {0: 0.0}).values()) / len(row.latencies_s),
             }
             for row in ordered
         ]
