@@ -110,16 +110,29 @@ def test_the_index_names_every_example() -> None:
         )
 
 
-def test_gpt_trains_and_goes_on(tmp_path: Path) -> None:
-    short = ["--steps=3", "--width=48", "--depth=2", "--sample=8", f"--folder={tmp_path / 'demo'}"]
-    train = EXAMPLES / "gpt" / "train.py"
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a GPT trained for three steps, and what that printed."""
+    folder = tmp_path_factory.mktemp("gpt")
+    return folder, launched(GPT, *short_gpt(folder), processes=2, folder=folder)
 
-    first = launched(train, *short, processes=2, folder=tmp_path)
-    assert "ZeRO stage 2" in first
-    assert "unigram entropy" in first
-    assert "(step 3)" in first
-    assert (tmp_path / "demo" / "loss.png").stat().st_size > 10_000
 
-    second = run(train, *short, processes=2, folder=tmp_path)
-    assert "Going on from step 3" in second
-    assert "(step 6)" in second
+GPT = EXAMPLES / "gpt" / "train.py"
+
+
+def short_gpt(folder: Path) -> list[str]:
+    return ["--steps=3", "--width=48", "--depth=2", "--sample=8", f"--folder={folder / 'demo'}"]
+
+
+def test_gpt_trains(gpt: tuple[Path, str]) -> None:
+    folder, printed = gpt
+    assert "ZeRO stage 2" in printed
+    assert "unigram entropy" in printed
+    assert "(step 3)" in printed
+    assert (folder / "demo" / "loss.png").stat().st_size > 10_000
+
+
+def test_gpt_goes_on(gpt: tuple[Path, str]) -> None:
+    printed = run(GPT, *short_gpt(gpt[0]), processes=2, folder=gpt[0])
+    assert "Going on from step 3" in printed
+    assert "(step 6)" in printed
