@@ -17,7 +17,7 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import check_file, check_inside
+from hadal.checkpoint.files import check_file
 from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.stored import StoredSource
@@ -187,9 +187,8 @@ def _damage(source: StoredSource | DeepSpeedSource) -> Iterator[str]:
     """Yield the fault of each file that is missing or damaged."""
     for path in _paths(source):
         try:
-            check_inside(path, source.path)
             if isinstance(source, DeepSpeedSource):
-                check_pickle(path, source.path)
+                check_pickle(path)
             else:
                 check_file(path, source.files[path.name], whole=True)
         except CheckpointError as error:

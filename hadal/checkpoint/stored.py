@@ -29,7 +29,7 @@ from hadal.checkpoint.contents import (
     state_key,
 )
 from hadal.checkpoint.direct import Kept, blocks_of, read_into
-from hadal.checkpoint.files import Seal, check_file, check_inside, open_regular, parsing_errors
+from hadal.checkpoint.files import Seal, check_file, open_regular, parsing_errors
 from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
 from hadal.checkpoint.index import read_index, seals_of, strict_json
 from hadal.checkpoint.plain import decoded, decoded_state
@@ -415,7 +415,6 @@ class StoredSource:
                     " checkpoint.use_node_local_storage. Load it with the same number of ranks on"
                     " the same nodes at the same stage, or copy all nodes' files into one folder"
                 )
-            check_inside(self.path / name, self.path)
             check_file(self.path / name, self._seals[name], whole=False)
             self._looked_at.add(name)
 

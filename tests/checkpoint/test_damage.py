@@ -143,11 +143,9 @@ def reparted(folder: Path, *keys: Any) -> None:
     resealed(folder, parts=parts)
 
 
-def linked(path: Path) -> None:
-    outside = path.parents[2] / "outside"
-    shutil.copy(path, outside)
+def linked(path: Path, to: Path) -> None:
     path.unlink()
-    path.symlink_to(outside)
+    path.symlink_to(to)
 
 
 def piped(path: Path) -> None:
@@ -204,17 +202,12 @@ PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "latest is empty": (lambda tag: (tag.parent / "latest").write_text(""), "latest"),
     "latest is large": (lambda tag: (tag.parent / "latest").write_bytes(b"x" * 9999), "latest"),
     "latest is lost": (lambda tag: (tag.parent / "latest").write_text("global_step7"), "latest"),
-    "link out": (lambda tag: linked(tag / ONE), ONE),
-    "index links out": (lambda tag: linked(tag / INDEX), INDEX),
-    "folder links out": (
-        lambda tag: (shutil.move(tag, tag.parents[1]), tag.symlink_to(tag.parents[1] / tag.name)),
-        "global_step1 leads out",
-    ),
-    "latest links out": (
-        lambda tag: (
-            shutil.move(tag.parent / "latest", tag.parents[1] / "l"),
-            (tag.parent / "latest").symlink_to("../l"),
-        ),
+    "link to another": (lambda tag: linked(tag / ONE, tag.with_name(OTHER) / ONE), ONE),
+    "link to nothing": (lambda tag: linked(tag / TWO, tag / "nothing"), TWO),
+    "link to itself": (lambda tag: linked(tag / TWO, tag / TWO), TWO),
+    "index links to nothing": (lambda tag: linked(tag / INDEX, tag / "nothing"), INDEX),
+    "latest links to itself": (
+        lambda tag: linked(tag.parent / "latest", tag.parent / "latest"),
         "latest",
     ),
     "pipe": (lambda tag: piped(tag / TWO), TWO),

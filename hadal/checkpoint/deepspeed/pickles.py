@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hadal.checkpoint.files import check_inside, open_regular, system_errors
+from hadal.checkpoint.files import open_regular, system_errors
 from hadal.errors import CheckpointError
 
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")
@@ -65,14 +65,13 @@ STAND_INS = MappingProxyType(
 """Stand-ins by the name in a file."""
 
 
-def read_pickle(path: Path, root: Path) -> Any:
+def read_pickle(path: Path) -> Any:
     """Return the contents of a file that `torch.save` wrote; tensors are mapped, not read.
 
     Raises:
-        CheckpointError: it is outside `root`, cannot be read, is damaged, or names something
-            that is not known to be harmless.
+        CheckpointError: it cannot be read, is damaged, or names something that is not known to be
+            harmless.
     """
-    check_inside(path, root)
     with open_regular(path):
         pass
     allowed: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
@@ -93,13 +92,12 @@ def read_pickle(path: Path, root: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {_short(error)}") from error
 
 
-def check_pickle(path: Path, root: Path) -> None:
+def check_pickle(path: Path) -> None:
     """Compare every byte of a file that `torch.save` wrote with the checksums in it.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    check_inside(path, root)
     with open_regular(path), system_errors(path, "read"):
         try:
             with zipfile.ZipFile(path) as archive:

@@ -20,7 +20,7 @@ from hadal.checkpoint.deepspeed import layouts
 from hadal.checkpoint.deepspeed.folder import Files, files_of
 from hadal.checkpoint.deepspeed.layouts import TrainedValues
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
-from hadal.checkpoint.files import check_inside, parsing_errors
+from hadal.checkpoint.files import inside, parsing_errors
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.source import Entry, RankState
 from hadal.errors import CheckpointError
@@ -89,8 +89,8 @@ class DeepSpeedSource:
         self.path = folder
         self._values: dict[tuple[str, str], _FileValue] = {}
         self._files = files_of(folder)
-        models = [read_pickle(path, folder) for path in self._files.model]
-        rows = [read_pickle(path, folder) for path in self._files.optimizer]
+        models = [read_pickle(path) for path in self._files.model]
+        rows = [read_pickle(path) for path in self._files.optimizer]
         what = f"{folder} cannot be understood as a DeepSpeed checkpoint, or is damaged"
         with parsing_errors(what):
             self._model: Mapping[str, Any] = models[0]
@@ -139,9 +139,7 @@ class DeepSpeedSource:
     def _common_state(self, optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """Return the optimizer state that is common to all parameters."""
         if self._files.values is not None:
-            state: Mapping[str, Any] = read_pickle(
-                self._files.values / "optimizer_state.pt", self.path
-            )
+            state: Mapping[str, Any] = read_pickle(self._files.values / "optimizer_state.pt")
             return state
         return optimizers[0] if optimizers else self._model["optimizer"] or {}
 
@@ -175,8 +173,7 @@ class DeepSpeedSource:
         found = TrainedValues(layouts.options_of(first), layouts.names_of(first, self._shapes))
         for shapes in self._shapes:
             for name in shapes:
-                place = folder / name
-                check_inside(place, folder)
+                place = inside(folder, name)
                 files = {path.stem: path for path in sorted(place.glob("*.pt"))}
                 values = {key: self._universal_value(path) for key, path in files.items()}
                 flat = values.pop("fp32").reshape(-1)
@@ -184,7 +181,7 @@ class DeepSpeedSource:
         return found
 
     def _universal_value(self, path: Path) -> Any:
-        value = read_pickle(path, self.path)
+        value = read_pickle(path)
         return value["param"] if isinstance(value, dict) else value
 
     # ---- what there is ---------------------------------------------------------------------------
@@ -344,7 +341,7 @@ class DeepSpeedSource:
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Compare files with the checksums in them: each `shares`-th file from `share` on."""
         for path in self.files[share::shares]:
-            check_pickle(path, self.path)
+            check_pickle(path)
 
     @property
     def files(self) -> Sequence[Path]:
