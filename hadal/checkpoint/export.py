@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,12 +30,17 @@ class ExportedValue(NamedTuple):
 
 
 def values_to_export(
-    source: Source, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
+    source: Source,
+    dtype: torch.dtype | None = None,
+    *,
+    exclude_frozen: bool = False,
+    is_exact: bool = False,
 ) -> list[ExportedValue]:
     """Return the weights and buffers in the order of the source, in `dtype` or their own dtype.
 
-    A weight whose own dtype is not wanted is read from its master. A buffer may become wider, but
-    never narrower: fp32 buffers beside 16-bit weights are deliberate.
+    A weight whose own dtype is not wanted is read from its master; with `is_exact` the own dtype
+    of a weight that has a master is the master's. A buffer may become wider, but never narrower:
+    fp32 buffers beside 16-bit weights are deliberate.
 
     Raises:
         CheckpointError: the checkpoint does not distinguish frozen parameters from trained ones.
@@ -52,6 +57,8 @@ def values_to_export(
         ):
             continue
         wanted = entry.dtype
+        if is_exact and kind == WEIGHT and (name, MASTER) in source.entries:
+            wanted = source.entries[name, MASTER].dtype
         if dtype is not None and wanted.is_floating_point:
             wanted = dtype if kind == WEIGHT else torch.promote_types(wanted, dtype)
         if wanted != entry.dtype and (name, MASTER) in source.entries:
@@ -74,8 +81,11 @@ def export(
     dtype: torch.dtype | None,
     max_shard_nbytes: int,
     exclude_frozen: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> list[Path]:
     """Write the weights of a checkpoint in the Hugging Face layout.
+
+    `progress` is called with the bytes of each chunk that was read.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the files cannot be written.
@@ -88,17 +98,31 @@ def export(
         folder,
         filename,
         values,
-        _cuts(source, values, kinds),
+        _cuts(source, values, kinds, progress or (lambda nbytes: None)),
         tied_names(source, stored),
         max_shard_nbytes,
     )
 
 
-def _cuts(source: Source, values: list[Value], kinds: Mapping[str, str]) -> Iterator[Tensor]:
+def nbytes_of_export(
+    source: Source, dtype: torch.dtype | None, *, exclude_frozen: bool = False
+) -> int:
+    """Return the number of bytes that an export reports to its `progress`."""
+    stored = values_to_export(source, dtype, exclude_frozen=exclude_frozen)
+    return sum(one.value.nbytes for one in stored)
+
+
+def _cuts(
+    source: Source,
+    values: list[Value],
+    kinds: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> Iterator[Tensor]:
     for value in values:
         for start in range(0, value.numel, _CUT_NUMEL):
             stop = min(start + _CUT_NUMEL, value.numel)
             yield source.read(value.name, kinds[value.name], start, stop).to(value.dtype)
+            progress((stop - start) * value.dtype.itemsize)
 
 
 def _warn_if_rounded(source: Source, dtype: torch.dtype | None) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from hadal.checkpoint.files import (
     Chunk,
     new_mark,
-    replace_file,
     sync_folder,
     system_errors,
     write_file,
@@ -110,6 +109,13 @@ def write_model(
         for draft, shard in zip(drafts, shards, strict=True):
             kept = {value.name for value in shard}
             write(draft, shard, cuts, {a: name for a, name in aliases.items() if name in kept})
+        if len(shards) > 1:
+            shared = aliases if not is_safe else {}
+            text = _index(shards, names, shared)
+            # The last to be renamed: shards without it are not taken for a model.
+            names.append(f"{filename}.index.json")
+            drafts.append(folder / f".{names[-1]}.{mark}.partial")
+            write_file(drafts[-1], [text.encode()])
         with system_errors(folder, "written"):
             _remove_earlier(folder, filename)
             for draft, name in zip(drafts, names, strict=True):
@@ -120,10 +126,7 @@ def write_model(
             with suppress(OSError):
                 draft.unlink()
         raise
-    if len(shards) > 1:
-        shared = aliases if not is_safe else {}
-        replace_file(folder / f"{filename}.index.json", _index(shards, names, shared))
-    return [folder / name for name in names]
+    return [folder / name for name in names[: len(shards)]]
 
 
 def _index(shards: Sequence[Sequence[Value]], names: Sequence[str], aliases: Any) -> str:

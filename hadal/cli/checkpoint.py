@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.arguments import add_json, integer, size
 from hadal.cli.parser import add_command, add_group
-from hadal.cli.terminal import FAILED, aligned, heading, key, show, show_json, table
+from hadal.cli.terminal import FAILED, aligned, heading, key, progress, show, show_json, table
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hadal.checkpoint.inspection import CheckpointReport
+    from hadal.checkpoint.source import Source
 
 _DTYPES = ("fp32", "bf16", "fp16")
+_FORMATS = ("hf", "dcp")
 _DIR = "The directory given to save_checkpoint, or one checkpoint; Hadal's or DeepSpeed's"
 
 
@@ -37,14 +41,29 @@ def add_to(group: Any) -> None:
     exporting = add_command(
         own,
         "export",
-        help="Write the weights in Hugging Face layout",
-        description="Write the weights of a checkpoint as safetensors, in the layout of Hugging"
-        " Face.",
-        examples=("hadal checkpoint export checkpoints exported --dtype bf16",),
+        help="Write a checkpoint in another library's format",
+        description="Write a checkpoint for other libraries: its weights as safetensors in the"
+        " layout of Hugging Face (hf), or weights and optimizer state as"
+        " torch.distributed.checkpoint reads them (dcp).",
+        examples=(
+            "hadal checkpoint export checkpoints exported --dtype bf16",
+            "hadal checkpoint export checkpoints exported --format dcp",
+        ),
     )
     _add_output(exporting)
     exporting.add_argument(
-        "--dtype", choices=_DTYPES, help="dtype of the weights (default: their own)"
+        "--format", choices=_FORMATS, default="hf", help="The format (default: %(default)s)"
+    )
+    exporting.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of the weights (default: hf: the one they compute in; dcp: exact values, as"
+        " the masters have)",
+    )
+    exporting.add_argument(
+        "--no-optimizer",
+        action="store_true",
+        help="Leave out the optimizer's state (hf never has it)",
     )
     exporting.set_defaults(run=run_export)
     converting = add_command(
@@ -56,7 +75,7 @@ def add_to(group: Any) -> None:
         examples=("hadal checkpoint to-fp32 checkpoints exported --tag global_step1000",),
     )
     _add_output(converting)
-    converting.set_defaults(run=run_export, dtype="fp32")
+    converting.set_defaults(run=run_export, dtype="fp32", format="hf")
     inspecting = add_command(
         own,
         "inspect",
@@ -105,22 +124,65 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(parsed: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint."""
-    from hadal.checkpoint.export import DTYPES, export
-    from hadal.checkpoint.huggingface import NAME
+    """Write a checkpoint in another format."""
     from hadal.checkpoint.opening import opened
 
-    written = export(
-        opened(parsed.dir, parsed.tag, parsed.part),
-        parsed.out,
-        NAME,
-        dtype=None if parsed.dtype is None else DTYPES[parsed.dtype],
-        max_shard_nbytes=parsed.max_shard_size,
-        exclude_frozen=parsed.exclude_frozen_parameters,
-    )
+    source = opened(parsed.dir, parsed.tag, parsed.part)
+    written = _EXPORTS[parsed.format](source, parsed)
+    source.close()
     rows = [(key(str(path)), shown_nbytes(path.stat().st_size)) for path in written]
     show(aligned(rows))
     return 0
+
+
+def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Path]:
+    from hadal.checkpoint.export import DTYPES, export, nbytes_of_export
+    from hadal.checkpoint.huggingface import NAME
+
+    dtype = None if parsed.dtype is None else DTYPES[parsed.dtype]
+    exclude_frozen = parsed.exclude_frozen_parameters
+    total = nbytes_of_export(source, dtype, exclude_frozen=exclude_frozen)
+    with _progress(total) as progress:
+        return export(
+            source,
+            parsed.out,
+            NAME,
+            dtype=dtype,
+            max_shard_nbytes=parsed.max_shard_size,
+            exclude_frozen=exclude_frozen,
+            progress=progress,
+        )
+
+
+def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Path]:
+    from hadal.checkpoint.export import DTYPES
+    from hadal.checkpoint.formats.dcp import export_dcp, nbytes_of_dcp
+
+    dtype = None if parsed.dtype is None else DTYPES[parsed.dtype]
+    options = {
+        "with_optimizer": not parsed.no_optimizer,
+        "exclude_frozen": parsed.exclude_frozen_parameters,
+    }
+    with _progress(nbytes_of_dcp(source, dtype, **options)) as progress:
+        return export_dcp(
+            source,
+            parsed.out,
+            dtype=dtype,
+            max_file_nbytes=parsed.max_shard_size,
+            progress=progress,
+            **options,
+        )
+
+
+_EXPORTS = {"hf": _export_hf, "dcp": _export_dcp}
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes; the function given advances it."""
+    bar, task = progress(total, "exporting", is_bytes=True)
+    with bar:
+        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 # ---- what is inside ------------------------------------------------------------------------------

@@ -181,16 +181,16 @@ def _marked(text: str) -> Text:
     return marked
 
 
-def progress(total: int, what: str) -> tuple[Progress, Any]:
+def progress(total: int, what: str, *, is_bytes: bool = False) -> tuple[Progress, Any]:
     """A bar on the standard error that vanishes when done; nothing where that is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
     target = console(sys.stderr)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn() if is_bytes else MofNCompleteColumn(),
         Remaining(),
         console=target,
         transient=True,

@@ -249,6 +249,7 @@ MEASURED = """
 import sys, threading, time
 from pathlib import Path
 from hadal.checkpoint.export import export
+from hadal.checkpoint.formats.dcp import _Writer, export_dcp
 from hadal.checkpoint.opening import opened
 
 def anonymous():
@@ -263,10 +264,14 @@ def watch():
 
 source = opened(Path(sys.argv[1]))
 source.read("0.weight", "weight", 0, 1)
+_Writer(Path(), 0, print)  # imports torch's part
 before = anonymous()
 watcher = threading.Thread(target=watch)
 watcher.start()
-export(source, Path(sys.argv[2]), "model.safetensors", dtype=None, max_shard_nbytes=10**8)
+if sys.argv[3] == "dcp":
+    export_dcp(source, Path(sys.argv[2]), max_file_nbytes=10**8)
+else:
+    export(source, Path(sys.argv[2]), "model.safetensors", dtype=None, max_shard_nbytes=10**8)
 over.set()
 watcher.join()
 print(peak - before)
@@ -283,10 +288,11 @@ def save_large(folder: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own accounts")
-def test_memory_is_that_of_one_chunk(ranks: RankPools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_memory_is_that_of_one_chunk(kind: str, ranks: RankPools, tmp_path: Path) -> None:
     (nbytes,) = ranks(1).run(save_large, str(tmp_path / "in"))
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path / "in"), str(tmp_path / "out")],
+        [sys.executable, "-c", MEASURED, str(tmp_path / "in"), str(tmp_path / "out"), kind],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
