@@ -55,6 +55,10 @@ class ModelError(HadalError, ValueError):
     """The model, or one of its parameters, cannot be trained as it is."""
 
 
+class SequenceError(HadalError, ValueError):
+    """A sequence cannot be split as requested: its length, heads, targets or ranks do not fit."""
+
+
 class UsageError(HadalError, RuntimeError):
     """The engine's methods were called in an invalid order, or with an invalid argument."""
 

@@ -160,7 +160,12 @@ _ALIKE: dict[str, dict[str, str]] = {
         " estimate_zero2_model_states_mem_needs_all_live",
         _KINDS: "DeepSpeedZeroOptimizer",
     },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "hadal.sequence": "AutogradComputeMLP SequenceTiledCompute TiledFusedLogitsLoss TiledMLP"
+        " sequence_tiled_compute"
+    },
     "deepspeed.runtime.zero.tiling": {"hadal.zero": "TiledLinear"},
+    "deepspeed.sequence.cross_entropy": {"hadal.sequence": "vocab_sequence_parallel_cross_entropy"},
     "deepspeed.utils": {
         "hadal": "RepeatingLoader set_z3_leaf_modules unset_z3_leaf_modules",
         "hadal.comm": "is_initialized",
