@@ -68,6 +68,8 @@ class DeepSpeedConfig:
         self._checked = checked
         self._values = checked.as_dict()
         self._param_dict = given
+        section = checked.sparse_attention
+        self._layout = None if section is None else section.of_the_mode()
 
     def __getattr__(self, name: str) -> Any:
         """Return a key, or the value that DeepSpeed has under this name."""
@@ -84,6 +86,11 @@ class DeepSpeedConfig:
                 raise AttributeError(f"the configuration has no key {name!r}")
             value = value[part]
         return value
+
+    @property
+    def sparse_attention(self) -> dict[str, Any] | None:
+        """The layout's mode and the keys of that mode, in a dict that the program may change."""
+        return self._layout
 
     @property
     def monitor_config(self) -> DeepSpeedMonitorConfig:

@@ -13,6 +13,7 @@ from hadal.config.amp import Amp
 from hadal.config.report import Report
 from hadal.config.rules.precision import scales_by_fp16
 from hadal.config.section import Section, default_of
+from hadal.config.sparse_attention import KEYS, SparseAttention
 from hadal.config.top_level import Config
 
 _OF_THE_DISK = (
@@ -45,6 +46,8 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note_idle(other, "has no effect when no ranks share a sequence")
     _tell_disk_keys(config, report)
+    if config.sparse_attention is not None:
+        _tell_other_modes(config.sparse_attention, report)
 
 
 def _tell_disk_keys(config: Config, report: Report) -> None:
@@ -69,6 +72,15 @@ def _tell_disk_keys(config: Config, report: Report) -> None:
                     f"zero_optimization.{name}.{key}",
                     'has no effect with device "cpu": it is for a disk ("nvme")',
                 )
+
+
+def _tell_other_modes(section: SparseAttention, report: Report) -> None:
+    """Report keys of the layout that belong to other modes."""
+    for name in type(section).model_fields:
+        if name not in ("mode", *KEYS[section.mode]) and _is_set(section, name):
+            report.note_idle(
+                f"sparse_attention.{name}", f'has no effect with mode "{section.mode}"'
+            )
 
 
 def _is_set(section: Section, name: str) -> bool:

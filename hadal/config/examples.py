@@ -83,6 +83,13 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "flops_profiler": {
         "flops_profiler": {"enabled": True, "profile_step": 5, "output_file": "profile.json"},
     },
+    "sparse_attention": {
+        "sparse_attention": {
+            "mode": "bigbird",
+            "num_random_blocks": 2,
+            "num_sliding_window_blocks": 5,
+        },
+    },
     "elasticity": {
         "elasticity": {
             "enabled": True,

@@ -3,32 +3,74 @@
 Tests: tests/config/test_every_key.py
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from hadal.config.plain import plain
 from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Integer, Integers
 
+_SHARED = ("block", "different_layout_per_head")
+_GLOBALS = ("global_block_indices", "global_block_end_indices")
+_DIRECTION = ("attention", "horizontal_global_attention")
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "dense": ("block",),
+    "fixed": (
+        *_SHARED,
+        "num_local_blocks",
+        "num_global_blocks",
+        *_DIRECTION,
+        "num_different_global_patterns",
+    ),
+    "variable": (*_SHARED, "num_random_blocks", "local_window_blocks", *_GLOBALS, *_DIRECTION),
+    "bigbird": (
+        *_SHARED,
+        "num_random_blocks",
+        "num_sliding_window_blocks",
+        "num_global_blocks",
+        "attention",
+    ),
+    "bslongformer": (*_SHARED, "num_sliding_window_blocks", *_GLOBALS, "attention"),
+    "local_sliding_window": ("block", "num_sliding_window_blocks", "attention"),
+}
+"""The keys that act in each mode, in the order of DeepSpeed's."""
+# DeepSpeed does not read `attention` there, and its programs count on exactly these keys.
+_IF_GIVEN = {"bigbird", "bslongformer"}
+
 
 class SparseAttention(Section):
-    """Layout of the blocks of the attention matrix to compute. Sizes count blocks."""
+    """Layout of the blocks of the attention matrix to compute. Sizes count blocks.
 
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = key(
-        "fixed", "Kind of layout."
+    Modules read it with `hadal.sparse_attention.from_config`. A key acts in the modes that its
+    meaning names.
+    """
+
+    mode: Literal[
+        "dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"
+    ] = key("fixed", "Kind of layout; `local_sliding_window` is Hadal's own as a value.")
+    block: Integer = key(
+        16, "Edge of one square block, in tokens. Shorter ends are padded with masked tokens.", gt=0
     )
-    block: Integer = key(16, "Edge of one square block, in tokens.", gt=0)
-    different_layout_per_head: Boolean = key(False, "Use a separate layout for each head.")
-    num_local_blocks: Integer = key(4, "fixed: blocks in a local window.", ge=1)
+    different_layout_per_head: Boolean = key(
+        False, "Use a separate layout for each head; all but dense and local_sliding_window."
+    )
+    num_local_blocks: Integer = key(
+        4, "fixed: blocks in a local window; a multiple of num_global_blocks.", ge=1
+    )
     num_global_blocks: Integer = key(
         1, "fixed: blocks that represent a window; bigbird: global blocks at the start.", ge=1
     )
     attention: Literal["unidirectional", "bidirectional"] = key(
-        "bidirectional", "Whether tokens attend to later tokens; fixed and variable."
+        "bidirectional", "Whether tokens attend to later tokens; all but dense."
     )
     horizontal_global_attention: Boolean = key(
         False, "Global blocks attend to everything too; bidirectional fixed and variable."
     )
     num_different_global_patterns: Integer = key(
-        1, "fixed: different choices of global blocks over the heads.", ge=1
+        1,
+        "fixed: different choices of global blocks over the heads, up to num_local_blocks /"
+        " num_global_blocks; more than 1 needs different_layout_per_head.",
+        ge=1,
     )
     num_random_blocks: Integer = key(0, "variable, bigbird: random blocks per row.", ge=0)
     local_window_blocks: Integers = key((4,), "variable: sizes of windows; the last repeats.")
@@ -39,5 +81,13 @@ class SparseAttention(Section):
         None, "Ends of those ranges (exclusive); as many as there are starts."
     )
     num_sliding_window_blocks: Integer = key(
-        3, "bigbird, bslongformer: width of the sliding window, an odd number.", ge=1
+        3,
+        "bigbird, bslongformer, local_sliding_window: width of the sliding window, an odd number.",
+        ge=1,
     )
+
+    def of_the_mode(self) -> dict[str, Any]:
+        """Return the mode and the keys that act in it, as plain JSON values in a new dict."""
+        dropped = self.mode in _IF_GIVEN and "attention" not in self.model_fields_set
+        names = [name for name in KEYS[self.mode] if not (dropped and name == "attention")]
+        return {"mode": self.mode, **{name: plain(getattr(self, name)) for name in names}}

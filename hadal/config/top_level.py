@@ -178,7 +178,9 @@ class Config(General):
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation."
     )
-    sparse_attention: SparseAttention | None = key(None, "Sparse attention.", mark=UNBUILT)
+    sparse_attention: SparseAttention | None = key(
+        None, "Block-sparse attention of models that read it."
+    )
     data_efficiency: DataEfficiency = section(DataEfficiency, "Less data for the same quality.")
     curriculum_learning: CurriculumLearning | None = key(None, "Short sequences first.")
     tensorboard: TensorBoard = section(TensorBoard, "Scalars to TensorBoard.")

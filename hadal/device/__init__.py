@@ -9,6 +9,12 @@ from hadal.device.accelerator import (
     rank_device,
     widest_float,
 )
+from hadal.device.attention import (
+    fused_attention,
+    fused_attention_backward,
+    has_flex_attention,
+    has_fused_attention,
+)
 from hadal.device.autograd import (
     at_end_of_backward,
     backward_watched,
@@ -71,10 +77,14 @@ __all__ = [
     "device_identity",
     "fused_adagrad_",
     "fused_adam_",
+    "fused_attention",
+    "fused_attention_backward",
     "fused_sgd_",
     "give_back_freed_memory",
     "graph_task",
     "has_compiled",
+    "has_flex_attention",
+    "has_fused_attention",
     "has_fused_kernels",
     "has_streams",
     "host_empty",

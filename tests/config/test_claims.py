@@ -27,6 +27,7 @@ EVERYDAY = {
     *("flops_profiler", "timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
     *("tensorboard", "csv_monitor", "wandb", "comet"),
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
+    "sparse_attention",
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
 _ZERO = "zero_optimization."

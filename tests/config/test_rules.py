@@ -289,6 +289,70 @@ CONTRADICTIONS = [
     ({"checkpoint": {"writer": {"type": "x"}}}, "checkpoint.writer.type", '"mock"'),
     ({"checkpoint": {"writer": {"data_parallel": "x"}}}, "checkpoint.writer.data_parallel", ""),
     ({"sparse_attention": {"mode": "x"}}, "sparse_attention.mode", '"bslongformer"'),
+    ({"sparse_attention": {"blok": 16}}, "sparse_attention.blok", 'did you mean "block"'),
+    ({"sparse_attention": {"block": 0}}, "sparse_attention.block", "> 0"),
+    (
+        {"sparse_attention": {"num_local_blocks": 4, "num_global_blocks": 3}},
+        "sparse_attention.num_local_blocks",
+        "not a multiple of num_global_blocks 3",
+    ),
+    (
+        {"sparse_attention": {"num_different_global_patterns": 4}},
+        "sparse_attention.num_different_global_patterns",
+        "needs different_layout_per_head true",
+    ),
+    (
+        {
+            "sparse_attention": {
+                "different_layout_per_head": True,
+                "num_different_global_patterns": 5,
+            }
+        },
+        "sparse_attention.num_different_global_patterns",
+        "= 4; lower it",
+    ),
+    (
+        {"sparse_attention": {"attention": "unidirectional", "horizontal_global_attention": True}},
+        "sparse_attention.horizontal_global_attention",
+        'needs attention "bidirectional"',
+    ),
+    (
+        {"sparse_attention": {"mode": "variable", "local_window_blocks": []}},
+        "sparse_attention.local_window_blocks",
+        "at least one size",
+    ),
+    (
+        {"sparse_attention": {"mode": "variable", "global_block_indices": [-1]}},
+        "sparse_attention.global_block_indices",
+        ">= 0, got -1",
+    ),
+    (
+        {
+            "sparse_attention": {
+                "mode": "bslongformer",
+                "global_block_indices": [2],
+                "global_block_end_indices": [2],
+            }
+        },
+        "sparse_attention.global_block_end_indices",
+        "is not after its start 2",
+    ),
+    (
+        {
+            "sparse_attention": {
+                "mode": "bslongformer",
+                "global_block_indices": [0, 2],
+                "global_block_end_indices": [2],
+            }
+        },
+        "sparse_attention.global_block_end_indices",
+        "expected 2 ends",
+    ),
+    (
+        {"sparse_attention": {"mode": "bigbird", "num_sliding_window_blocks": 4}},
+        "sparse_attention.num_sliding_window_blocks",
+        "expected an odd number, got 4",
+    ),
     (
         {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
         "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",

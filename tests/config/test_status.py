@@ -14,7 +14,7 @@ from hadal.config.top_level import Config
 TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitlines()
 ROWS = [row["path"] for row in csv.DictReader(TABLE)]
 UNBUILT = re.compile(
-    r"^(compression_training|weight_quantization|sparse_attention|nebula|hybrid_engine"
+    r"^(compression_training|weight_quantization|nebula|hybrid_engine"
     r"|expert_parallel|progressive_layer_drop|curriculum_learning)\."
 )
 

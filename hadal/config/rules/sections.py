@@ -15,6 +15,7 @@ from hadal.config.elasticity import Elasticity
 from hadal.config.plain import shown
 from hadal.config.rules.rule import reading
 from hadal.config.section import Section
+from hadal.config.sparse_attention import SparseAttention
 from hadal.config.top_level import Config
 from hadal.errors import Fault
 
@@ -112,15 +113,59 @@ def _sparse_layout(config: Config) -> Iterator[Fault]:
     if section.num_sliding_window_blocks % 2 == 0:
         got = section.num_sliding_window_blocks
         yield Fault(f"{path}.num_sliding_window_blocks", f"expected an odd number, got {got}")
+    if section.horizontal_global_attention and section.attention == "unidirectional":
+        yield Fault(
+            f"{path}.horizontal_global_attention", 'needs attention "bidirectional"; change one'
+        )
+    yield from _sparse_blocks(section, path)
+    if section.mode == "fixed":
+        yield from _sparse_windows(section, path)
+
+
+def _sparse_blocks(section: SparseAttention, path: str) -> Iterator[Fault]:
+    sizes = section.local_window_blocks
+    if not sizes or min(sizes) < 1:
+        yield Fault(
+            f"{path}.local_window_blocks",
+            f"expected at least one size, each 1 or more, got {list(sizes)}",
+        )
     ends, starts = section.global_block_end_indices, section.global_block_indices
-    if ends is not None and len(ends) != len(starts):
+    if min(starts, default=0) < 0:
+        yield Fault(f"{path}.global_block_indices", f"expected numbers >= 0, got {min(starts)}")
+    if ends is None:
+        return
+    if len(ends) != len(starts):
         yield Fault(
             f"{path}.global_block_end_indices",
             f"expected {len(starts)} ends, as many as global_block_indices, got {len(ends)}",
         )
-    if section.horizontal_global_attention and section.attention == "unidirectional":
+    for start, end in zip(starts, ends, strict=False):
+        if end <= start:
+            yield Fault(
+                f"{path}.global_block_end_indices",
+                f"the end {end} is not after its start {start}; raise it",
+            )
+
+
+def _sparse_windows(section: SparseAttention, path: str) -> Iterator[Fault]:
+    """Check how many blocks may represent a window, and in how many ways."""
+    local, chosen = section.num_local_blocks, section.num_global_blocks
+    patterns, choices = section.num_different_global_patterns, local // chosen
+    if local % chosen:
         yield Fault(
-            f"{path}.horizontal_global_attention", 'needs attention "bidirectional"; change one'
+            f"{path}.num_local_blocks",
+            f"{local} is not a multiple of num_global_blocks {chosen}; change one",
+        )
+    elif patterns > choices:
+        yield Fault(
+            f"{path}.num_different_global_patterns",
+            f"{patterns} is more than num_local_blocks {local} / num_global_blocks {chosen} ="
+            f" {choices}; lower it",
+        )
+    if patterns > 1 and not section.different_layout_per_head:
+        yield Fault(
+            f"{path}.num_different_global_patterns",
+            f"{patterns} needs different_layout_per_head true; enable that too",
         )
 
 

@@ -1,0 +1,149 @@
+"""The same attention by torch's FlexAttention, for accelerators that have it.
+
+Tests: tests/sparse_attention/test_attention.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hadal.sparse_attention.masks import Masks, PairMask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from hadal.sparse_attention.attention import BlockLayout
+
+# Edge of the blocks that the kernel skips or computes; its own tiles divide it.
+_EDGE = 128
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scale: float
+) -> Tensor:
+    """Return the attention of [batch, heads, L, D] tensors, L being the layout's length."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    block_mask = block_mask_of(layout, query.device, is_causal=masks.is_causal)
+    function: Any = flex_attention if query.device.type == "cpu" else _compiled()
+    found: Tensor = function(
+        query, key, value, score_mod=_score_of(masks), block_mask=block_mask, scale=scale
+    )
+    return found
+
+
+@cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask_of(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
+    """Return the layout as a BlockMask, which is kept with it.
+
+    Blocks of the kernel that lie wholly in the layout are computed without a look at the mask;
+    those that lie in it in part ask, for each token, the layout (and causality).
+    """
+    key = ("flex", device, is_causal)
+    if key not in layout.kept:
+        layout.kept[key] = _block_mask(layout, device, is_causal=is_causal)
+    found: BlockMask = layout.kept[key]
+    return found
+
+
+def _block_mask(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    some, whole = coarse(layout.layout, layout.block, layout.length, is_causal=is_causal)
+    partial = some & ~whole
+    return BlockMask.from_kv_blocks(
+        *_listed(partial, device),
+        *_listed(whole, device),
+        BLOCK_SIZE=_EDGE,
+        mask_mod=_mask_mod(layout.layout.to(device), layout.block, is_causal=is_causal),
+        seq_lengths=(layout.length, layout.length),
+    )
+
+
+def coarse(
+    layout: Tensor, block: int, length: int, *, is_causal: bool, edge: int = _EDGE
+) -> tuple[Tensor, Tensor]:
+    """Return which squares of `edge` tokens hold some computed pair, and which only computed ones.
+
+    Both are bool, [heads, ceil(length / edge), ceil(length / edge)].
+    """
+    heads, count, _ = layout.shape
+    squares = -(-length // edge)
+    # The blocks that each square touches, as a range; both sizes may divide the other or neither.
+    starts = torch.arange(squares) * edge
+    first = starts // block
+    last = (torch.clamp(starts + edge, max=length) - 1) // block
+    sums = torch.zeros(heads, count + 1, count + 1, dtype=torch.int64)
+    lower = layout.tril() if is_causal else layout
+    sums[:, 1:, 1:] = lower.long().cumsum(1).cumsum(2)
+
+    def total(rows: Tensor, columns: Tensor) -> Tensor:
+        return sums[:, rows[:, None], columns[None, :]]
+
+    after = last + 1
+    held = total(after, after) - total(first, after) - total(after, first) + total(first, first)
+    size = (after - first)[:, None] * (after - first)[None, :]
+    some, whole = held > 0, held == size
+    if is_causal:
+        # Blocks may be larger than squares, and a square on the diagonal is masked inside.
+        some, whole = some.tril(), whole.tril(-1)
+    return some, whole
+
+
+def _listed(squares: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of columns of each row, and the columns themselves in front."""
+    numbers = squares.sum(-1).to(torch.int32)
+    places = squares.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return numbers[None].to(device), places[None].contiguous().to(device)
+
+
+def _mask_mod(layout: Tensor, block: int, *, is_causal: bool) -> Callable[..., Tensor]:
+    shared = len(layout) == 1
+
+    def allowed(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        del batch
+        found = layout[0 if shared else head, row // block, column // block]
+        return found & (row >= column) if is_causal else found
+
+    return allowed
+
+
+def _score_of(masks: Masks) -> Callable[..., Tensor] | None:
+    """Return the function that adds the masks to a score; None if there are none."""
+    keys, pairs = masks.keys, tuple(masks.pairs)
+    if keys is None and not pairs:
+        return None
+
+    def score(value: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if keys is not None:
+            value = value + keys[batch, column]
+        for one in pairs:
+            value = _with_pair(value, one, (batch, head, row, column))
+        return value
+
+    return score
+
+
+def _with_pair(value: Tensor, pairs: PairMask, place: tuple[Tensor, ...]) -> Tensor:
+    batch, head, row, column = place
+    samples, heads = pairs.values.shape[:2]
+    given = pairs.values[
+        batch if samples > 1 else torch.zeros_like(batch),
+        head if heads > 1 else torch.zeros_like(head),
+        row,
+        column,
+    ]
+    if pairs.multiplies:
+        return torch.where(given == 0, -torch.inf, value)
+    return value + given
