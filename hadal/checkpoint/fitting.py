@@ -55,21 +55,22 @@ def fit_names(wanted: Iterable[tuple[Sequence[str], tuple[int, ...], str]], sour
 
     `kind` is "weight" or "buffer".
     """
-    fit, used = Fit(), set[tuple[str, str]]()
+    fit, used = Fit(), set[str]()
     for names, shape, kind in wanted:
         name, entry = _look_up(names, kind, source)
         if entry is None:
             if not has_gone(names[0]):
                 fit.missing.append(names[0])
             continue
-        used.add((name, kind))
+        # Another library may store a tied parameter under each of its names.
+        used.update(source.aliases.get(one, one) for one in (name, *names))
         if entry.shape != shape:
             fit.misshapen.append(f"{names[0]} is {shape}, but {entry.shape} in the checkpoint")
         fit.found[names[0]] = name
     for name, kind in source.entries:
         there = WEIGHT if kind in (WEIGHT, MASTER) else kind
-        if there in (WEIGHT, BUFFER) and (name, there) not in used and not has_gone(name):
-            used.add((name, there))
+        if there in (WEIGHT, BUFFER) and name not in used and not has_gone(name):
+            used.add(name)
             fit.unexpected.append(name)
     return fit
 

@@ -18,6 +18,7 @@ from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import check_file
+from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.stored import StoredSource
@@ -134,11 +135,13 @@ def _report(folder: Path, latest: str | None, verify: bool) -> CheckpointReport:
     return report
 
 
-def _describe(report: CheckpointReport, source: StoredSource | DeepSpeedSource) -> None:
+def _describe(report: CheckpointReport, source: StoredSource | DeepSpeedSource | DcpSource) -> None:
     report.stage, report.world_size = source.stage, source.world_size
     report.writer = "Hadal"
     if isinstance(source, DeepSpeedSource):
         report.writer = f"DeepSpeed {source.version}{' universal' * source.is_universal}"
+    elif isinstance(source, DcpSource):
+        report.writer = "torch.distributed.checkpoint"
     else:
         report.saved_at = source.saved_at
     report.global_steps = _steps(source.scalars)
@@ -177,14 +180,20 @@ def _holdings(source: Source) -> list[Holding]:
     ]
 
 
-def _paths(source: StoredSource | DeepSpeedSource) -> list[Path]:
-    if isinstance(source, DeepSpeedSource):
+def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Path]:
+    if not isinstance(source, StoredSource):
         return list(source.files)
     return [source.path / name for name in source.files]
 
 
-def _damage(source: StoredSource | DeepSpeedSource) -> Iterator[str]:
+def _damage(source: StoredSource | DeepSpeedSource | DcpSource) -> Iterator[str]:
     """Yield the fault of each file that is missing or damaged."""
+    if isinstance(source, DcpSource):
+        try:
+            source.verify()
+        except CheckpointError as error:
+            yield str(error)
+        return
     for path in _paths(source):
         try:
             if isinstance(source, DeepSpeedSource):

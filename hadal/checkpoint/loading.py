@@ -26,6 +26,8 @@ from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
 from hadal.checkpoint.files import parsing_errors
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
+from hadal.checkpoint.formats.dcp import is_dcp
+from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
 from hadal.checkpoint.moments import StatePlan, plan_state
 from hadal.checkpoint.opening import open_source
@@ -86,13 +88,16 @@ class _LoadPlan:
 def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
     """Return the folder of the checkpoint `tag`, or of the latest; None if there is none.
 
+    A folder of `torch.distributed.checkpoint` is one by itself, without a tag.
+
     Raises:
         CheckpointError: the checkpoint that `tag` or `latest` names does not exist, or the ranks
             find different ones.
     """
     folder: Path | None = None
     with together(ranks, f"no checkpoint was loaded from {load_dir}"):
-        folder = folders.find(load_dir, tag)
+        foreign = load_dir if tag is None else load_dir / tag
+        folder = foreign if is_dcp(foreign) else folders.find(load_dir, tag)
     found = gather_objects(None if folder is None else folder.name, ranks)
     if len(set(found)) > 1:
         raise CheckpointError(
@@ -121,7 +126,7 @@ def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
             if len(marks) > 1:
                 raise CheckpointError(f"the ranks see different checkpoints under {folder}")
             is_local = live.rules.is_node_local
-            if live.rules.verifies and isinstance(source, DeepSpeedSource):
+            if live.rules.verifies and not isinstance(source, StoredSource):
                 source.verify(*((0, 1) if is_local else (world.rank, world.size)))
         verify = None
         if live.rules.verifies and isinstance(source, StoredSource) and not is_local:
@@ -491,7 +496,7 @@ def _differences(source: Source, plan: _LoadPlan, live: Live, wanted: Wanted) ->
     wants_masters = any(b.trainable and b.precision.keeps_master for b in live.runtime.buckets)
     if wants_masters and (not has_masters or not live.rules.uses_masters):
         lines.append("masters are initialized from the saved weights")
-    if isinstance(source, DeepSpeedSource) and not wanted.module_only:
+    if isinstance(source, DeepSpeedSource | DcpSource) and not wanted.module_only:
         lines += source.notes
     if plan.own is not None and not wanted.module_only:
         lines += _differences_of_place(source, plan.own, live)

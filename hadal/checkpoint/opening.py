@@ -11,6 +11,8 @@ from pathlib import Path
 from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import is_deepspeed
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.checkpoint.formats.dcp import is_dcp
+from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.source import Source
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError, NotBuiltYetError
@@ -39,12 +41,12 @@ def folder_of(path: Path, tag: str | None = None) -> Path:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, rather than a folder of them."""
-    return (folder / folders.INDEX).is_file() or is_deepspeed(folder)
+    return (folder / folders.INDEX).is_file() or is_dcp(folder) or is_deepspeed(folder)
 
 
 def open_source(
     folder: Path, part: int = 0, names: Sequence[Sequence[str]] | None = None
-) -> StoredSource | DeepSpeedSource:
+) -> StoredSource | DeepSpeedSource | DcpSource:
     """Open a checkpoint; `part` selects one part of a model saved in model-parallel parts.
 
     `names` lists the parameters of each param group, for a checkpoint that does not store them.
@@ -54,6 +56,8 @@ def open_source(
     """
     if (folder / folders.INDEX).is_file():
         return StoredSource(folder, part)
+    if is_dcp(folder):
+        return DcpSource(folder, names)
     return DeepSpeedSource(folder, names)
 
 

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from engine.logs import logged
 from ranks import RankPools
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import hadal
 from checkpoint.deepspeed_cases import toy, unpack
 from hadal import comm
 from hadal.checkpoint.formats import dcp as written
 from hadal.checkpoint.formats.dcp import export_dcp, nbytes_of_dcp
+from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.opening import opened
 from hadal.cli.main import main
 from hadal.errors import CheckpointError
+from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 # One process loads: torch warns about that.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -225,3 +233,172 @@ def test_the_command_writes_it(
         dcp.load(
             {"optimizer": {"state": {"gain": torch.empty(1)}}}, checkpoint_id=out, no_dist=True
         )
+
+
+# ---- back in -------------------------------------------------------------------------------------
+
+
+def go_on(saved: str, exported: str, stage: int, dtype: str) -> tuple[list[bool], Any, list[str]]:
+    """Load a checkpoint and its export; return whether both go on alike, and what was told."""
+    lines: list[str] = []
+    found = []
+    for folder in (saved, exported):
+        engine = engine_of(stage, dtype)
+        with logged() as heard:
+            path, client_state = engine.load_checkpoint(folder)
+        assert Path(path).is_relative_to(folder)
+        lines = heard
+        before = state_of(engine)
+        train(engine, range(3, 5))
+        found.append((before, state_of(engine), engine.global_steps, engine.state_dict()))
+        engine.destroy()
+    (before, after, steps, whole), (*_,) = found
+    other_before, other_after, other_steps, other_whole = found[1]
+    same = [
+        all(torch.equal(value, b[name]) for name, value in a.items()) and a.keys() == b.keys()
+        for a, b in ((before, other_before), (after, other_after), (whole, other_whole))
+    ]
+    assert steps == other_steps == 5
+    return same, client_state, lines
+
+
+@pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 4), (0, 2)])
+def test_training_goes_on_from_an_export(
+    stage: int, world: int, own: tuple[Path, Any], ranks: RankPools, tmp_path: Path
+) -> None:
+    """With the bits that the checkpoint itself gives, at another stage and number of ranks."""
+    folder, _ = own
+    export_dcp(opened(folder), tmp_path / "out")
+    done = ranks(world).run(go_on, str(folder), str(tmp_path / "out"), stage, "bf16")
+    for same, client_state, _ in done:
+        assert same == [True, True, True]
+        assert client_state["epoch"] == 4 and torch.equal(client_state["table"], torch.arange(3))
+    assert any("neither random generators" in line for line in done[0][2])
+    assert not any(lines for *_, lines in done[1:])
+
+
+def test_weights_are_read_from_a_folder(own: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, exact = own
+    export_dcp(opened(folder), tmp_path / "out")
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
+    assert state.keys() == toy.Toy().state_dict().keys()
+    assert torch.equal(state["words.weight"], exact["words.weight"])
+    assert state["head.weight"] is state["words.weight"]
+
+
+def save_sharded(folder: str) -> None:
+    """Save with stock torch from two ranks, in rows and in columns."""
+    mesh = init_device_mesh("cpu", (comm.get_world_size(),))
+    torch.manual_seed(5)
+    model = toy.Toy()
+    optimizer = torch.optim.AdamW(toy.groups_of(model), lr=0.01)
+    tokens = toy.batch_of(0, 0)
+    toy.loss_of(model(tokens), tokens).backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state["model"] = {
+        name: distribute_tensor(value, mesh, [Shard(number % value.dim())])
+        for number, (name, value) in enumerate(state["model"].items())
+    }
+    dcp.save(state, checkpoint_id=folder)
+    if comm.get_rank() == 0:
+        torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}.pt")
+
+
+def load_sharded(folder: str) -> list[str]:
+    engine = engine_of(2, "fp32")
+    with logged() as heard:
+        engine.load_checkpoint(folder)
+    weights, optimizer = torch.load(f"{folder}.pt")
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    exact = state_of(engine)
+    trained = [name for name, p in toy.Toy().named_parameters() if p.requires_grad]
+    order = [n for n in trained if weights[n].dim() > 1] + [
+        n for n in trained if weights[n].dim() < 2
+    ]
+    for number, name in enumerate(order):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(exact[f"{name}.{key}"], optimizer["state"][number][key]), name
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.01, 0.02]
+    engine.destroy()
+    return heard
+
+
+def test_a_folder_of_stock_torch_loads(ranks: RankPools, tmp_path: Path) -> None:
+    """Saved in shards of rows and columns by two ranks, with optimizer state by number."""
+    ranks(2).run(save_sharded, str(tmp_path / "theirs"))
+    for world in (1, 2):
+        heard = ranks(world).run(load_sharded, str(tmp_path / "theirs"))[0]
+        assert len([line for line in heard if "neither random generators" in line]) == 1
+        assert any("counted from here on" in line for line in heard)
+
+
+def test_the_model_may_lie_deeper_or_alone(tmp_path: Path) -> None:
+    weights = toy.Toy().state_dict()
+    for number, state in enumerate(({"app": {"model": weights}}, weights, {"model": weights})):
+        folder = tmp_path / str(number)
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        source = DcpSource(folder)
+        found = source.entries.keys()
+        # Stock torch stores a tied weight once for each name.
+        assert found == {(name, "weight") for name in weights}
+        assert ("shift", "buffer") in source.entries and ("gain", "buffer") in source.entries
+        assert ("nothing", "buffer") not in source.entries
+        whole = source.read_own("inner.weight", "weight", 0)
+        assert torch.equal(whole, weights["inner.weight"])
+
+
+def test_state_by_name_in_one_word_is_understood(tmp_path: Path) -> None:
+    model = toy.Toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    source = DcpSource(tmp_path / "theirs")
+    assert source.entries["inner.weight", "state.exp_avg"].shape == (11, 7)
+    assert "step" in source.state["inner.weight"]
+
+
+def test_a_strange_index_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "run"),)
+
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"names posix\.mkdir; none of its code was run"):
+        opened(tmp_path / "theirs")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "theirs" / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+        opened(tmp_path / "theirs")
+
+
+def test_damage_is_found(
+    own: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = own
+    out = tmp_path / "out"
+    export_dcp(opened(folder), out)
+    assert main(["checkpoint", "inspect", str(out), "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["writer"], report["faults"]) == ("torch.distributed.checkpoint", [])
+    assert (report["parameters"], report["global_steps"], report["world_size"]) == (399, 3, 2)
+    path = out / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    item = DcpSource(out)._values["inner.weight", "weight"].chunks[0].item
+    data[item.offset + item.length // 2] ^= 1
+    path.write_bytes(data)
+    assert main(["checkpoint", "inspect", str(out)]) == 1
+    assert f"damaged: {path} is damaged at byte {item.offset}" in capsys.readouterr().out
+    source = DcpSource(out)
+    path.write_bytes(data[: len(data) // 8])
+    with pytest.raises(CheckpointError, match="is damaged at byte"):
+        DcpSource(out)
+    with pytest.raises(CheckpointError, match="missing, or shorter"):
+        for name, kind in source.entries:
+            source.expect(name, kind, 0, 1)

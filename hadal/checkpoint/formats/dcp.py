@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.contents import state_key
+from hadal.checkpoint.contents import BUFFER, state_key
 from hadal.checkpoint.export import ExportedValue, tied_names, values_to_export
 from hadal.checkpoint.files import system_errors
 from hadal.checkpoint.formats.boxes import rows_of, start_of
@@ -152,6 +152,7 @@ def _training_of(source: Source, with_optimizer: bool) -> dict[str, Any]:
     content = {
         "optimizer": source.optimizer if with_optimizer else None,
         "world_size": source.world_size,
+        "buffers": [name for name, kind in source.entries if kind == BUFFER],
         "scalars": encoded(source.scalars, "the engine's state", tensors),
         "schedule": encoded(source.schedule, "the schedule", tensors),
         "client_state": encoded(source.client_state(), "client_state", tensors),

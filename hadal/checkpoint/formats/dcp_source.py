@@ -1,0 +1,317 @@
+"""A `torch.distributed.checkpoint` folder as a source of named values.
+
+The model is what lies under `model` (or at the top, if nothing does), the optimizer what lies under
+`optimizer` or `optim`, with state by parameter name as `get_optimizer_state_dict` gives it, or by
+number as `optimizer.state_dict()` does.
+
+Tests: tests/checkpoint/test_dcp.py
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup, state_kind
+from hadal.checkpoint.files import parsing_errors
+from hadal.checkpoint.formats.boxes import runs_of
+from hadal.checkpoint.formats.dcp import METADATA, MODEL, OPTIMIZER, TRAINING, Path_
+from hadal.checkpoint.formats.dcp_files import (
+    StoredChunk,
+    StoredItem,
+    StoredTensor,
+    check_item,
+    read_chunk,
+    read_contents,
+    read_item,
+)
+from hadal.checkpoint.plain import decoded, encoded
+from hadal.checkpoint.source import Entry, RankState
+from hadal.errors import CheckpointError
+from hadal.zero.layout import Slot
+
+_OPTIMIZERS = (OPTIMIZER, "optim")
+_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options of an optimizer's implementation: those here stay."""
+
+
+class _Entries(dict[tuple[str, str], Entry]):
+    """Entries that also answer for a buffer by what is listed as a weight.
+
+    Other libraries do not distinguish the two.
+    """
+
+    def __missing__(self, key: tuple[str, str]) -> Entry:
+        if key[1] != BUFFER:
+            raise KeyError(key)
+        return self[key[0], WEIGHT]
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or (
+            key[1] == BUFFER and super().__contains__((key[0], WEIGHT))
+        )
+
+
+class DcpSource:
+    """A checkpoint that `torch.distributed.checkpoint.save` or an export wrote.
+
+    Only the index and the values that are not tensors are read at first. `names` lists the
+    parameters of each param group, for optimizer state that is stored by number.
+
+    Raises:
+        CheckpointError: the index is damaged, or names something not known to be harmless.
+        NotBuiltYetError: the items were written through an extension.
+    """
+
+    parts = 1
+    stage = None
+
+    def __init__(self, folder: Path, names: Sequence[Sequence[str]] | None = None) -> None:
+        self.path = folder
+        self._contents = read_contents(folder)
+        self._chunk: tuple[StoredChunk, Tensor] | None = None
+        with parsing_errors(f"{folder / METADATA} cannot be understood, or is damaged"):
+            self._read(names)
+
+    def _read(self, names: Sequence[Sequence[str]] | None) -> None:
+        own = self._contents.values.get(TRAINING)
+        self._training = {} if own is None else self._own_state(own)
+        self.world_size = int(self._training.get("world_size", 1))
+        self.optimizer: str | None = self._training.get("optimizer")
+        self.scalars: Any = self._training.get("scalars")
+        self.schedule: Any = self._training.get("schedule")
+        self._values: dict[tuple[str, str], StoredTensor] = {}
+        self.state: Mapping[str, Mapping[str, Any]] = {}
+        self.groups: Sequence[SavedGroup] = ()
+        self._enter_model()
+        self._enter_optimizer(names)
+        self.aliases: Mapping[str, str] = self._aliases()
+        self.entries: Mapping[tuple[str, str], Entry] = _Entries(
+            {key: Entry(stored.shape, stored.dtype) for key, stored in self._values.items()}
+        )
+        rows = [(name, (self.path / name).stat().st_size) for name in sorted(self._names())]
+        self.mark = f"{zlib.crc32(repr(rows).encode()):08x} {len(self.entries)}"
+        """An identifier that distinguishes this checkpoint from another of the same name."""
+
+    def _own_state(self, item: StoredItem) -> dict[str, Any]:
+        stored = read_item(self.path, item)
+        content: dict[str, Any] = json.loads(stored["json"])
+        for key in ("scalars", "schedule", "client_state"):
+            content[key] = decoded(content[key], stored["tensors"])
+        return content
+
+    # ---- what there is ---------------------------------------------------------------------------
+
+    def _enter_model(self) -> None:
+        buffers = set(self._training.get("buffers", ()))
+        root = self._root()
+        for path, stored in self._contents.tensors.items():
+            if path[: len(root)] == root and path[len(root) :][:1] not in _BESIDE:
+                name = ".".join(map(str, path[len(root) :]))
+                self._values[name, BUFFER if name in buffers else WEIGHT] = stored
+
+    def _root(self) -> Path_:
+        """Return the keys that lead to the model: () if it is at the top."""
+        for path in self._contents.tensors:
+            for depth in (0, 1):
+                if len(path) > depth + 1 and path[depth] == MODEL:
+                    return path[: depth + 1]
+        return ()
+
+    def _enter_optimizer(self, names: Sequence[Sequence[str]] | None) -> None:
+        depth = max(len(self._root()) - 1, 0)
+        head = self._root()[:depth]
+        tensors = self._below(self._contents.tensors, head)
+        values = self._below(self._contents.values, head)
+        called = _Names(names, {name for name, kind in self._values if kind == WEIGHT})
+        state: dict[str, dict[str, Any]] = {}
+        for path, stored in tensors.items():
+            if (found := _state_place(path)) and (name := called.of(found[0])):
+                if stored.shape:
+                    self._values[name, state_kind(found[1])] = stored
+                else:
+                    value = read_chunk(self.path, stored.chunks[0], stored.dtype)
+                    state.setdefault(name, {})[found[1]] = value
+        options: dict[int, dict[str, Any]] = {}
+        for path, item in values.items():
+            if (found := _state_place(path)) and (name := called.of(found[0])):
+                state.setdefault(name, {})[found[1]] = read_item(self.path, item)
+            elif len(path) == 3 and path[0] == "param_groups":
+                options.setdefault(int(path[1]), {})[str(path[2])] = read_item(self.path, item)
+        self.state = state
+        self.groups = tuple(
+            SavedGroup(
+                encoded({k: v for k, v in group.items() if k not in _OPTIONS}, "a param group"),
+                tuple(filter(None, (called.of(str(one)) for one in params))),
+            )
+            for group in (options[number] for number in sorted(options))
+            if (params := group.pop("params", [])) is not None
+        )
+        self._lacks_names = called.unknown
+
+    def _below(self, found: Mapping[Path_, Any], head: Path_) -> dict[Path_, Any]:
+        """Return what lies under the optimizer, by the rest of its keys."""
+        start = len(head) + 1
+        return {
+            path[start:]: value
+            for path, value in found.items()
+            if path[: len(head)] == head and len(path) > start and path[start - 1] in _OPTIMIZERS
+        }
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the names of parameters that share their items with another."""
+        aliases: dict[str, str] = {}
+        seen: dict[StoredTensor, str] = {}
+        for name, kind in list(self._values):
+            stored = self._values[name, kind]
+            if kind == WEIGHT and stored.chunks:
+                first = seen.setdefault(stored, name)
+                if first != name:
+                    aliases[name] = first
+                    del self._values[name, kind]
+        return aliases
+
+    def _names(self) -> set[str]:
+        return {METADATA, *(item.file for item in self._items())}
+
+    def _items(self) -> Iterator[StoredItem]:
+        for stored in self._contents.tensors.values():
+            yield from (chunk.item for chunk in stored.chunks)
+        yield from self._contents.values.values()
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """All files of the checkpoint."""
+        return [self.path / name for name in sorted(self._names())]
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Differences that a load should report, one line each."""
+        if self.scalars is None:
+            yield "it holds no counters of Hadal: updates and samples are counted from here on"
+        yield "it holds neither random generators nor positions in data: these stay as they are"
+        if self._lacks_names:
+            yield (
+                "its optimizer state is by number and not loaded, as it does not fit the parameters"
+                " here; save get_optimizer_state_dict instead of optimizer.state_dict()"
+            )
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _stored(self, name: str, kind: str) -> StoredTensor:
+        if kind == BUFFER and (name, kind) not in self._values:
+            kind = WEIGHT
+        return self._values[name, kind]
+
+    def expect(self, name: str, kind: str, start: int, stop: int) -> None:
+        """Check the range and that the files are there; `verify` checks the contents."""
+        stored = self._stored(name, kind)
+        numel = Entry(stored.shape, stored.dtype).numel
+        if not 0 <= start <= stop <= numel:
+            raise CheckpointError(
+                f"{self.path}: elements {start} to {stop} of {name} are requested of {numel}"
+            )
+        ends: dict[str, int] = {}
+        for chunk in stored.chunks:
+            item = chunk.item
+            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
+        for file, end in ends.items():
+            path = self.path / file
+            if not path.is_file() or path.stat().st_size < end:
+                raise CheckpointError(f"{path} is damaged: it is missing, or shorter than expected")
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Return elements of a value, as a copy; the last chunk is kept for the next call."""
+        stored = self._stored(name, kind)
+        found = torch.empty(stop - start, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            position = 0
+            for low, high in runs_of(chunk.box, stored.shape):
+                first, last = max(low, start), min(high, stop)
+                if first < last:
+                    place = position + first - low
+                    flat = self._flat(chunk, stored.dtype)
+                    found[first - start : last - start] = flat[place : place + last - first]
+                elif low >= stop:
+                    break
+                position += high - low
+        return found
+
+    def _flat(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+        if self._chunk is None or self._chunk[0] != chunk:
+            self._chunk = None  # never two of them
+            self._chunk = chunk, read_chunk(self.path, chunk, dtype).reshape(-1)
+        return self._chunk[1]
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """Return a whole value in its shape."""
+        stored = self._stored(name, kind)
+        return self.read(name, kind, 0, Entry(stored.shape, stored.dtype).numel).view(stored.shape)
+
+    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Return False: the files have no buckets."""
+        return False
+
+    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Raise CheckpointError: the files have no buckets."""
+        raise CheckpointError(f"{self.path} holds no buckets")
+
+    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
+        """Return None: all values are copied."""
+        return None
+
+    def own(self, rank: int) -> RankState | None:
+        """Return None: the format has no state of single ranks."""
+        return None
+
+    def client_state(self) -> dict[str, Any]:
+        """Return the caller's own values; {} if another library wrote the folder."""
+        return dict(self._training.get("client_state") or {})
+
+    def close(self) -> None:
+        """Drop what was kept."""
+        self._chunk = None
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compare every byte with the checksums: each `shares`-th stored value from `share` on."""
+        for item in sorted(set(self._items()))[share::shares]:
+            check_item(self.path, item)
+
+
+_BESIDE = ((OPTIMIZER,), ("optim",), (TRAINING[0],))
+"""Keys at the top that are not the model's."""
+
+
+def _state_place(path: Path_) -> tuple[str, str] | None:
+    """Return the parameter and key of a value of the optimizer's state; None: it is no state."""
+    if len(path) == 3 and path[0] == "state":
+        return str(path[1]), str(path[2])
+    # With flatten_optimizer_state_dict they are one word.
+    if len(path) == 1 and str(path[0]).startswith("state."):
+        name, _, key = str(path[0]).removeprefix("state.").rpartition(".")
+        return name, key
+    return None
+
+
+class _Names:
+    """The names of parameters, which a file may give by number."""
+
+    def __init__(self, names: Sequence[Sequence[str]] | None, known: set[str]) -> None:
+        self._known = known
+        self._numbered = [name for group in names or () for name in group]
+        self.unknown = False
+
+    def of(self, given: str) -> str | None:
+        """Return a parameter's name; None if it cannot be known."""
+        if given in self._known or not given.isdigit():
+            return given
+        if int(given) < len(self._numbered):
+            return self._numbered[int(given)]
+        self.unknown = True
+        return None
