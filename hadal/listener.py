@@ -33,7 +33,8 @@ class Forward(NamedTuple):
     @property
     def tokens(self) -> int:
         """The elements of `input_ids`, by name, in a batch that is a mapping, or as a matrix of
-        integers that is the first argument; 0 if there are none.
+        integers that is the first argument; 0 if there are none. A model that is told to look at
+        the first tokens only (`curriculum_seqlen`) is counted with these.
         """
         first = self.args[0] if self.args else None
         given = self.kwargs.get("input_ids")
@@ -41,7 +42,10 @@ class Forward(NamedTuple):
             given = first.get("input_ids")
         if given is None and isinstance(first, Tensor) and first.dtype == torch.int64:
             given = first if first.dim() == 2 else None
-        return given.numel() if isinstance(given, Tensor) else 0
+        if not isinstance(given, Tensor):
+            return 0
+        length = self.kwargs.get("curriculum_seqlen")
+        return given.numel() if length is None else given[:, :length].numel()
 
 
 class Options(NamedTuple):

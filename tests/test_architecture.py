@@ -222,7 +222,7 @@ def test_named_files_exist(page: Path) -> None:
     "folder",
     [
         *("launcher", "comm", "offload", "zero", "monitor", "profiling"),
-        *("optim", "autotuning", "engine", "compat", "sparse_attention"),
+        *("optim", "autotuning", "engine", "compat", "sparse_attention", "data_efficiency"),
     ],
 )
 def test_the_design_names_every_room(folder: str) -> None:

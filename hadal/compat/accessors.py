@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from hadal.compat.efficiency import CurriculumScheduler, ProgressiveLayerDrop, layer_drop_of
 from hadal.compat.placeholders import placeholder
 from hadal.compat.surface import NameKind
 from hadal.config.plain import plain
@@ -48,8 +49,9 @@ _PATHS: dict[str, str] = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-    "curriculum_learning_config": "curriculum_learning",
-    "curriculum_learning_enabled": "curriculum_learning.enabled",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
+    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
     "data_efficiency_config": "data_efficiency",
     "data_efficiency_enabled": "data_efficiency.enabled",
     "data_sampling_config": "data_efficiency.data_sampling",
@@ -67,6 +69,10 @@ _PATHS: dict[str, str] = {
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "load_universal_checkpoint": "checkpoint.load_universal",
     "optimizer_params": "optimizer.params",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_gamma": "progressive_layer_drop.gamma",
+    "pld_params": "progressive_layer_drop",
+    "pld_theta": "progressive_layer_drop.theta",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
     "scheduler_params": "scheduler.params",
@@ -95,7 +101,7 @@ _UNBUILT = (
     " get_optimizer_configuration get_type get_wall_clock_timers is_deepcompile_active"
     " is_first_weights_partition_group load_module_state_dict load_moe_state_dict"
     " optimizer_legacy_fusion print_forward_breakdown random_ltd_initialize register_compile_pass"
-    " set_custom_curriculum_learning_schedule set_data_post_process_func"
+    " set_data_post_process_func"
     " set_train_micro_batch_size sparse_all_gather sparse_allreduce sparse_allreduce_bucket"
     " sparse_allreduce_no_retain swap_tensor_config uses_parallelization_pass_only"
     " zero_nvme_offload_optimizer zero_partial_offload"
@@ -143,6 +149,33 @@ class Accessors(Engine):
         """Return whether this run is an experiment that measures one forward pass."""
         section = self._parts.config.autotuning
         return section.enabled and section.model_info is not None and section.model_info.profile
+
+    def curriculum_params_legacy(self) -> dict[str, Any]:
+        """Return the section `curriculum_learning` without its switch."""
+        section = plain(self._parts.config.curriculum_learning) or {}
+        return {name: value for name, value in section.items() if name != "enabled"}
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """The schedule of `curriculum_learning`, if it is on."""
+        found = self.length_curriculum
+        if found is None:
+            return None
+        return CurriculumScheduler.of(found.pacer, self.curriculum_params_legacy())
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The keep probability of layers, if `progressive_layer_drop` is on."""
+        section, found = self._parts.config.progressive_layer_drop, self.layer_drop
+        if section is None or found is None:
+            return None
+        assert section.theta is not None  # the rules of the configuration check it
+        assert section.gamma is not None
+        return layer_drop_of(found, section.theta, section.gamma)
+
+    def get_pld_theta(self) -> float | None:
+        """Return the keep probability after the last update; None without layer drop."""
+        return None if self.layer_drop is None else self.layer_drop.theta
 
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer's state is in host memory."""

@@ -24,6 +24,7 @@ _CONFIG = "hadal.compat.configuration"
 _ACCELERATOR = "hadal.compat.accelerator"
 _FILES = "hadal.compat.files"
 _PARAMETERS = "hadal.compat.parameters"
+_EFFICIENCY = "hadal.compat.efficiency"
 _MONITORS = "hadal.compat.monitors"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
@@ -119,6 +120,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         _VALUES: "LAMB_OPTIMIZER ONEBIT_LAMB_OPTIMIZER",
         _CONFIG: "DeepSpeedConfig get_gradient_clipping get_log_level",
     },
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {_EFFICIENCY: "CurriculumScheduler"},
     "deepspeed.runtime.dataloader": {"hadal": "RepeatingLoader"},
     "deepspeed.runtime.engine": {_ENGINE: "DeepSpeedEngine"},
     "deepspeed.runtime.fp16.fused_optimizer": {_KINDS: "FP16_Optimizer"},
@@ -135,6 +137,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "hadal": "add_tuning_arguments",
     },
+    "deepspeed.runtime.progressive_layer_drop": {_EFFICIENCY: "ProgressiveLayerDrop"},
     "deepspeed.runtime.utils": {
         _TOOLS: "bwc_pipeline_parallel_group bwc_pipeline_parallel_world_size"
         " bwc_tensor_model_parallel_rank call_to_str clip_grad_norm_ copy_to_device empty_cache"

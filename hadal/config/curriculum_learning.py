@@ -5,7 +5,7 @@ Tests: tests/config/test_every_key.py
 
 from typing import ClassVar, Literal, TypeAlias
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Integer, Integers, Number
 
 Pace: TypeAlias = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
@@ -33,13 +33,21 @@ class CurriculumLearning(Section):
     switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
-    enabled: Boolean = key(
-        False, "Increase the difficulty during training. Required.", mark=UNBUILT
-    )
+    enabled: Boolean = key(False, "Increase the difficulty during training. Required.")
     curriculum_type: Literal["seqlen"] | None = key(
-        None, "Measure of difficulty: the sequence length."
+        None, "Measure of difficulty: the sequence length. Required."
     )
-    min_difficulty: Integer | None = key(None, "Difficulty at the start.")
-    max_difficulty: Integer | None = key(None, "Difficulty at the end.")
-    schedule_type: Pace | None = key(None, "Kind of schedule.")
+    min_difficulty: Integer | None = key(None, "Length at the start, in tokens. Required.", ge=1)
+    max_difficulty: Integer | None = key(None, "Length at the end, in tokens. Required.", ge=1)
+    schedule_type: Pace | None = key(
+        None,
+        "Kind of schedule; for custom, engine.set_custom_curriculum_learning_schedule gives the"
+        " function. Required.",
+    )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
+    truncate: Boolean | None = key(
+        None,
+        "true: Hadal truncates the inputs of forward; false: forward is given the length as"
+        " curriculum_seqlen; null: the latter if the model takes it, else the former. Hadal's own"
+        " key.",
+    )

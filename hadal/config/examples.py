@@ -90,6 +90,19 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
             "num_sliding_window_blocks": 5,
         },
     },
+    "curriculum_learning": {
+        "curriculum_learning": {
+            "enabled": True,
+            "curriculum_type": "seqlen",
+            "min_difficulty": 64,
+            "max_difficulty": 1024,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"total_curriculum_step": 10000, "difficulty_step": 8},
+        },
+    },
+    "progressive_layer_drop": {
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
+    },
     "elasticity": {
         "elasticity": {
             "enabled": True,

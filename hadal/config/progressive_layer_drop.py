@@ -5,7 +5,7 @@ Tests: tests/config/test_every_key.py
 
 from typing import ClassVar
 
-from hadal.config.section import UNBUILT, Section, key
+from hadal.config.section import Section, key
 from hadal.config.values import Boolean, Number
 
 
@@ -15,6 +15,6 @@ class ProgressiveLayerDrop(Section):
     switch: ClassVar[str | None] = "enabled"
     required: ClassVar[tuple[str, ...]] = ("enabled",)
 
-    enabled: Boolean = key(False, "Skip layers. Required.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Skip layers. Required.")
     theta: Number | None = key(None, "Final keep probability. Required.", gt=0, le=1)
     gamma: Number | None = key(None, "Rate of the decrease, per update. Required.", gt=0)

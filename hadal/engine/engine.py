@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from hadal.data_efficiency.layer_drop import LayerDrop
+from hadal.data_efficiency.seqlen import LengthCurriculum
 from hadal.device import give_back_freed_memory
 from hadal.engine.backward import Backwards
 from hadal.engine.base import EngineBase
@@ -17,6 +19,7 @@ from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
 from hadal.engine.direct import DirectBackward
+from hadal.engine.efficiency import Efficiency
 from hadal.engine.giving import WeightsOut
 from hadal.engine.mistakes import missing_attribute, mixed_dtypes
 from hadal.engine.moving import Moving
@@ -55,6 +58,7 @@ class Engine(EngineBase):
         self._checkpoints = Checkpoints(session)
         self._weights_out = WeightsOut(session)
         self._moving = Moving(session)
+        self._efficiency = Efficiency(session)
         self._backwards = Backwards(session)
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._is_compiled = False
@@ -324,6 +328,9 @@ class Engine(EngineBase):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
     offload_states = through("_moving", Moving.offload_states)
     reload_states = through("_moving", Moving.reload_states)
+    set_custom_curriculum_learning_schedule = through(
+        "_efficiency", Efficiency.set_custom_curriculum_learning_schedule
+    )
 
     # ---- listeners -------------------------------------------------------------------------------
 
@@ -354,9 +361,23 @@ class Engine(EngineBase):
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
         """The profiler on rank 0 if `flops_profiler.enabled`; None otherwise."""
-        named = {one.name: one for one in self._session.listeners}
-        found: FlopsProfiler | None = getattr(named.get("flops_profiler"), "profiler", None)
+        found: FlopsProfiler | None = getattr(self._named("flops_profiler"), "profiler", None)
         return found
+
+    @property
+    def length_curriculum(self) -> LengthCurriculum | None:
+        """The curriculum by sequence length, if `curriculum_learning` is on."""
+        found: LengthCurriculum | None = self._named(LengthCurriculum.name)
+        return found
+
+    @property
+    def layer_drop(self) -> LayerDrop | None:
+        """The keep probability of layers, if `progressive_layer_drop` is on."""
+        found: LayerDrop | None = self._named(LayerDrop.name)
+        return found
+
+    def _named(self, name: str) -> Any:
+        return next((one for one in self._session.listeners if one.name == name), None)
 
     # ---- state -----------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.comm.summary import end_of_log
 from hadal.config import Config
+from hadal.data_efficiency.layer_drop import LayerDrop
+from hadal.data_efficiency.seqlen import LengthCurriculum, Write
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.precision import scale_rule_of
@@ -85,6 +87,26 @@ def opened_monitor(setting: Setting) -> Monitor:
             run = describe_run(setting.config, setting.model, ranks)
             monitor.open(open_writers(setting.config, run))
     return monitor
+
+
+def _write(setting: Setting) -> Write | None:
+    """The monitors' writer of scalars that DeepSpeed does not write."""
+    writes = setting.monitor.enabled and setting.config.monitor.extra
+    return setting.monitor.write_events if writes else None
+
+
+def _lengths(setting: Setting) -> Listener | None:
+    section, readers = setting.config.curriculum_learning, setting.batches.data_parallel_size
+    if section is None or not section.enabled:
+        return None
+    return LengthCurriculum(section, setting.model, readers, _write(setting))
+
+
+def _layer_drop(setting: Setting) -> Listener | None:
+    section = setting.config.progressive_layer_drop
+    if section is None or not section.enabled:
+        return None
+    return LayerDrop(section, setting.model, _write(setting))
 
 
 def _clocks(setting: Setting) -> Listener | None:
@@ -195,6 +217,9 @@ class _OwnLog(Listener):
 
 
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
+    # What changes inputs comes before what counts their tokens.
+    "curriculum_learning": _lengths,
+    "progressive_layer_drop": _layer_drop,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     # What a report has beside the scalars is written before the monitors close their files.

@@ -23,7 +23,6 @@ UNBUILT = {
         "compression_training.layer_reduction.enabled",
         *(f"compression_training.{name}.shared_parameters.enabled" for name in COMPRESSED),
     },
-    "curriculum_misplaced": {"curriculum_learning.enabled"},
     "data_efficiency": {
         "data_efficiency.data_sampling.curriculum_learning.enabled",
         "data_efficiency.data_routing.random_ltd.enabled",
@@ -33,7 +32,6 @@ UNBUILT = {
         "nebula.enabled",
         "expert_parallel.enabled",
         "tensor_parallel.autotp_size",
-        "progressive_layer_drop.enabled",
         "compile.deepcompile",
         "weight_quantization.enabled",
         "quantize_training.eigenvalue.enabled",

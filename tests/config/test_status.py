@@ -15,7 +15,7 @@ TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitli
 ROWS = [row["path"] for row in csv.DictReader(TABLE)]
 UNBUILT = re.compile(
     r"^(compression_training|weight_quantization|nebula|hybrid_engine"
-    r"|expert_parallel|progressive_layer_drop|curriculum_learning)\."
+    r"|expert_parallel)\."
 )
 
 

@@ -6,6 +6,7 @@ Tests: tests/config/test_rules.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 from hadal.config.compression_training import CompressionTraining
@@ -38,18 +39,30 @@ def _pace(section: CurriculumLearning | CurriculumMetric, path: str) -> Iterator
     yield from _missing(section, path, "min_difficulty", "max_difficulty", "schedule_type")
     here, pace = f"{path}.schedule_config", section.schedule_config or PaceConfig()
     yield from _missing(pace, here, *_PACE_NEEDS[section.schedule_type or "custom"])
+    yield from _pace_levels(pace, here)
+    first, last = section.min_difficulty, section.max_difficulty
+    if first is not None and last is not None and first > last:
+        yield Fault(
+            f"{path}.max_difficulty", f"{last} is less than min_difficulty {first}; raise it"
+        )
+
+
+def _pace_levels(pace: PaceConfig, here: str) -> Iterator[Fault]:
     levels, steps = pace.difficulty, pace.max_step
     if levels is not None and steps is not None and len(levels) != len(steps) + 1:
         yield Fault(
             f"{here}.difficulty",
             f"expected one level more than the {len(steps)} steps of max_step, got {len(levels)}",
         )
+    if any(before >= after for before, after in pairwise(steps or ())):
+        yield Fault(f"{here}.max_step", f"expected ascending steps, got {shown(list(steps or ()))}")
 
 
 @reading("curriculum_learning")
 def _curriculum(config: Config) -> Iterator[Fault]:
     section = config.curriculum_learning
     if section is not None and section.enabled:
+        yield from _missing(section, "curriculum_learning", "curriculum_type")
         yield from _pace(section, "curriculum_learning")
 
 

@@ -1,0 +1,121 @@
+"""Schedules of data efficiency as programs use DeepSpeed's.
+
+Tests: tests/compat/test_efficiency.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hadal.config.curriculum_learning import CurriculumLearning
+from hadal.data_efficiency.layer_drop import LayerDrop, theta_at
+from hadal.data_efficiency.pacing import Pacer, pace_rule_of
+from hadal.errors import UsageError
+
+
+class CurriculumScheduler:
+    """The schedule of one difficulty."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        names = ("min_difficulty", "max_difficulty", "schedule_type")
+        lacking = [name for name in names if name not in config]
+        if lacking:
+            raise UsageError(f"CurriculumScheduler: the config lacks {', '.join(lacking)}; add it")
+        keys = {*names, "schedule_config"} & config.keys()
+        section = CurriculumLearning.model_validate(
+            {"enabled": True, **{name: config[name] for name in keys}}
+        )
+        self._follow(Pacer(pace_rule_of(section), "config"), config)
+
+    def _follow(self, pacer: Pacer, config: Mapping[str, Any]) -> None:
+        self._pacer = pacer
+        self._config = dict(config)
+        self.first_step = True
+
+    @classmethod
+    def of(cls, pacer: Pacer, config: Mapping[str, Any]) -> CurriculumScheduler:
+        """Return the view of an engine's schedule."""
+        made = cls.__new__(cls)
+        made._follow(pacer, config)
+        return made
+
+    def get_current_difficulty(self) -> int:
+        """Return the difficulty of the last step."""
+        return self._pacer.current
+
+    def set_current_difficulty(self, difficulty: int) -> None:
+        """Set the difficulty; a schedule that is not custom computes the next one anew."""
+        self._pacer.current = difficulty
+
+    def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
+        """Set the function of a custom schedule."""
+        self._pacer.set_custom(schedule_function)
+
+    def get_difficulty(self, global_steps: int) -> int:
+        """Return the difficulty of a step without changing the state."""
+        before = self._pacer.current
+        try:
+            self._pacer.current = self._pacer.rule.first
+            return self._pacer.at(global_steps)
+        finally:
+            self._pacer.current = before
+
+    def update_difficulty(self, global_steps: int) -> int:
+        """Return the difficulty of a step, and remember it."""
+        return self._pacer.at(global_steps)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the difficulties and the schedule."""
+        return {
+            "min_difficulty": self._pacer.rule.first,
+            "max_difficulty": self._pacer.rule.last,
+            "current_difficulty": self._pacer.current,
+            "schedule_type": self._pacer.rule.kind,
+            "schedule_config": self._config.get("schedule_config") or {},
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over the result of `get_state`, schedule included."""
+        current = self._pacer
+        fresh = type(self)(state)
+        current.rule, current.current = fresh._pacer.rule, int(state["current_difficulty"])
+        self._config = dict(state)
+
+
+class ProgressiveLayerDrop:
+    """The keep probability of layers."""
+
+    def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
+        self.theta = theta
+        self.gamma = gamma
+        self.current_theta = 1.0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the keywords of a forward."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
+
+    def get_theta(self) -> float:
+        """Return the current keep probability."""
+        return self.current_theta
+
+    def update_state(self, global_step: int) -> None:
+        """Compute the keep probability of a step, from 0."""
+        self.current_theta = theta_at(self.theta, self.gamma, global_step + 1)
+
+
+class _LayerDropOfEngine(ProgressiveLayerDrop):
+    """The view of an engine's."""
+
+    def __init__(self, listener: LayerDrop, theta: float, gamma: float) -> None:
+        super().__init__(theta, gamma)
+        self._listener = listener
+
+    def get_theta(self) -> float:
+        """Return the engine's keep probability after its last update."""
+        return self._listener.theta
+
+
+def layer_drop_of(listener: LayerDrop, theta: float, gamma: float) -> ProgressiveLayerDrop:
+    """Return an engine's layer drop as programs see it."""
+    return _LayerDropOfEngine(listener, theta, gamma)

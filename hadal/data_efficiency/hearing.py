@@ -1,0 +1,46 @@
+"""Keywords that a model's forward listens to.
+
+Tests: tests/data_efficiency/test_seqlen.py, tests/data_efficiency/test_layer_drop.py
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+
+def accepts(module: nn.Module, keyword: str) -> bool:
+    """Return whether the module's forward can be called with the keyword."""
+    return _named(module, keyword) or any(
+        each.kind is each.VAR_KEYWORD for each in _parameters(module).values()
+    )
+
+
+def listens(model: nn.Module, keyword: str) -> bool:
+    """Return whether the keyword reaches a forward that uses it, as far as signatures tell.
+
+    A forward that takes any keyword is trusted to use it, unless one of transformers' classes is
+    in the model: these ignore unknown keywords.
+    """
+    if not accepts(model, keyword):
+        return False
+    return any(_named(module, keyword) for module in model.modules()) or not any(
+        kind.__module__.split(".")[0] == "transformers"
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """Return the names of the forward's parameters that may be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, each in _parameters(module).items() if each.kind in kinds]
+
+
+def _named(module: nn.Module, keyword: str) -> bool:
+    return keyword in _parameters(module)
+
+
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(module.forward).parameters)

@@ -1,0 +1,60 @@
+"""Data efficiency as the engine's users see it: custom schedules of difficulties.
+
+Tests: tests/data_efficiency/test_seqlen.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hadal.data_efficiency.pacing import CustomPace, Pacer
+from hadal.data_efficiency.seqlen import LengthCurriculum
+from hadal.engine.session import Session
+from hadal.errors import UsageError
+
+
+class Efficiency:
+    """Access to the schedules of an engine's curricula."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: CustomPace | Mapping[str, CustomPace]
+    ) -> None:
+        """Set the functions of schedules whose `schedule_type` is "custom". All ranks must call it.
+
+        Functions are not saved: call it after a resume, too.
+
+        Args:
+            schedule_func_dict: a function from the update, from 1, to its difficulty, an integer;
+                or such functions by metric ("seqlen" for `curriculum_learning`). A difficulty that
+                has reached `max_difficulty` stays there.
+
+        Raises:
+            UsageError: there is no such curriculum, its schedule is not custom, or a value is no
+                function.
+        """
+        pacers, given = self._pacers(), schedule_func_dict
+        named = given if isinstance(given, Mapping) else dict.fromkeys(pacers, given)
+        if not isinstance(given, Mapping) and len(pacers) > 1:
+            raise UsageError(
+                "set_custom_curriculum_learning_schedule got one function for the curricula"
+                f" {', '.join(pacers)}; give a dict of functions by these names"
+            )
+        if not pacers or not named.keys() <= pacers.keys():
+            raise UsageError(
+                "set_custom_curriculum_learning_schedule got functions for"
+                f" {', '.join(named) or 'a curriculum'}; the configuration has"
+                f" {', '.join(pacers) or 'no curriculum; switch on curriculum_learning'}"
+            )
+        for name, custom in named.items():
+            pacers[name].set_custom(custom)
+
+    def _pacers(self) -> dict[str, Pacer]:
+        """Return the schedules of difficulties by metric."""
+        found = {}
+        for one in self._session.listeners:
+            if isinstance(one, LengthCurriculum):
+                found["seqlen"] = one.pacer
+        return found

@@ -1,0 +1,78 @@
+"""Data efficiency under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from data_efficiency.test_layer_drop import Told as LayerTold
+from data_efficiency.test_seqlen import SECTION, Told, ids
+from torch import nn
+
+from hadal.compat import engine as compat
+from hadal.compat.efficiency import CurriculumScheduler, ProgressiveLayerDrop
+from hadal.errors import UsageError
+
+METRIC = {name: value for name, value in SECTION.items() if name[0] != "e"}
+
+
+def engine_of(model: nn.Module, **sections):
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **sections,
+    }
+    return compat.initialize(model=model, config=config)[0]
+
+
+def test_a_scheduler_of_difficulty():
+    scheduler = CurriculumScheduler(METRIC)
+    assert scheduler.first_step
+    assert [scheduler.update_difficulty(step) for step in range(1, 6)] == [16, 24, 40, 48, 64]
+    assert scheduler.get_difficulty(1) == 16
+    assert scheduler.get_current_difficulty() == 64
+    state = scheduler.get_state()
+    assert (state["current_difficulty"], state["schedule_type"]) == (64, "fixed_linear")
+    other = CurriculumScheduler({**METRIC, "max_difficulty": 16})
+    other.set_state(state)
+    assert other.get_state() == state
+    other.set_current_difficulty(8)
+    assert other.get_current_difficulty() == 8
+    custom = CurriculumScheduler({**METRIC, "schedule_type": "custom"})
+    custom.set_custom_get_difficulty(lambda step: 2 * step)
+    assert custom.update_difficulty(5) == 10
+    with pytest.raises(UsageError, match="lacks min_difficulty; add it"):
+        CurriculumScheduler({"max_difficulty": 1, "schedule_type": "custom"})
+
+
+def test_the_engine_has_both_curricula_by_their_names():
+    engine = engine_of(Told(), curriculum_learning=SECTION)
+    assert engine.curriculum_enabled_legacy() is True
+    assert engine.curriculum_learning_enabled() is False
+    assert engine.curriculum_learning_config() is not None
+    assert engine.curriculum_params_legacy()["max_difficulty"] == 64
+    scheduler = engine.curriculum_scheduler_legacy
+    engine.backward(engine(ids()))
+    engine.step()
+    assert scheduler.get_current_difficulty() == 16
+    assert engine.get_pld_theta() is engine.progressive_layer_drop is None
+    assert engine.pld_enabled() is False
+    engine.destroy()
+
+
+def test_layer_drop():
+    drop = ProgressiveLayerDrop(theta=0.5, gamma=0.1)
+    assert drop.get_state() == {"progressive_layer_drop": True, "pld_theta": 1.0}
+    drop.update_state(1)
+    assert drop.get_theta() == 0.9524187090179798
+    section = {"enabled": True, "theta": 0.5, "gamma": 0.1}
+    engine = engine_of(LayerTold(), progressive_layer_drop=section)
+    thetas = [engine.get_pld_theta()]
+    for _ in range(4):
+        engine.backward(engine(torch.ones(3, 4)))
+        engine.step()
+        thetas.append(engine.get_pld_theta())
+    assert thetas == [1.0, 1.0, 0.9524187090179798, 0.9093653765389909, 0.8704091103408589]
+    assert engine.progressive_layer_drop.get_theta() == thetas[-1]
+    assert (engine.pld_enabled(), engine.pld_theta(), engine.pld_gamma()) == (True, 0.5, 0.1)
+    assert engine.curriculum_scheduler_legacy is None
+    engine.destroy()
