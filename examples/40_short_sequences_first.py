@@ -1,6 +1,6 @@
 """Short sequences first: the length of the sequences grows during training.
 
-    python examples/34_short_sequences_first.py
+    python examples/40_short_sequences_first.py
 
 The model knows nothing of it: Hadal truncates its inputs.
 """
