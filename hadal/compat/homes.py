@@ -99,10 +99,13 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.ops.op_builder.builder": {_BUILDERS: "OpBuilder"},
     "deepspeed.ops.op_builder.evoformer_attn": {_BUILDERS: "EvoformerAttnBuilder"},
     "deepspeed.ops.sparse_attention": {
-        "hadal.sparse_attention": "BSLongformerSparsityConfig BigBirdSparsityConfig"
-        " DenseSparsityConfig FixedSparsityConfig LocalSlidingWindowSparsityConfig"
-        " SparseSelfAttention SparsityConfig VariableSparsityConfig",
+        "hadal.sparse_attention": "BSLongformerSparsityConfig BertSparseSelfAttention"
+        " BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig"
+        " LocalSlidingWindowSparsityConfig SparseAttentionUtils SparseSelfAttention SparsityConfig"
+        " VariableSparsityConfig",
     },
+    "deepspeed.ops.sparse_attention.matmul": {"hadal.sparse_attention": "MatMul"},
+    "deepspeed.ops.sparse_attention.softmax": {"hadal.sparse_attention": "Softmax"},
     "deepspeed.profiling.flops_profiler": {"hadal.profiling": "FlopsProfiler get_model_profile"},
     "deepspeed.profiling.flops_profiler.profiler": {
         "hadal.profiling.units": "bytes_to_string duration_to_string flops_to_string"

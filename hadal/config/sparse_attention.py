@@ -41,7 +41,8 @@ _IF_GIVEN = {"bigbird", "bslongformer"}
 class SparseAttention(Section):
     """Layout of the blocks of the attention matrix to compute. Sizes count blocks.
 
-    Modules read it with `hadal.sparse_attention.from_config`. A key acts in the modes that its
+    Modules read it with `hadal.sparse_attention.from_config`; models of transformers with
+    `attn_implementation="hadal_sparse"` get it in `initialize`. A key acts in the modes that its
     meaning names.
     """
 

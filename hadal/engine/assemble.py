@@ -200,6 +200,10 @@ def _admit(
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)
     precisions = precisions_of(config, model, current_device())
+    if config.sparse_attention is not None:
+        from hadal.sparse_attention import give_pattern  # for this alone
+
+        give_pattern(model, config.sparse_attention)
     if ranks.rank == 0:
         tell_16bit_weights(config, model)
         tell_untrained(model, groups, is_chosen=is_chosen)

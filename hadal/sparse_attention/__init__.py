@@ -1,5 +1,12 @@
 """Block-sparse attention: patterns, the attention itself, and models that use it."""
 
+from hadal.sparse_attention.bert import BertSparseSelfAttention, SparseAttentionUtils
+from hadal.sparse_attention.blocks import MatMul, Softmax
+from hadal.sparse_attention.huggingface import (
+    give_pattern,
+    register_with_transformers,
+    use_sparse_attention,
+)
 from hadal.sparse_attention.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -14,13 +21,20 @@ from hadal.sparse_attention.settings import from_config, get_sparse_attention_co
 
 __all__ = [
     "BSLongformerSparsityConfig",
+    "BertSparseSelfAttention",
     "BigBirdSparsityConfig",
     "DenseSparsityConfig",
     "FixedSparsityConfig",
     "LocalSlidingWindowSparsityConfig",
+    "MatMul",
+    "Softmax",
+    "SparseAttentionUtils",
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
     "from_config",
     "get_sparse_attention_config",
+    "give_pattern",
+    "register_with_transformers",
+    "use_sparse_attention",
 ]

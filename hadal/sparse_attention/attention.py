@@ -205,16 +205,16 @@ def _dense(
 
 def _token_mask(layout: BlockLayout, rows: Tensor, length: int, *, is_causal: bool) -> Tensor:
     """Return which tokens attend to which: bool, [1 or heads, rows, length]."""
-    key = ("tokens", int(rows[0]), len(rows), length, is_causal)
-    if key not in layout.kept:
+    key = (int(rows[0]), len(rows), length, is_causal)
+    kept = layout.kept.get("tokens")
+    if kept is None or kept[0] != key:
         blocks = layout.layout[:, rows // layout.block]
         found = blocks.repeat_interleave(layout.block, 2)[..., :length]
         if is_causal:
             found &= torch.arange(length) <= rows[:, None]
-        layout.kept = {key: found}  # one at a time
-    found = layout.kept[key]
-    assert isinstance(found, Tensor)
-    return found
+        kept = layout.kept["tokens"] = key, found  # one at a time
+    mask: Tensor = kept[1]
+    return mask
 
 
 # ---- in gathered blocks --------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def flex(
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention)
 
 
 def block_mask_of(layout: BlockLayout, device: torch.device, *, is_causal: bool) -> BlockMask:

@@ -1,0 +1,265 @@
+"""`hadal_sparse`: an attention function for models of transformers.
+
+Any model whose layers go through `ALL_ATTENTION_FUNCTIONS` may use it, decoders and encoders. The
+pattern is `config.sparse_attention`, a dict as in the JSON, which is saved in the model's
+config.json. Random blocks are drawn for each layer from its index, so they are the same on all
+ranks, after a restart and for whoever loads the model.
+
+Tests: tests/sparse_attention/test_models.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hadal.config.sparse_attention import SparseAttention
+from hadal.device import is_host_memory
+from hadal.errors import MissingPackageError, ModelError, NotBuiltYetError, UsageError
+from hadal.sparse_attention.attention import BlockLayout, sparse_attention
+from hadal.sparse_attention.masks import Masks, PairMask, key_mask
+from hadal.sparse_attention.modules import SparseSelfAttention
+from hadal.sparse_attention.settings import from_config, get_sparse_attention_config
+
+NAME = "hadal_sparse"
+"""The value of `attn_implementation`."""
+
+_log = logging.getLogger("hadal")
+Model = TypeVar("Model", bound=nn.Module)
+# Arguments of other attention functions that change the result.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask", "block_table")
+
+
+def register_with_transformers() -> None:
+    """Make `attn_implementation="hadal_sparse"` known to transformers; again changes nothing.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise MissingPackageError(
+            f"attn_implementation {NAME!r} needs transformers 5 ({error}); install it: pip install"
+            " 'transformers>=5'"
+        ) from error
+    AttentionInterface.register(NAME, hadal_sparse)
+    AttentionMaskInterface.register(NAME, _mask_of)
+
+
+def use_sparse_attention(model: Model, source: Any = None) -> Model:
+    """Let a model of transformers compute its attention over a pattern; return the model.
+
+    Args:
+        model: any model whose layers go through `ALL_ATTENTION_FUNCTIONS`.
+        source: the pattern: a section as a dict, a configuration, or an engine. By default
+            `initialize` gives the one of its configuration.
+
+    Raises:
+        ModelError: the model has no choice of attention functions.
+        UsageError: the configuration has no section `sparse_attention`.
+        MissingPackageError: transformers is not installed.
+    """
+    register_with_transformers()
+    config = getattr(model, "config", None)
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if not hasattr(config, "_attn_implementation") or can_set is None or not can_set():
+        raise ModelError(
+            f"{type(model).__name__} has no choice of attention functions (config."
+            "_attn_implementation of transformers); put a hadal.sparse_attention."
+            "SparseSelfAttention into its layers"
+        )
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    if source is not None:
+        values = get_sparse_attention_config(source)
+        if values is None:
+            raise UsageError(
+                'the configuration has no section "sparse_attention"; add one, such as'
+                ' {"sparse_attention": {"mode": "fixed"}}'
+            )
+        _give(model, values)
+    return model
+
+
+def give_pattern(model: nn.Module, section: SparseAttention) -> None:
+    """Give the pattern of a configuration to the parts of a model that use `hadal_sparse`."""
+    is_used = _give(model, section.of_the_mode())
+    if not is_used and not any(isinstance(one, SparseSelfAttention) for one in model.modules()):
+        _log.info(
+            "sparse_attention: no part of %s uses it; a model of transformers does after"
+            " hadal.sparse_attention.use_sparse_attention(model), and others read it with"
+            " hadal.sparse_attention.from_config(config, num_heads)",
+            type(model).__name__,
+        )
+
+
+def _give(model: nn.Module, values: dict[str, Any]) -> bool:
+    configs = {id(config): config for config in _configs(model)}
+    for config in configs.values():
+        config.sparse_attention = dict(values)
+    return bool(configs)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == NAME:
+            yield config
+
+
+def hadal_sparse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute one layer's attention, as transformers calls it.
+
+    Args:
+        module: the layer's attention; its `config.sparse_attention` is the pattern.
+        query: [batch, heads, rows, D]; fewer rows than keys are the last ones (generation).
+        key, value: [batch, heads or fewer, L, D].
+        attention_mask: [batch, L] (true where keys are seen) or [batch, 1 or heads, rows, L].
+        dropout: must be 0.
+        scaling: factor of the scores.
+        is_causal: whether later tokens are not seen; by default what the module says.
+        others: what other attention functions take.
+
+    Returns:
+        [batch, rows, heads, D] and None.
+
+    Raises:
+        UsageError: dropout, or no pattern.
+        NotBuiltYetError: cross-attention, or a feature of other functions.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    _check_call(module, dropout, others, causal=causal)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    if query.shape[2] != key.shape[2] and not causal:
+        raise _of_two_sequences(module)
+    layout = _layout(module, query.shape[1], key.shape[2])
+    out = _disabled(query, key, value, layout, _masks(attention_mask, key, causal), scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+# A plan is no tensor: compiled models leave the graph here.
+_disabled: Callable[..., Tensor] = torch.compiler.disable(sparse_attention)
+
+
+def _masks(given: Tensor | None, key: Tensor, causal: bool) -> Masks:
+    if given is None or given.dim() == 2:
+        keys = None if given is None else key_mask(given, "mul", key)
+        return Masks(keys, (), causal)
+    # A whole mask says what is causal, too.
+    return Masks(None, (PairMask(given, multiplies=given.dtype is torch.bool),), False)
+
+
+def _check_call(module: nn.Module, dropout: float, others: dict[str, Any], *, causal: bool) -> None:
+    if dropout:
+        raise UsageError(
+            f"{NAME} has no dropout, and {type(module).__name__} asks for {dropout}; set"
+            " attention_dropout or attention_probs_dropout_prob of the model's config to 0"
+        )
+    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    if unknown:
+        raise NotBuiltYetError(
+            f"{NAME} with {unknown[0]} ({type(module).__name__}) is not built yet; choose another"
+            " attn_implementation for this model"
+        )
+    is_cross = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False)
+    if is_cross or (getattr(module, "is_decoder", False) and not causal):
+        raise _of_two_sequences(module)
+
+
+def _of_two_sequences(module: nn.Module) -> NotBuiltYetError:
+    return NotBuiltYetError(
+        f"{NAME} between two sequences ({type(module).__name__}) is not built yet: it is for"
+        " self-attention; choose another attn_implementation for this part of the model"
+    )
+
+
+def _layout(module: nn.Module, heads: int, length: int) -> BlockLayout:
+    values = getattr(getattr(module, "config", None), "sparse_attention", None)
+    if values is None:
+        raise UsageError(
+            f"{type(module).__name__} uses {NAME}, but its config has no pattern; give one by"
+            ' hadal.sparse_attention.use_sparse_attention(model, {"mode": "fixed"}) or the section'
+            ' "sparse_attention" of the configuration'
+        )
+    written = json.dumps(dict(values), sort_keys=True)
+    return _made(written, heads, length, int(getattr(module, "layer_idx", None) or 0))
+
+
+@lru_cache(maxsize=256)
+def _made(written: str, heads: int, length: int, layer: int) -> BlockLayout:
+    pattern = _pattern(written, heads)
+    padded = -(-length // pattern.block) * pattern.block
+    if not pattern.is_random and (layer or length != padded):
+        return _made(written, heads, padded, 0)  # one for all layers
+    pattern.draws = random.Random(layer)
+    return BlockLayout(pattern.distinct_layout(padded), pattern.block)
+
+
+@lru_cache(maxsize=32)
+def _pattern(written: str, heads: int) -> Any:
+    return from_config(json.loads(written), heads)
+
+
+def _mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """Return the padding as [batch, L] where the mask is plain, or the whole of any other one.
+
+    Raises:
+        NotBuiltYetError: a cache that is longer than what it holds, or that has dropped keys.
+    """
+    from transformers import masking_utils as known
+
+    plain = (known.causal_mask_function, known.bidirectional_mask_function)
+    whole = mask_function is not known.bidirectional_mask_function
+    is_tensor = isinstance(q_offset, Tensor)
+    if whole and (is_tensor or kv_offset != 0 or q_offset + q_length != kv_length):
+        raise NotBuiltYetError(
+            f"{NAME} with a static or sliding cache is not built yet; use a DynamicCache"
+        )
+    if mask_function not in plain:  # sliding windows, packed sequences, a program's own
+        others.pop("allow_is_causal_skip", None)
+        others.pop("allow_is_bidirectional_skip", None)
+        found: Tensor | None = known.sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            allow_is_causal_skip=False,
+            **others,
+        )
+        return found
+    if attention_mask is None or (
+        is_host_memory(attention_mask.device) and bool(attention_mask.all())
+    ):
+        return None
+    return attention_mask[:, -kv_length:]
