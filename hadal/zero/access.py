@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hadal.comm import get_world_size
@@ -159,6 +160,8 @@ class GatheredParameters:
                 bucket = _keepers[parameter].bucket_of[parameter]
                 name = f"the broadcast of rank {self._modifier_rank}'s changes in {bucket.name}"
                 broadcast_(parameter.detach(), self._modifier_rank, bucket.ranks, name)
+                # torch does not count what collectives write; an accelerator looks no further.
+                increment_version(parameter)
 
 
 def _can_go_on(error: BaseException | None) -> bool:

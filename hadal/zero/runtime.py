@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_, max_
@@ -176,6 +177,7 @@ class ZeroRuntime:
                 yield
             finally:
                 broadcast_(bucket.full, 0, self.ranks, f"rank 0's edits of {bucket.name}")
+                increment_version(bucket.parameters)  # as torch does not count these writes
 
     def check_links(self) -> None:
         """Raise `ModelError` for a parameter that no longer looks into its bucket."""

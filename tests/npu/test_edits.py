@@ -17,13 +17,18 @@ from hadal.errors import UsageError
 from . import runs
 
 
-def _edited(stage: int) -> dict[str, Any]:
-    """Weights after three updates, before each of which some are written to in place."""
+def _edited(stage: int, writers: range) -> dict[str, Any]:
+    """Weights after three updates, before each of which some are written to in place.
+
+    Of `writers`, the first one's writes count.
+    """
     engine = runs.built(runs.config(stage, "bf16"))
     for update in range(3):
         parameters = list(engine.module.parameters())
-        with hadal.zero.GatheredParameters(parameters[:2], modifier_rank=0), torch.no_grad():
-            parameters[0].mul_(0.5)
+        some = hadal.zero.GatheredParameters(parameters[:2], modifier_rank=writers[0])
+        with some, torch.no_grad():
+            if hadal.comm.get_rank() in writers:
+                parameters[0].mul_(0.5)
         if stage < 3:
             with torch.no_grad():
                 parameters[3].add_(0.25)
@@ -33,15 +38,18 @@ def _edited(stage: int) -> dict[str, Any]:
     return found
 
 
-def _edited_late(stage: int) -> dict[str, Any]:
+def _edited_late(stage: int, writers: range) -> dict[str, Any]:
     with npu.asynchronous():
-        return _edited(stage)
+        return _edited(stage, writers)
 
 
+@pytest.mark.parametrize("writers", [range(2), range(1), range(1, 2)], ids=["both", "0", "1"])
 @pytest.mark.parametrize("stage", often(range(4), 1, 3))
-def test_writes_in_place_are_taken_up(stage: int, npus: RankPools, ranks: RankPools) -> None:
-    wanted = ranks(2).run(_edited, stage)
-    for here, there in zip(npus(2).run(_edited_late, stage), wanted, strict=True):
+def test_writes_in_place_are_taken_up(
+    stage: int, writers: range, npus: RankPools, ranks: RankPools
+) -> None:
+    wanted = ranks(2).run(_edited, stage, writers)
+    for here, there in zip(npus(2).run(_edited_late, stage, writers), wanted, strict=True):
         for name, values in there.items():
             assert torch.equal(here[name], values), name
 
