@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 
 import pytest
 from hypothesis import settings
@@ -55,8 +56,27 @@ _OF_RANKS = {"ranks", "fresh_ranks", "npus"}
 
 def _is_quick(item: pytest.Item) -> bool:
     if _OF_RANKS.isdisjoint(getattr(item, "fixturenames", ())):
-        return item.path.parent.name not in _WITH_PROGRAMS
+        return item.path.parent.name not in _WITH_PROGRAMS and not _starts_programs(item)
     return item.path.name == "test_equivalence.py" and "-w2-" in item.name
+
+
+def _starts_programs(item: pytest.Item) -> bool:
+    """Return True if a test or one of its fixtures leads to `subprocess` or `forks`, as far as its
+    own file shows."""
+    assert isinstance(item, pytest.Function)
+    fixtures = [one[-1].func for one in item._fixtureinfo.name2fixturedefs.values()]
+    waiting, seen = [item.function, *fixtures], set()
+    while waiting:
+        code, names = waiting.pop().__code__, vars(item.module)
+        inner = [code, *(each for each in code.co_consts if isinstance(each, CodeType))]
+        for name in {name for each in inner for name in each.co_names} - seen:
+            seen.add(name)
+            found = names.get(name)
+            if isinstance(found, ModuleType) and found.__name__ in ("subprocess", "forks"):
+                return True
+            if isinstance(found, FunctionType) and found.__module__ == item.module.__name__:
+                waiting.append(found)
+    return False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
