@@ -202,7 +202,7 @@ def _planned(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
             f"{source.path} holds a model in {source.parts} model-parallel parts, but this one"
             f" has {live.parts}; load it with the model-parallel size that saved it"
         )
-    if source.scalars is not None and not _are_known(source.scalars, live.scalars):
+    if source.scalars is not None and not _is_usable(source.scalars, live.scalars):
         raise ValueError(f"the engine's counters are {source.scalars}")
     plan = _LoadPlan(_fit(source, live))
     if wanted.custom is None:
@@ -529,12 +529,15 @@ def _differences_of_place(source: Source, own: RankState, live: Live) -> list[st
 
 def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:
     saved: Mapping[str, Any] = source.scalars or {}
-    counters, known = set(saved.get(COUNTERS, {})), set(live.scalars[COUNTERS])
-    if counters and counters != known:
-        yield (
-            f"it lacks the counters {sorted(known - counters)}, which start at zero, and has"
-            f" {sorted(counters - known)}, which are ignored"
-        )
+    if saved:
+        found, known = set(_numbers_of(saved)), set(_numbers_of(live.scalars))
+        if known - found:
+            yield f"it lacks {few(sorted(known - found))}: these start at their defaults"
+        if found - known:
+            yield (
+                f"it has {few(sorted(found - known))}, which this version of Hadal does not know:"
+                " these are ignored"
+            )
     states = set(saved.get(LISTENERS, {}))
     stateful = {name for name, one in live.listeners.items() if one.state_dict() is not None}
     if states - set(live.listeners):
@@ -546,24 +549,34 @@ def _differences_of_engine(source: Source, live: Live) -> Iterator[str]:
         yield f"it lacks the state of listeners {few(sorted(stateful - states))}: they start anew"
 
 
-def _are_known(found: Any, wanted: Mapping[str, Any]) -> bool:
-    """Return whether all the engine's numbers are present, and any listeners' state is by name."""
+def _numbers_of(scalars: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of an engine's saved numbers."""
+    for section, values in scalars.items():
+        if section == COUNTERS:
+            yield from (f"the counter {name}" for name in values)
+        elif section != LISTENERS:
+            count = len(values) if isinstance(values, list) else 0
+            yield from (f"number {number} of the {section}" for number in range(count))
+
+
+def _is_usable(found: Any, wanted: Mapping[str, Any]) -> bool:
+    """Return whether the engine's numbers are there and finite, and listeners' state is by name.
+
+    Single numbers may be missing, or unknown: versions of Hadal differ in what they count.
+    """
     if not isinstance(found, dict) or not isinstance(found.get(LISTENERS, {}), dict):
         return False
     return wanted.keys() <= found.keys() and _is_like(found, wanted)
 
 
 def _is_like(found: Any, wanted: Any) -> bool:
-    """Return whether shared keys have the same structure: lengths, and finite numbers."""
+    """Return whether what both have has the same structure, of finite numbers."""
     if isinstance(wanted, dict):
         return isinstance(found, dict) and all(
             _is_like(found[key], value) for key, value in wanted.items() if key in found
         )
     if isinstance(wanted, list):
-        return (
-            isinstance(found, list)
-            and len(found) == len(wanted)
-            and all(map(_is_like, found, wanted))
-        )
+        pairs = zip(found, wanted, strict=False) if isinstance(found, list) else None
+        return pairs is not None and all(_is_like(*pair) for pair in pairs)
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
     return is_number and math.isfinite(found)

@@ -363,9 +363,9 @@ class StoredSource:
         with self._reading(path):
             saved = strict_json(self._header_of(path).texts[OWN], self.path / path)
             tensors = _LazyTensors(self._header_of(path).rows, partial(self._whole, path))
-            values = [saved[key] for key in ("loader", "random", "extra")]
-            # Earlier versions did not save this.
-            values.append(saved.get("exchange"))
+            values = [saved[key] for key in ("loader", "random")]
+            # Earlier versions did not save these.
+            values += [saved.get("extra", {"dict": []}), saved.get("exchange")]
             return RankState(*(decoded(value, tensors) for value in values))
 
     def client_state(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     """
     if _is_own(checkpoint_dir):
         source = StoredSource(Path(checkpoint_dir))
-        counters = {name: source.scalars["counters"][name] for name in _COUNTERS}
+        counters = {name: source.scalars.get("counters", {}).get(name, 0) for name in _COUNTERS}
         sizes = {"dp_world_size": source.world_size // source.parts, "mp_world_size": source.parts}
         return _written({**source.client_state(), **counters, **sizes})
     return str(_files(checkpoint_dir).model[0])

@@ -178,10 +178,14 @@ class Checkpoints:
                 self._session.expect_training()
             loaded = load(folder, self._session.live(), wanted)
         if loaded.scalars is not None:
+            # What an older version has not counted starts at its default.
             saved = loaded.scalars[COUNTERS]
             known = {one.name for one in fields(Counters)}
             self._session.counters = Counters(**{k: v for k, v in saved.items() if k in known})
-            scale = ScaleState(*loaded.scalars["scale"])
+            numbers = loaded.scalars["scale"][: len(ScaleState._fields)]
+            scale = self._session.scale._replace(
+                **dict(zip(ScaleState._fields, numbers, strict=False))
+            )
             # A scale that has never moved is no information: the saved run may have had none.
             if load_optimizer_states and self._session.parts.scale_rule.dynamic and scale.iteration:
                 self._session.scale = scale
