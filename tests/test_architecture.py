@@ -223,6 +223,7 @@ def test_named_files_exist(page: Path) -> None:
     [
         *("launcher", "comm", "offload", "zero", "monitor", "profiling"),
         *("optim", "autotuning", "engine", "compat", "sparse_attention", "data_efficiency"),
+        "activation_checkpointing",
     ],
 )
 def test_the_design_names_every_room(folder: str) -> None:

@@ -57,6 +57,17 @@ def model_group_of(mpu: Any) -> Any:
     return getattr(mpu, f"get_{_model_name(mpu)}_group")()
 
 
+def tensor_group_of(mpu: Any) -> Any:
+    """Return the process group whose ranks hold slices of the same layers; None if there is none.
+
+    A pipeline's `model_parallel` ranks include its stages, so that name comes last.
+    """
+    for name in (*_MODEL_NAMES[1:], _MODEL_NAMES[0]):
+        if hasattr(mpu, f"get_{name}_group"):
+            return getattr(mpu, f"get_{name}_group")()
+    return None
+
+
 def sizes_of(mpu: Any, world_size: int) -> tuple[int, int]:
     """Return how many ranks see different samples, and how many hold parts of one model.
 

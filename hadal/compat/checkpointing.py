@@ -1,23 +1,55 @@
-"""`deepspeed.checkpointing`: activation checkpointing, as torch implements it.
+"""`deepspeed.checkpointing`: recomputed calls, and the options that programs set for them.
 
-Tests: tests/compat/test_engine.py
+DeepSpeed keeps one set of options for a process, and so does this module. `initialize` sets them
+from the section `activation_checkpointing`, unless the program has called `configure`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint as _checkpoint
+from torch import Tensor
 
-from hadal.compat.groups import get_tensor_model_parallel_rank
-from hadal.compat.random_states import get_cuda_rng_tracker, recomputing_from, seed_parts
+from hadal.activation_checkpointing import Recomputation
+from hadal.activation_checkpointing.random_states import reseed_parts, seed_parts
+from hadal.comm import Ranks, get_world_size, is_initialized
+from hadal.comm.mpu import cuts_the_model, tensor_group_of
+from hadal.compat.groups import get_tensor_model_parallel_group, get_tensor_model_parallel_rank
 from hadal.compat.tools import bwc_tensor_model_parallel_rank
-from hadal.errors import NotBuiltYetError
+from hadal.config import load_config
+from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.errors import UsageError
 
-_configured = [False]
-_mpu: list[Any] = []
+_log = logging.getLogger(__name__)
+
+
+class _State:
+    """The options of this process, and what programs have said about its ranks."""
+
+    def __init__(self) -> None:
+        self.mpu: Any = None
+        self.is_configured = False
+        self.recomputation = Recomputation()
+
+    def use(self, options: ActivationCheckpointing) -> None:
+        """Set the options for later calls; inputs that are stored already stay as they are."""
+        ranks = None
+        if options.partition_activations:
+            found = get_tensor_model_parallel_group()
+            group = found if self.mpu is None else tensor_group_of(self.mpu)
+            ranks = None if group is None else Ranks.of(group)
+            if ranks is None or ranks.size == 1:
+                _log.warning(
+                    "activation_checkpointing.partition_activations has no effect: one rank holds"
+                    " the whole model. Pass the object that knows the tensor-parallel ranks (an"
+                    " mpu) to configure or to initialize, or leave the key out"
+                )
+        self.recomputation = Recomputation(options, ranks)
+
+
+_state = _State()
 
 
 def configure(
@@ -30,57 +62,94 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how activations are stored; only plain recomputation is built.
+    """Set how later calls of `checkpoint` store their inputs; all ranks must call it.
 
-    `initialize` reads that section of the configuration, this function does not. `mpu_` says which
-    part of the model this rank holds, for `model_parallel_cuda_manual_seed`.
+    Every call begins with the defaults. A configuration's section `activation_checkpointing` comes
+    next, then each argument that is not None.
+
+    Args:
+        mpu_: an object that knows this rank's part of the model (Megatron's `parallel_state`);
+            None keeps that of an earlier call, or else the engine's.
+        deepspeed_config: a dict, the path of a JSON file, or its base64 text.
+        partition_activations: shard inputs over the tensor-parallel ranks.
+        contiguous_checkpointing: store them in preallocated buffers.
+        num_checkpoints: the number of recomputed calls that these have room for.
+        checkpoint_in_cpu: store inputs in host memory.
+        synchronize: synchronize with the device at the boundaries of each call.
+        profile: log the times of each call.
 
     Raises:
-        NotBuiltYetError: something other than plain recomputation is requested.
+        ConfigError: the configuration has faults.
+        UsageError: `contiguous_checkpointing` without `partition_activations` or `num_checkpoints`.
     """
-    asked = {
+    if mpu_ is not None:
+        _state.mpu = mpu_
+    given = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    wanted = [name for name, value in asked.items() if value]
-    if wanted:
-        raise NotBuiltYetError(
-            f"deepspeed.checkpointing.configure({', '.join(wanted)}): only plain recomputation is"
-            " built yet; leave it out"
+    options = ActivationCheckpointing()
+    if deepspeed_config is not None:
+        options = _section_of(deepspeed_config)
+    options = options.model_copy(
+        update={name: value for name, value in given.items() if value is not None}
+    )
+    if options.contiguous_memory_optimization:
+        _expect(options.partition_activations, "partition_activations=True")
+        _expect(options.number_checkpoints, "num_checkpoints=, the number of recomputed blocks")
+    _state.use(options)
+    _state.is_configured = True
+
+
+def _section_of(source: Any) -> ActivationCheckpointing:
+    mpu = _state.mpu
+    size = int(mpu.get_data_parallel_world_size()) if cuts_the_model(mpu) else None
+    world_size = get_world_size() if is_initialized() else 1
+    config = load_config(source, world_size=world_size, data_parallel_size=size, allow_unbuilt=True)
+    return config.activation_checkpointing
+
+
+def _expect(value: object, wanted: str) -> None:
+    if not value:
+        raise UsageError(
+            f"deepspeed.checkpointing.configure(contiguous_checkpointing=True) needs {wanted}"
+            " too, as arguments or in the section activation_checkpointing; give both, or leave"
+            " contiguous_checkpointing out"
         )
-    _configured[0] = True
-    if mpu_ is not None:
-        _mpu[:] = [mpu_]
+
+
+def use_section(options: ActivationCheckpointing) -> None:
+    """Set the options of an engine's section, unless the program has set its own."""
+    if not _state.is_configured and options.model_fields_set:
+        _state.use(options)
 
 
 def is_configured() -> bool:
     """Return whether `configure` was called."""
-    return _configured[0]
+    return _state.is_configured
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Set whether activations are sharded over the model-parallel ranks.
-
-    Raises:
-        NotBuiltYetError: the argument is true.
-    """
-    configure(partition_activations=partition_activation)
+    """Set whether inputs are sharded over the tensor-parallel ranks. All ranks must call it."""
+    _change("partition_activations", partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Accept the number of checkpointed layers, which has no effect."""
+    """Set the number of recomputed calls that preallocated buffers have room for."""
+    _change("number_checkpoints", nlayers)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same as `checkpoint`."""
-    return checkpoint(function, *args)
+def _change(name: str, value: Any) -> None:
+    _state.use(_state.recomputation.options.model_copy(update={name: value}))
 
 
 def reset() -> None:
-    """Discard leftovers of a forward pass; nothing is kept between calls here."""
+    """Free buffers and host memory; call it between forwards that have no backward."""
+    _state.recomputation.reset()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -88,18 +157,52 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
     The object passed to `configure`, or else the engine, says which part this rank holds.
     """
-    part = bwc_tensor_model_parallel_rank(_mpu[0]) if _mpu else get_tensor_model_parallel_rank()
-    seed_parts(seed, part)
+    seed_parts(seed, _part())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed only the state to `fork`, differently for each part of the model."""
+    reseed_parts(seed, _part())
+
+
+def _part() -> int:
+    mpu = _state.mpu
+    return get_tensor_model_parallel_rank() if mpu is None else bwc_tensor_model_parallel_rank(mpu)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function, and recompute it in backward instead of storing its activations.
 
-    The recomputation draws the same random numbers, also from the named states.
+    The recomputation draws the same random numbers, also from the named states. Inputs are stored
+    as `configure` says. The caller's own tensors never change.
+
+    Returns:
+        The function's outputs. As DeepSpeed returns them, a list becomes a tuple, and the only
+        element of either comes alone.
+
+    Raises:
+        UsageError: more calls precede a backward than the preallocated buffers have room for.
     """
-    return _checkpoint(function, *args, use_reentrant=False, context_fn=_same_draws, **kwargs)
+    found = _state.recomputation.call(function, *args, **kwargs)
+    if type(found) not in (list, tuple):
+        return found
+    return found[0] if len(found) == 1 else tuple(found)
 
 
-def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    states = get_cuda_rng_tracker().get_states()
-    return nullcontext(), recomputing_from(states) if states else nullcontext()
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """The same as `checkpoint`, without keyword arguments."""
+    return checkpoint(function, *args)
+
+
+class CheckpointFunction:
+    """`checkpoint` in the form of an autograd function."""
+
+    @staticmethod
+    def apply(
+        function: Callable[..., Any], all_outputs: list[Any], *args: Any
+    ) -> tuple[Tensor, ...]:
+        """Append all outputs to `all_outputs`; return those that are tensors."""
+        found = _state.recomputation.call(function, *args)
+        outputs = list(found) if isinstance(found, (list, tuple)) else [found]
+        all_outputs += outputs
+        return tuple(each for each in outputs if isinstance(each, Tensor))

@@ -17,6 +17,7 @@ from hadal.checkpoint.script import place_scripts
 from hadal.comm import get_local_rank, get_rank, get_world_size
 from hadal.comm.collectives import broadcast_
 from hadal.compat.accessors import Accessors
+from hadal.compat.checkpointing import use_section
 from hadal.compat.configuration import DeepSpeedConfig
 from hadal.compat.debug import debug_extract_module_and_param_names
 from hadal.compat.groups import remember_groups
@@ -75,6 +76,7 @@ class DeepSpeedEngine(Accessors):
         self.collate_fn: Any = None
         _engines.add(self)
         remember_groups(parts.topology)
+        use_section(parts.config.activation_checkpointing)
         debug_extract_module_and_param_names(parts.model)
         parts.runtime.leaves_others_gradients = True
         # Programs read the names of a module's state on one rank only (peft, when it saves).

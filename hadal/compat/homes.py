@@ -13,6 +13,7 @@ _OPTIMIZERS = "hadal.compat.optimizers"
 _TOOLS = "hadal.compat.tools"
 _COMM = "hadal.compat.comm"
 _RECOMPUTING = "hadal.compat.checkpointing"
+_RANDOM_STATES = "hadal.activation_checkpointing.random_states"
 _LOG = "hadal.compat.log"
 _ELASTICITY = "hadal.compat.elasticity"
 _ZERO = "hadal.compat.zero"
@@ -33,9 +34,10 @@ _SAFE = (
     " safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
 )
 _CHECKPOINTING = {
-    _RECOMPUTING: "checkpoint configure is_configured model_parallel_cuda_manual_seed"
+    _RECOMPUTING: "CheckpointFunction checkpoint configure is_configured"
+    " model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint"
     " partition_activations_in_checkpoint reset set_num_layers",
-    "hadal.compat.random_states": "CudaRNGStatesTracker get_cuda_rng_tracker",
+    _RANDOM_STATES: "CudaRNGStatesTracker get_cuda_rng_tracker",
 }
 _COLLECTIVES = {
     _COMM: "TorchBackend allgather_fn comms_logger configure init_distributed log_summary"
@@ -111,10 +113,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal.profiling.units": "bytes_to_string duration_to_string flops_to_string"
         " macs_to_string number_to_string params_to_string"
     },
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        **_CHECKPOINTING,
-        _RECOMPUTING: f"{_CHECKPOINTING[_RECOMPUTING]} non_reentrant_checkpoint",
-    },
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.base_optimizer": {
         "hadal.compat.optimizer": "DeepSpeedOptimizer",
         _KINDS: "ZeROOptimizer",
@@ -223,7 +222,7 @@ _ALIKE: dict[str, dict[str, str]] = {
 # Names that differ here.
 _OTHERS: dict[str, str] = {
     **{
-        f"deepspeed.{module}._CUDA_RNG_STATE_TRACKER": "hadal.compat.random_states:TRACKER"
+        f"deepspeed.{module}._CUDA_RNG_STATE_TRACKER": f"{_RANDOM_STATES}:TRACKER"
         for module in ("checkpointing", "runtime.activation_checkpointing.checkpointing")
     },
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",

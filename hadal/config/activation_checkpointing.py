@@ -1,32 +1,55 @@
 """`activation_checkpointing`: recomputing activations instead of storing them.
 
-Tests: tests/config/test_every_key.py
+Tests: tests/config/test_every_key.py, tests/activation_checkpointing/test_keeping.py
 """
 
-from hadal.config.section import UNBUILT, Section, key, unbuilt_beside
-from hadal.config.values import Boolean, Integer
+from typing import Literal
+
+from hadal.config.section import Section, key
+from hadal.config.values import Boolean, Integer, Texts
 
 
 class ActivationCheckpointing(Section):
-    """Options for storing the inputs of recomputed blocks."""
+    """Modules that are recomputed in backward, and options for storing their inputs.
+
+    The options also apply to a program's own calls of `deepspeed.checkpointing.checkpoint`.
+    """
+
+    modules: Literal["units"] | Texts | None = key(
+        None,
+        'Modules to recompute: "units" for the repeated blocks of the model, or patterns of names '
+        '("model.layers.*") and class names ("LlamaDecoderLayer"). Hadal\'s own.',
+    )
 
     partition_activations: Boolean = key(
-        False, "Shard the stored inputs over the tensor-parallel ranks.", mark=UNBUILT
+        False, "Shard the stored inputs over the tensor-parallel ranks of an mpu."
     )
-    cpu_checkpointing: Boolean = key(False, "Store the inputs in host memory.", mark=UNBUILT)
+    cpu_checkpointing: Boolean = key(
+        False, "Store the inputs in pinned host memory; backward prefetches them."
+    )
     contiguous_memory_optimization: Boolean = key(
         False,
-        "Store the inputs in one contiguous buffer. Requires partition_activations and "
+        "Store the inputs in preallocated contiguous buffers. Requires partition_activations and "
         "number_checkpoints.",
-        mark=UNBUILT,
     )
     number_checkpoints: Integer | None = key(
         None,
-        "Number of recomputed blocks; sizes the contiguous buffer.",
+        "Number of recomputed blocks whose inputs the contiguous buffers have room for.",
         gt=0,
-        mark=unbuilt_beside("contiguous_memory_optimization"),
     )
     synchronize_checkpoint_boundary: Boolean = key(
-        False, "Synchronize with the device at each block boundary.", mark=UNBUILT
+        False,
+        "Synchronize with the device where the forward and the backward of a recomputed block "
+        "begin and end.",
     )
-    profile: Boolean = key(False, "Log the time of each recomputed block.", mark=UNBUILT)
+    profile: Boolean = key(False, "Log the times of each recomputed block's forward and backward.")
+
+    @property
+    def asks(self) -> bool:
+        """True if an option of storing inputs differs from its default."""
+        return (
+            self.partition_activations
+            or self.cpu_checkpointing
+            or self.synchronize_checkpoint_boundary
+            or self.profile
+        )

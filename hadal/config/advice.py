@@ -46,6 +46,12 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
     if shared == 1 and config.seq_parallel_communication_data_type != "fp32":
         report.note_idle(other, "has no effect when no ranks share a sequence")
     _tell_disk_keys(config, report)
+    recomputed = config.activation_checkpointing
+    if recomputed.number_checkpoints and not recomputed.contiguous_memory_optimization:
+        report.note_idle(
+            "activation_checkpointing.number_checkpoints",
+            "has no effect without contiguous_memory_optimization",
+        )
     if config.sparse_attention is not None:
         _tell_other_modes(config.sparse_attention, report)
 

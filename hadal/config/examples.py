@@ -83,6 +83,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "flops_profiler": {
         "flops_profiler": {"enabled": True, "profile_step": 5, "output_file": "profile.json"},
     },
+    "activation_checkpointing": {
+        "activation_checkpointing": {"modules": "units", "cpu_checkpointing": True},
+    },
     "sparse_attention": {
         "sparse_attention": {
             "mode": "bigbird",

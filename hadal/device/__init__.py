@@ -16,11 +16,13 @@ from hadal.device.attention import (
     has_fused_attention,
 )
 from hadal.device.autograd import (
+    SavedHooks,
     at_end_of_backward,
     backward_watched,
     graph_task,
     is_in_backward,
     is_in_node,
+    saved_tensors_hooks_here,
     unwatched,
     will_collect,
 )
@@ -64,6 +66,7 @@ __all__ = [
     "HostCopy",
     "MemoryThere",
     "MemoryUse",
+    "SavedHooks",
     "SgdRule",
     "SideStream",
     "Stamp",
@@ -104,6 +107,7 @@ __all__ = [
     "read_on_host",
     "reset_peak_memory",
     "same_bytes",
+    "saved_tensors_hooks_here",
     "set_random_state",
     "spared_import",
     "start_reading",

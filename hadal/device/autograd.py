@@ -6,9 +6,13 @@ Tests: tests/npu/test_device.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""The pair that packs a tensor which autograd saves, and unpacks it."""
 
 unwatched = torch._C.DisableTorchFunction
 """A context whose operations no function mode sees."""
@@ -60,3 +64,12 @@ def will_collect(parameter: Tensor) -> bool:
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def saved_tensors_hooks_here() -> SavedHooks | None:
+    """Return the innermost pair of `saved_tensors_hooks` around the caller, which autograd calls.
+
+    torch calls no other pair: one that is entered inside calls this one itself.
+    """
+    found: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found

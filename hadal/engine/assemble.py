@@ -52,6 +52,7 @@ from hadal.engine.precision import (
     skips_overflow,
     tell_16bit_weights,
 )
+from hadal.engine.recomputed import recomputed_modules, tell_recomputed
 from hadal.engine.report import tell_state
 from hadal.engine.tiers import disk_steps_of, warn_of_one_thread
 from hadal.engine.topology import Topology, TopologyWish, make_topology, topology_wish_of
@@ -204,11 +205,13 @@ def _admit(
         from hadal.sparse_attention import give_pattern  # for this alone
 
         give_pattern(model, config.sparse_attention)
+    recomputed = recomputed_modules(config, model)
     if ranks.rank == 0:
         tell_16bit_weights(config, model)
         tell_untrained(model, groups, is_chosen=is_chosen)
         warn_of_one_thread(config, current_device())
         expect_packages(config)
+        tell_recomputed(config, recomputed)
     return _Admitted(model, config, optimizer, is_chosen, groups, precisions)
 
 

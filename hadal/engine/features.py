@@ -24,6 +24,7 @@ from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
+from hadal.engine.recomputed import recomputed_modules
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError
@@ -166,6 +167,16 @@ def _monitors(setting: Setting) -> Listener | None:
     return TrainingEvents(setting.monitor, scope, setting.device)
 
 
+def _recomputed(setting: Setting) -> Listener | None:
+    section, ranks = setting.config.activation_checkpointing, setting.topology.model_parallel
+    modules = recomputed_modules(setting.config, setting.model)
+    if not modules:
+        return None
+    from hadal.activation_checkpointing import Recomputation, RecomputedModules  # for this alone
+
+    return RecomputedModules(setting.model, modules, Recomputation(section, ranks))
+
+
 def _journal(setting: Setting) -> Listener | None:
     path = _reported(setting)
     if path is None:
@@ -220,6 +231,7 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     # What changes inputs comes before what counts their tokens.
     "curriculum_learning": _lengths,
     "progressive_layer_drop": _layer_drop,
+    "activation_checkpointing": _recomputed,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     # What a report has beside the scalars is written before the monitors close their files.

@@ -125,6 +125,14 @@ def find_units(
     return [units[path] for path in sorted(units, key=lambda path: order[path])]
 
 
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the full names of the outermost blocks of the model's stacks, in its order."""
+    paths = dict(model.named_modules())
+    whole = _whole_units(paths, LeafModules())
+    blocks = [path for path in paths if path in whole and any(paths[path].children())]
+    return [path for path in blocks if not any(_is_below(path, other) for other in blocks)]
+
+
 def _whole_units(paths: Mapping[str, nn.Module], leaves: LeafModules) -> set[str]:
     """Return the paths of modules that take everything below them, except further such modules."""
     whole: set[str] = set()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hadal.activation_checkpointing.random_states import CudaRNGStatesTracker, get_cuda_rng_tracker
 from hadal.compat import checkpointing
-from hadal.compat.random_states import CudaRNGStatesTracker, get_cuda_rng_tracker
 from hadal.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def test_parts_draw_differently_inside_a_fork_and_alike_outside() -> None:
         assert torch.equal(torch.rand(3), expected[0])
         assert torch.equal(inside, expected[1])
     finally:
-        checkpointing._mpu.clear()
+        checkpointing._state.mpu = None
         get_cuda_rng_tracker().reset()
 
 

@@ -26,6 +26,7 @@ EVERYDAY = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
     *("flops_profiler", "timers", "dataloader_drop_last", "vocabulary_size", "graph_harvesting"),
     *("tensorboard", "csv_monitor", "wandb", "comet"),
+    "activation_checkpointing",
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
     "sparse_attention",
 }

@@ -211,7 +211,7 @@ def test_keys_of_techniques_that_are_not_built_are_told():
         "activation_checkpointing": {"number_checkpoints": 4},
         "data_efficiency": {"seed": 7, "data_sampling": {"num_workers": 2, "pin_memory": True}},
     }
-    (blocks, sampler) = load_config({**BASE, **keys}).notes
+    (sampler, blocks) = load_config({**BASE, **keys}).notes
     assert blocks.startswith("activation_checkpointing.number_checkpoints: has no effect without")
     assert sampler.startswith("data_efficiency.seed, data_efficiency.data_sampling.num_workers, ")
 

@@ -1,4 +1,7 @@
-"""Named random states of the device (Megatron's), so that the parts of a model draw differently."""
+"""Named random states of the device (Megatron's), so that the parts of a model draw differently.
+
+Tests: tests/compat/test_random_states.py, tests/compat/test_checkpointing.py
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hadal.compat.accelerator import get_accelerator
+from hadal.device import current_device, random_state, set_random_state
 from hadal.errors import UsageError
 
 _MODEL_PARALLEL = "model-parallel-rng"
@@ -46,12 +49,11 @@ class CudaRNGStatesTracker:
                 f"add({name!r}, {seed}): the name or the seed is already used by one of"
                 f" {sorted(self.states_)}; call reset() before creating states again"
             )
-        device = get_accelerator()
-        before = device.get_rng_state()
-        device.manual_seed(seed)
-        self.states_[name] = device.get_rng_state()
+        before = _state()
+        _seed(seed)
+        self.states_[name] = _state()
         self.seeds_.add(seed)
-        device.set_rng_state(before)
+        _set_state(before)
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
@@ -65,14 +67,13 @@ class CudaRNGStatesTracker:
                 f"fork({name!r}): no such random state, only {sorted(self.states_)};"
                 " call model_parallel_cuda_manual_seed(seed) or add(name, seed) before"
             )
-        device = get_accelerator()
-        before = device.get_rng_state()
-        device.set_rng_state(self.states_[name])
+        before = _state()
+        _set_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = device.get_rng_state()
-            device.set_rng_state(before)
+            self.states_[name] = _state()
+            _set_state(before)
 
 
 TRACKER = CudaRNGStatesTracker()
@@ -91,6 +92,16 @@ def seed_parts(seed: int, part: int) -> None:
     TRACKER.add(_MODEL_PARALLEL, seed + _OFFSET + part)
 
 
+def reseed_parts(seed: int, part: int) -> None:
+    """Make this part's named state anew from a seed; every other state stays as it is."""
+    states, seeds = TRACKER.get_states(), set(TRACKER.seeds_)
+    states.pop(_MODEL_PARALLEL, None)
+    TRACKER.reset()
+    TRACKER.add(_MODEL_PARALLEL, seed + _OFFSET + part)
+    TRACKER.set_states({**states, **TRACKER.get_states()})
+    TRACKER.seeds_ |= seeds
+
+
 @contextmanager
 def recomputing_from(states: dict[str, Tensor]) -> Iterator[None]:
     """Redraw inside the context what was drawn from these states; restore them afterwards."""
@@ -100,3 +111,22 @@ def recomputing_from(states: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         TRACKER.set_states(before)
+
+
+def _state() -> Tensor:
+    """Return the state of the device's generator; on a CPU, of the host's."""
+    state = random_state(current_device())
+    return torch.get_rng_state() if state is None else state
+
+
+def _set_state(state: Tensor) -> None:
+    if random_state(current_device()) is None:
+        torch.set_rng_state(state)
+    else:
+        set_random_state(state, current_device())
+
+
+def _seed(seed: int) -> None:
+    """Seed the device's generator; on a CPU, the host's."""
+    device = current_device()
+    (torch if device.type == "cpu" else torch.get_device_module(device)).manual_seed(seed)

@@ -1,0 +1,99 @@
+"""The beginnings and ends of recomputed blocks: synchronization with the device, and times.
+
+Tests: tests/activation_checkpointing/test_keeping.py
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hadal.device import Stamp, at_end_of_backward, graph_task, synchronize
+
+_log = logging.getLogger(__name__)
+
+
+class Boundaries:
+    """Calls around the forward and the backward of each recomputed block."""
+
+    def __init__(self, *, synchronizes: bool, profiles: bool) -> None:
+        self._synchronizes = synchronizes
+        self._profiles = profiles
+        self._blocks: weakref.WeakSet[BlockBoundaries] = weakref.WeakSet()
+        self._spans: list[tuple[str, int, Stamp, Stamp]] = []
+        self._number = 0
+        self._task = -1
+
+    def block(self, inputs: list[Tensor]) -> BlockBoundaries | None:
+        """Return the boundaries of one more block; None if nothing happens at them."""
+        if not (self._synchronizes or self._profiles) or not inputs:
+            return None
+        self._number += 1
+        return BlockBoundaries(self, self._number, inputs[0].device)
+
+    def reach(self, device: torch.device) -> Stamp:
+        """Pass a boundary; return its time."""
+        if self._synchronizes:
+            synchronize(device, "the boundary of a recomputed block")
+        return Stamp(device)
+
+    def add(self, name: str, number: int, begun: Stamp, ended: Stamp) -> None:
+        """Record the time of a block's forward or backward, if times are logged."""
+        if self._profiles:
+            self._spans.append((name, number, begun, ended))
+
+    def report_at_end(self) -> None:
+        """Log the times at the end of the running backward."""
+        if self._profiles and self._task != graph_task():
+            self._task = graph_task()
+            at_end_of_backward(self.report)
+
+    def report(self) -> None:
+        """Log the times so far; waits for the device."""
+        spans, self._spans = self._spans, []
+        self._number, self._task = 0, -1
+        for name, number, begun, ended in spans:
+            if not ended.is_reached:
+                synchronize(torch.accelerator.current_accelerator() or torch.device("cpu"))
+            milliseconds = ended.seconds_since(begun) * 1000
+            _log.info("recomputed block %d: %s %.3f ms", number, name, milliseconds)
+
+
+class BlockBoundaries:
+    """The boundaries of one recomputed block."""
+
+    def __init__(self, home: Boundaries, number: int, device: torch.device) -> None:
+        self._home = home
+        self._number = number
+        self._device = device
+        self._begun: Stamp | None = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wrap the block's forward."""
+        begun = self._home.reach(self._device)
+        yield
+        self._home.add("fwd", self._number, begun, self._home.reach(self._device))
+
+    def begin_backward(self) -> None:
+        """Begin the block's backward, whose first part is the recomputation."""
+        self._begun = self._home.reach(self._device)
+        self._home.report_at_end()
+
+    def entered(self, tensor: Tensor) -> Tensor:
+        """Return an input as the block shall see it: its gradient ends the block's backward."""
+        if not tensor.requires_grad:
+            return tensor
+        seen = tensor.view_as(tensor)
+        seen.register_hook(self._end)
+        return seen
+
+    def _end(self, _: Tensor) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._home.add("backward", self._number, begun, self._home.reach(self._device))

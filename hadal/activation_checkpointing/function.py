@@ -1,0 +1,113 @@
+"""`checkpoint`: a call that is recomputed in backward, its inputs stored as the options say.
+
+Tests: tests/activation_checkpointing/test_keeping.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+from hadal.activation_checkpointing.boundaries import BlockBoundaries, Boundaries
+from hadal.activation_checkpointing.keeping import InputKeeper
+from hadal.activation_checkpointing.random_states import TRACKER, recomputing_from
+from hadal.comm import Ranks
+from hadal.config.activation_checkpointing import ActivationCheckpointing
+
+
+class Recomputation:
+    """Recomputed calls with one set of options; each call's random numbers are drawn again."""
+
+    def __init__(
+        self, options: ActivationCheckpointing | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """Set the options.
+
+        Args:
+            options: the section `activation_checkpointing`; None stores inputs as they are.
+            ranks: the tensor-parallel ranks, which share inputs if `partition_activations`.
+        """
+        self.options = options or ActivationCheckpointing()
+        self._keeper = InputKeeper(self.options, ranks)
+        self._boundaries = Boundaries(
+            synchronizes=self.options.synchronize_checkpoint_boundary,
+            profiles=self.options.profile,
+        )
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `function(*args, **kwargs)`, and recompute it in backward.
+
+        Tensors among `args`, and those in `kwargs` that require gradients, are stored as the
+        options say; what is inside lists, tuples and dicts stays as it is.
+
+        Raises:
+            UsageError: more calls precede a backward than `number_checkpoints`.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return call_compiled(function, *args, **kwargs)
+        names = [name for name, value in kwargs.items() if _is_stored(value)]
+        others = {name: value for name, value in kwargs.items() if name not in names}
+        given = [*args, *(kwargs[name] for name in names)]
+        block = self._boundaries.block([value for value in given if isinstance(value, Tensor)])
+        if block is not None:
+            given = [block.entered(v) if isinstance(v, Tensor) else v for v in given]
+
+        count = len(args)
+
+        # Refers to no tensor that is stored: autograd alone does.
+        def run(*values: Any) -> Any:
+            named = dict(zip(names, values[count:], strict=True))
+            return function(*values[:count], **others, **named)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext() if block is None else block.forward(), _Again(block)
+
+        with self._keeper.around([value for value in given if isinstance(value, Tensor)]):
+            return _checkpoint(run, *given, use_reentrant=False, context_fn=contexts)
+
+    def reset(self) -> None:
+        """Free the memory of inputs whose backward will not come, and what is kept for reuse."""
+        self._keeper.reset()
+        self._boundaries.report()
+
+
+def call_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)` in a graph that is being compiled.
+
+    The compiler recomputes inside its graphs, and stores their inputs itself, as they are.
+    """
+    return _checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _is_stored(value: Any) -> bool:
+    """Return whether a keyword argument is an activation; others are often shared by all blocks."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class _Again:
+    """Context of a recomputation: the named random states are those of the forward.
+
+    It may be entered again, if the graph is retained.
+    """
+
+    def __init__(self, block: BlockBoundaries | None) -> None:
+        self._states = TRACKER.get_states()
+        self._block = block
+        self._inside = ExitStack()
+
+    def __enter__(self) -> None:
+        if self._block is not None:
+            self._block.begin_backward()
+        self._inside = ExitStack()
+        if self._states:
+            self._inside.enter_context(recomputing_from(self._states))
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.__exit__(*raised)

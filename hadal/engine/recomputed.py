@@ -1,0 +1,51 @@
+"""The modules that the section `activation_checkpointing` recomputes.
+
+Tests: tests/activation_checkpointing/test_modules.py
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from hadal.config import Config
+from hadal.config.report import written
+from hadal.errors import ConfigError, Fault
+from hadal.zero.grouping import repeated_blocks
+
+_log = logging.getLogger(__name__)
+_PATH = "activation_checkpointing.modules"
+
+
+def recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules to recompute by full name; none if the configuration names none.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or a module would be recomputed twice.
+    """
+    wish = config.activation_checkpointing.modules
+    if wish is None:
+        return {}
+    from hadal.activation_checkpointing import chosen, recomputed_elsewhere  # for this alone
+
+    found, faults = chosen(model, wish, repeated_blocks(model))
+    twice = recomputed_elsewhere(model, list(found))
+    faults += [Fault(_PATH, twice)] if twice is not None else []
+    if faults:
+        raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
+    return found
+
+
+def tell_recomputed(config: Config, found: dict[str, nn.Module]) -> None:
+    """Log which modules are recomputed, or that the section waits for calls of the program."""
+    section = config.activation_checkpointing
+    if found:
+        names = list(found)
+        some = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        _log.info("%s: %d modules are recomputed (%s)", _PATH, len(names), some)
+    elif section.asks:
+        _log.warning(
+            "activation_checkpointing: without `modules` the section applies only to calls of"
+            ' deepspeed.checkpointing.checkpoint; "modules": "units" recomputes every block'
+        )
