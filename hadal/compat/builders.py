@@ -28,7 +28,7 @@ _KNOWN: dict[str, tuple[str, bool]] = {
     "PinMemoryBuilder": ("pin_memory", True),
     "QuantizerBuilder": ("quantizer", False),
     "RaggedUtilsBuilder": ("ragged_device_ops", False),
-    "SparseAttnBuilder": ("sparse_attn", False),
+    "SparseAttnBuilder": ("sparse_attn", True),
     "SpatialInferenceBuilder": ("spatial_inference", False),
     "TransformerBuilder": ("transformer", False),
     "UtilsBuilder": ("utils", True),

@@ -119,7 +119,7 @@ def sparse_attention(
     A row without any column gives 0. If there are fewer queries than keys, they are the last ones.
 
     Args:
-        query: [batch, heads, rows, D].
+        query: [batch, heads, rows, D]; under autocast it is cast, as torch's attention does.
         key, value: [batch, heads, L, D], of the same dtype and device.
         layout: the blocks to compute, of L tokens rounded up to a block.
         masks: what is added to the scores.
@@ -132,6 +132,10 @@ def sparse_attention(
         ModelError, NotBuiltYetError: shapes do not fit each other.
     """
     masks = masks or Masks()
+    if torch.is_autocast_enabled(query.device.type):
+        kind = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (each.to(kind) for each in (query, key, value))
+    masks = masks.of_dtype(query.dtype)
     _check_shapes(query, key, value, layout)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     rows, length = query.shape[2], key.shape[2]

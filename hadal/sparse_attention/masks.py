@@ -49,6 +49,12 @@ class Masks:
         """True if the values of pairs need a gradient."""
         return torch.is_grad_enabled() and any(one.values.requires_grad for one in self.pairs)
 
+    def of_dtype(self, dtype: torch.dtype) -> Masks:
+        """Return the masks for queries of a dtype."""
+        if self.keys is None or self.keys.dtype is dtype:
+            return self
+        return Masks(self.keys.to(dtype), self.pairs, self.is_causal)
+
     def padded(self, length: int, to: int, like: Tensor) -> Masks:
         """Return the masks of sequences padded from `length` to `to` with masked tokens."""
         if length == to:

@@ -60,7 +60,9 @@ class SparseSelfAttention(nn.Module):
         self.causal = causal
         self.head_offset = head_offset
         length = -(-max_seq_length // config.block) * config.block
-        self.register_buffer("master_layout", config.make_layout(length).contiguous())
+        # Booleans: at 16,384 tokens the integers of DeepSpeed's take 64 MiB in each layer.
+        layout = _layout_of(config, length).expand(config.num_heads, -1, -1).contiguous()
+        self.register_buffer("master_layout", layout)
         self._layouts: dict[tuple[int, int], BlockLayout] = {}
         self._version = -1
 
@@ -79,10 +81,15 @@ class SparseSelfAttention(nn.Module):
             ModelError: the length is not a multiple of the block, or longer than `max_seq_length`
                 where `master_layout` decides.
         """
+        layout = self._boolean_layout(seq_len)
+        return layout.long().expand(self.sparsity_config.num_heads, -1, -1)
+
+    def _boolean_layout(self, seq_len: int) -> Tensor:
+        """Return the same as booleans, with one head if all share a layout."""
         config = self.sparsity_config
         count = config.blocks_of(seq_len)
         if not self._is_drawn:
-            return config.make_layout(seq_len)
+            return _layout_of(config, seq_len)
         if count > self.master_layout.shape[1]:
             raise ModelError(
                 f"a sequence of {seq_len} tokens is longer than max_seq_length"
@@ -93,9 +100,7 @@ class SparseSelfAttention(nn.Module):
     @property
     def _is_drawn(self) -> bool:
         """True if the layout cannot be made again for another length."""
-        kind = type(self.sparsity_config)
-        is_own = kind.make_layout is SparsityConfig.make_layout
-        return self.sparsity_config.is_random or not is_own
+        return self.sparsity_config.is_random or _makes_its_own(self.sparsity_config)
 
     def _layout_for(self, length: int, heads: int) -> BlockLayout:
         block = self.sparsity_config.block
@@ -105,8 +110,8 @@ class SparseSelfAttention(nn.Module):
             self._version = version
         padded = -(-length // block) * block
         if (padded, heads) not in self._layouts:
-            layout = self.get_layout(padded)
-            if len(layout) != heads:
+            layout = self._boolean_layout(padded)
+            if len(layout) not in (1, heads):
                 layout = self._own_heads(layout, heads)
             self._layouts[padded, heads] = BlockLayout(layout, block)
         return self._layouts[padded, heads]
@@ -168,3 +173,14 @@ class SparseSelfAttention(nn.Module):
             keys = key_mask(key_padding_mask, self.key_padding_mask_mode, query)
         layout = self._layout_for(length, query.shape[1])
         return sparse_attention(query, key, value, layout, Masks(keys, pairs, causal))
+
+
+def _makes_its_own(config: SparsityConfig) -> bool:
+    """Return whether a program's own class makes the layout."""
+    return type(config).make_layout is not SparsityConfig.make_layout
+
+
+def _layout_of(config: SparsityConfig, length: int) -> Tensor:
+    if _makes_its_own(config):
+        return config.make_layout(length).to("cpu").bool()
+    return config.distinct_layout(length)

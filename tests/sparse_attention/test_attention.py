@@ -251,6 +251,17 @@ def test_every_dtype(dtype, path):
         assert (each.grad - other.grad).abs().max() < 3 * tolerance
 
 
+def test_under_autocast_it_is_computed_in_that_dtype(path):
+    module = SparseSelfAttention(max_seq_length=64)
+    query, key, value = operands_of()
+    mask = torch.zeros(2, 64).masked_fill(torch.arange(64) > 50, -torch.inf)
+    expected = module(query, key, value, key_padding_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = module(query, key, value.bfloat16(), key_padding_mask=mask)
+    assert found.dtype is torch.bfloat16
+    assert (found - expected).abs().max() < 0.03
+
+
 # ---- the future is not seen ----------------------------------------------------------------------
 
 
