@@ -120,6 +120,19 @@ class Counter:
         return Count()
 
 
+def prepare_counting() -> None:
+    """Count something small, so that the first counted update does not pay for imports.
+
+    torch imports about a second's worth of modules when it counts for the first time.
+    """
+    counter = Counter()
+    counter.start()
+    try:
+        _aten.mm(torch.ones(1, 1), torch.ones(1, 1))
+    finally:
+        counter.stop()
+
+
 def _raw(counter: Counter, formula: Formula) -> Formula:
     counted = partial(counter.count, formula)
     # With this mark torch passes tensors instead of their shapes.

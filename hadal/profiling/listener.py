@@ -23,7 +23,7 @@ from hadal.config.flops_profiler import FlopsProfile as Section
 from hadal.device import synchronize
 from hadal.device.peaks import peak_flops
 from hadal.listener import Forward, Listener, Update
-from hadal.profiling.counting import Counter
+from hadal.profiling.counting import Counter, prepare_counting
 from hadal.profiling.profile import Profile, Trained, tree_of
 from hadal.profiling.profiler import FlopsProfiler
 from hadal.profiling.text import ReportLayout, write_report
@@ -81,6 +81,7 @@ class ProfilerListener(Listener):
         self._trace: Any = None
         # A program may end without closing its engine, before the update that is timed.
         self._at_exit: Callable[[], None] | None = None
+        prepare_counting()
 
     # ---- around phases -------------------------------------------------------------------------
 
