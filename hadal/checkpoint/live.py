@@ -50,6 +50,8 @@ class Rules:
     keep: Keep = field(default_factory=Keep)
     tag_validation: str = "Warn"
     """Action if ranks save under different tags: "Ignore", "Warn" or "Fail"."""
+    prefers_universal: bool = False
+    """True if a load without a tag follows `latest_universal` rather than `latest`."""
     is_node_local: bool = False
     """True if each node has its own folder, which other nodes do not see."""
     is_async: bool = False

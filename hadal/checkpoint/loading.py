@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
+from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import parsing_errors
+from hadal.checkpoint.files import parsing_errors, read_small
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
@@ -85,10 +86,13 @@ class _LoadPlan:
     client_state: dict[str, Any] = field(default_factory=dict)
 
 
-def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
+def find(
+    load_dir: Path, tag: str | None, ranks: Ranks, *, prefers_universal: bool = False
+) -> Path | None:
     """Return the folder of the checkpoint `tag`, or of the latest; None if there is none.
 
-    A folder of `torch.distributed.checkpoint` is one by itself, without a tag.
+    With `prefers_universal` the latest is the one that `latest_universal` names, if it is there. A
+    folder of `torch.distributed.checkpoint` is one by itself, without a tag.
 
     Raises:
         CheckpointError: the checkpoint that `tag` or `latest` names does not exist, or the ranks
@@ -96,6 +100,8 @@ def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
     """
     folder: Path | None = None
     with together(ranks, f"no checkpoint was loaded from {load_dir}"):
+        if tag is None and prefers_universal:
+            tag = _universal_tag(load_dir)
         foreign = load_dir if tag is None else load_dir / tag
         folder = foreign if is_dcp(foreign) else folders.find(load_dir, tag)
     found = gather_objects(None if folder is None else folder.name, ranks)
@@ -105,6 +111,16 @@ def find(load_dir: Path, tag: str | None, ranks: Ranks) -> Path | None:
             " same one: pass its tag, load_checkpoint(folder, tag)"
         )
     return folder
+
+
+def _universal_tag(load_dir: Path) -> str | None:
+    """Return the tag that `latest_universal` names; None if there is no such file."""
+    path = load_dir / LATEST_UNIVERSAL
+    if not path.is_file():
+        return None
+    tag = read_small(path, 4096).decode(errors="replace").strip()
+    folders.check_tag(tag)
+    return tag
 
 
 def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.arguments import add_json, integer, size
 from hadal.cli.parser import add_command, add_group
-from hadal.cli.terminal import FAILED, aligned, heading, key, progress, show, show_json, table
+from hadal.cli.terminal import (
+    FAILED,
+    CommandError,
+    aligned,
+    byte_progress,
+    heading,
+    key,
+    show,
+    show_json,
+    table,
+)
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
     from hadal.checkpoint.source import Source
 
 _DTYPES = ("fp32", "bf16", "fp16")
-_FORMATS = ("hf", "dcp")
+_FORMATS = ("hf", "dcp", "deepspeed-universal")
 _DIR = "The directory given to save_checkpoint, or one checkpoint; Hadal's or DeepSpeed's"
 
 
@@ -43,8 +51,8 @@ def add_to(group: Any) -> None:
         "export",
         help="Write a checkpoint in another library's format",
         description="Write a checkpoint for other libraries: its weights as safetensors in the"
-        " layout of Hugging Face (hf), or weights and optimizer state as"
-        " torch.distributed.checkpoint reads them (dcp).",
+        " layout of Hugging Face (hf), weights and optimizer state as torch.distributed.checkpoint"
+        " reads them (dcp), or all of it in DeepSpeed's universal format (deepspeed-universal).",
         examples=(
             "hadal checkpoint export checkpoints exported --dtype bf16",
             "hadal checkpoint export checkpoints exported --format dcp",
@@ -130,9 +138,15 @@ def run_export(parsed: argparse.Namespace) -> int:
     source = opened(parsed.dir, parsed.tag, parsed.part)
     written = _EXPORTS[parsed.format](source, parsed)
     source.close()
-    rows = [(key(str(path)), shown_nbytes(path.stat().st_size)) for path in written]
+    rows = [(key(str(path)), shown_nbytes(_nbytes_of(path))) for path in written]
     show(aligned(rows))
     return 0
+
+
+def _nbytes_of(path: Path) -> int:
+    """Return the size of a file, or of all files in a directory."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return sum(one.stat().st_size for one in files)
 
 
 def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Path]:
@@ -142,7 +156,7 @@ def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Path]:
     dtype = None if parsed.dtype is None else DTYPES[parsed.dtype]
     exclude_frozen = parsed.exclude_frozen_parameters
     total = nbytes_of_export(source, dtype, exclude_frozen=exclude_frozen)
-    with _progress(total) as progress:
+    with byte_progress(total, "exporting") as progress:
         return export(
             source,
             parsed.out,
@@ -163,7 +177,8 @@ def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Path]:
         "with_optimizer": not parsed.no_optimizer,
         "exclude_frozen": parsed.exclude_frozen_parameters,
     }
-    with _progress(nbytes_of_dcp(source, dtype, **options)) as progress:
+    total = nbytes_of_dcp(source, dtype, **options)
+    with byte_progress(total, "exporting") as progress:
         return export_dcp(
             source,
             parsed.out,
@@ -174,15 +189,24 @@ def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Path]:
         )
 
 
-_EXPORTS = {"hf": _export_hf, "dcp": _export_dcp}
+def _export_universal(source: Source, parsed: argparse.Namespace) -> list[Path]:
+    from hadal.checkpoint.formats.universal import export_universal, nbytes_of_universal
+
+    if parsed.dtype not in (None, "fp32") or parsed.no_optimizer:
+        raise CommandError(
+            "DeepSpeed's universal format is fp32 and has the optimizer's state; leave out --dtype"
+            " and --no-optimizer, or choose --format dcp"
+        )
+    if parsed.exclude_frozen_parameters:
+        raise CommandError(
+            "DeepSpeed's universal format has all parameters; leave out --exclude-frozen-parameters"
+        )
+    folder = parsed.out / f"{source.path.name}_universal"
+    with byte_progress(nbytes_of_universal(source), "exporting") as progress:
+        return [export_universal(source, folder, progress=progress)]
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes; the function given advances it."""
-    bar, task = progress(total, "exporting", is_bytes=True)
-    with bar:
-        yield lambda nbytes: bar.advance(task, nbytes)
+_EXPORTS = {"hf": _export_hf, "dcp": _export_dcp, "deepspeed-universal": _export_universal}
 
 
 # ---- what is inside ------------------------------------------------------------------------------

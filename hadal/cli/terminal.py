@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -197,6 +198,14 @@ def progress(total: int, what: str, *, is_bytes: bool = False) -> tuple[Progress
         disable=not sys.stderr.isatty(),
     )
     return bar, bar.add_task(what, total=total)
+
+
+@contextmanager
+def byte_progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes as `progress` does; the function given advances it."""
+    bar, task = progress(total, what, is_bytes=True)
+    with bar:
+        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def write_file(path: Path, text: str) -> None:

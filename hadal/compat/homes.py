@@ -227,6 +227,10 @@ _OTHERS: dict[str, str] = {
     },
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
+    "deepspeed.checkpoint.ds_to_universal.main": "hadal.cli.ds_to_universal:convert",
+    "deepspeed.checkpoint.ds_to_universal.parse_arguments": (
+        "hadal.cli.ds_to_universal:parse_arguments"
+    ),
     "deepspeed.DeepSpeedConfigError": "hadal.errors:ConfigError",
     "deepspeed.dist": "deepspeed.comm",
     "deepspeed.OnDevice": f"{_ZERO}:OnDevice",

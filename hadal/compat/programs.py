@@ -7,6 +7,7 @@ import importlib
 from hadal.compat.placeholders import unbuilt
 
 _HOMES = {
+    "deepspeed.checkpoint.ds_to_universal": "hadal.cli.ds_to_universal:main",
     "deepspeed.utils.zero_to_fp32": "hadal.cli.zero_to_fp32:main",
     "deepspeed.utils.zero_to_torch": "hadal.cli.zero_to_fp32:main_torch",
 }

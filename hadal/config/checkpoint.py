@@ -64,8 +64,9 @@ class Checkpoint(Section):
     )
     load_universal: Boolean = key(
         False,
-        "Load with another number of ranks or another stage. Every checkpoint can be loaded so, "
-        "whatever the value.",
+        "Without a tag, load the checkpoint that latest_universal names rather than the one of "
+        "latest, if there is one. Every checkpoint loads with another number of ranks or at "
+        "another stage, whatever the value.",
     )
     use_node_local_storage: Boolean = key(
         False,

@@ -156,7 +156,12 @@ class Checkpoints:
         self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
         self._saver.wait()
-        folder = find(Path(load_dir), None if tag is None else str(tag), self._session.parts.world)
+        folder = find(
+            Path(load_dir),
+            None if tag is None else str(tag),
+            self._session.parts.world,
+            prefers_universal=self._session.parts.saving.prefers_universal,
+        )
         if folder is None:
             if self._session.parts.world.rank == 0:
                 _log.warning(

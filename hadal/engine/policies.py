@@ -105,6 +105,7 @@ def saving_of(config: Config) -> Rules:
         verifies=section.verify_checksums,
         keep=Keep(section.keep_last, section.keep_hours),
         tag_validation=section.tag_validation,
+        prefers_universal=section.load_universal,
         is_node_local=section.use_node_local_storage,
         is_async=section.async_save
         or config.datastates_ckpt is not None

@@ -603,7 +603,7 @@ def test_additional_ranks_draw_numbers_of_their_own(ranks: RankPools, tmp_path: 
     assert not any(told for _, told in found[4][1:])
 
 
-@pytest.mark.claims("checkpoint.load_universal", "zero_optimization.elastic_checkpoint")
+@pytest.mark.claims("zero_optimization.elastic_checkpoint")
 def test_resharding_needs_no_key(ranks: RankPools, tmp_path: Path) -> None:
     """Every checkpoint loads at another number of ranks, whether the key is true or false."""
     ranks(2).run(save, str(tmp_path), 3, {})

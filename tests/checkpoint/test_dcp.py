@@ -48,9 +48,9 @@ def train(engine: Any, steps: range) -> None:
         engine.step()
 
 
-def engine_of(stage: int, dtype: str) -> Any:
+def engine_of(stage: int, dtype: str, clipping: float = 0.0) -> Any:
     model = toy.Toy()
-    config = {**toy.config_of(stage, dtype), "gradient_clipping": 0.0}
+    config = {**toy.config_of(stage, dtype), "gradient_clipping": clipping}
     del config["scheduler"]
     groups = toy.groups_of(model)
     return hadal.initialize(model=model, model_parameters=groups, config=config)[0]

@@ -87,9 +87,13 @@ def test_a_module_of_it_runs_as_a_program(site: Path) -> None:
     done = forked("-m", "deepspeed.utils.zero_to_fp32", *words, path=(site,))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "is not a checkpoint" in done.stderr
-    done = forked("-m", "deepspeed.checkpoint.ds_to_universal", "--help", path=(site,))
+    words = ("--input_folder", str(site), "--output_folder", str(site / "out"))
+    done = forked("-m", "deepspeed.checkpoint.ds_to_universal", *words, path=(site,))
     assert done.returncode == 1
-    assert "python -m deepspeed.checkpoint.ds_to_universal is not built yet" in done.stderr
+    assert done.stderr.startswith("error: ") and "is not a checkpoint" in done.stderr
+    done = forked("-m", "deepspeed.comm", path=(site,))
+    assert done.returncode == 1
+    assert "python -m deepspeed.comm is not built yet" in done.stderr
 
 
 @pytest.mark.slow

@@ -64,6 +64,9 @@ def files_of(folder: Path) -> Files:
             _refuse(folder / name, "one of several model-parallel parts")
         rows = optimizer if found.re is _OPTIMIZER else model
         rank = int(found.groupdict().get("rank") or 0)
+        # In the universal format one file may have both names, each for other stages.
+        if rank in rows and (folder / "zero").is_dir():
+            continue
         if rank in rows:
             raise CheckpointError(f"{folder / name} and {rows[rank]} belong to the same rank")
         rows[rank] = folder / name

@@ -14,6 +14,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,8 +66,10 @@ STAND_INS = MappingProxyType(
 """Stand-ins by the name in a file."""
 
 
-def read_pickle(path: Path) -> Any:
+def read_pickle(path: Path, stand_ins: Mapping[str, Any] = STAND_INS) -> Any:
     """Return the contents of a file that `torch.save` wrote; tensors are mapped, not read.
+
+    `stand_ins` replace the classes and functions that a file may name.
 
     Raises:
         CheckpointError: it cannot be read, is damaged, or names something that is not known to be
@@ -74,7 +77,7 @@ def read_pickle(path: Path) -> Any:
     """
     with open_regular(path):
         pass
-    allowed: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
+    allowed: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
     try:
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
             # torch warns as well when it refuses a numpy dtype that is not listed.

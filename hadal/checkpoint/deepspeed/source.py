@@ -26,7 +26,7 @@ from hadal.checkpoint.source import Entry, RankState
 from hadal.errors import CheckpointError
 from hadal.zero.layout import Slot
 
-_OWN_KEYS = frozenset(
+OWN_KEYS = frozenset(
     {
         "module",
         "buffer_names",
@@ -332,7 +332,7 @@ class DeepSpeedSource:
 
     def client_state(self) -> dict[str, Any]:
         """Return the caller's own values."""
-        return {key: value for key, value in self._model.items() if key not in _OWN_KEYS}
+        return {key: value for key, value in self._model.items() if key not in OWN_KEYS}
 
     def close(self) -> None:
         """Close all files."""
@@ -342,6 +342,16 @@ class DeepSpeedSource:
         """Compare files with the checksums in them: each `shares`-th file from `share` on."""
         for path in self.files[share::shares]:
             check_pickle(path)
+
+    @property
+    def model_files(self) -> Sequence[Path]:
+        """The model states: one file for all ranks, or one for each."""
+        return self._files.model
+
+    @property
+    def optimizer_files(self) -> Sequence[Path]:
+        """The optimizer states, one file for each rank; none if they are not sharded."""
+        return self._files.optimizer
 
     @property
     def files(self) -> Sequence[Path]:

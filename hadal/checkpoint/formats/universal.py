@@ -1,0 +1,356 @@
+"""Writing of DeepSpeed's universal format: a folder for each parameter, with a file for each value.
+
+From any source, so that DeepSpeed continues at any stage and number of ranks what Hadal began; and
+from DeepSpeed's own checkpoints of stages 1 to 3, file for file as its converter does.
+
+Tests: tests/checkpoint/test_universal.py
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, state_key
+from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
+from hadal.checkpoint.deepspeed.source import OWN_KEYS, DeepSpeedSource
+from hadal.checkpoint.export import values_to_export
+from hadal.checkpoint.files import inside, replace_file, system_errors
+from hadal.checkpoint.formats.drafts import drafted_folder
+from hadal.checkpoint.formats.foreign import (
+    DYNAMIC_LOSS_SCALER,
+    LOSS_SCALER,
+    read_named,
+    write_named,
+)
+from hadal.checkpoint.live import COUNTERS
+from hadal.checkpoint.plain import decoded
+from hadal.checkpoint.source import Source
+from hadal.errors import CheckpointError, NotBuiltYetError, few
+
+VERSION = "0.19.8"
+"""The release of DeepSpeed whose format this is: it asks for one when it loads."""
+_MODEL_STATES = "mp_rank_00_model_states.pt"
+_MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""The name under which stage 3 looks for the same file."""
+_FP32, _STEP = "fp32", "step"
+_ALIGNMENT = 64
+
+Progress = Callable[[int], None]
+
+
+def is_universal(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint in the universal format."""
+    return (folder / "zero" / "optimizer_state.pt").is_file()
+
+
+def export_universal(
+    source: Source, folder: Path, *, strict: bool = True, progress: Progress | None = None
+) -> Path:
+    """Write a checkpoint in the universal format, and `latest_universal` beside it.
+
+    One parameter's value is in memory at a time; `progress` is called with the bytes of each. A
+    checkpoint of DeepSpeed becomes, file for file, what `ds_to_universal` makes of it; `strict`
+    raises if a pattern of its `universal_checkpoint_info` matches no parameter. Returns the folder.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the files cannot be written.
+        NotBuiltYetError: it holds what the format has no place for.
+    """
+    if is_universal(source.path):
+        raise CheckpointError(f"{source.path} is in the universal format already")
+    if not source.groups:
+        raise CheckpointError(
+            f"{source.path} holds no optimizer state with names; the universal format needs it"
+        )
+    report = progress or (lambda nbytes: None)
+    with drafted_folder(folder, is_universal) as draft:
+        if isinstance(source, DeepSpeedSource):
+            _convert(source, draft, strict, report)
+        else:
+            _write(source, draft, report)
+    folder = Path(folder).absolute()
+    replace_file(folder.parent / LATEST_UNIVERSAL, folder.name)
+    return folder
+
+
+def nbytes_of_universal(source: Source) -> int:
+    """Return the number of bytes that an export reports to its `progress`."""
+    return sum(4 * entry.numel for (_, kind), entry in source.entries.items() if kind != MASTER)
+
+
+# ---- from any source -----------------------------------------------------------------------------
+
+
+def _write(source: Source, draft: Path, progress: Progress) -> None:
+    zero = draft / "zero"
+    kinds = _trained_kinds(source)
+    for name in kinds:
+        for stem, value in _values_of(source, name, kinds[name]):
+            write_named({"cat_dim": 0, "param": value}, inside(zero, name) / f"{stem}.pt")
+            progress(value.nbytes)
+        for key, value in source.state.get(name, {}).items():
+            write_named(value, inside(zero, name) / f"{key}.pt")
+    for (name, kind), entry in source.entries.items():
+        if kind in (WEIGHT, BUFFER) and name not in kinds:
+            value = source.read(name, kind, 0, entry.numel).view(entry.shape).float()
+            write_named({"param": value.clone()}, inside(zero, name) / f"{_FP32}.pt")
+            progress(value.nbytes)
+    for alias, name in source.aliases.items():
+        shutil.copytree(inside(zero, name), inside(zero, alias), copy_function=_link)
+    write_named(_optimizer_state(source), zero / "optimizer_state.pt")
+    scratch = draft / ".module"
+    write_named(_model_states(source, scratch), draft / _MODEL_STATES)
+    scratch.unlink()
+    _link(str(draft / _MODEL_STATES), str(draft / _MODEL_STATES_3))
+
+
+def _trained_kinds(source: Source) -> dict[str, list[str]]:
+    """Return the kinds of values of each trained parameter, its most precise weight first."""
+    kinds: dict[str, list[str]] = {name: [] for group in source.groups for name in group.names}
+    for name, kind in source.entries:
+        if name in kinds and state_key(kind) is not None:
+            kinds[name].append(kind)
+    for name in kinds:
+        kinds[name].insert(0, MASTER if (name, MASTER) in source.entries else WEIGHT)
+    return kinds
+
+
+def _link(origin: str, target: str) -> None:
+    """Give a file another name; where the file system cannot, copy it."""
+    try:
+        Path(target).hardlink_to(origin)
+    except OSError:
+        shutil.copyfile(origin, target)
+
+
+def _values_of(source: Source, name: str, kinds: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a trained parameter's values in fp32, with the stems of their files."""
+    shape = source.entries[name, WEIGHT].shape
+    for kind in kinds:
+        entry = source.entries[name, kind]
+        if entry.shape != shape:
+            raise NotBuiltYetError(
+                f"{source.path}: {kind} of {name} has shape {entry.shape}, but the universal format"
+                f" has a place only for state of the parameter's shape {shape}"
+            )
+        whole = torch.empty(entry.shape, dtype=torch.float32)
+        whole.view(-1).copy_(source.read(name, kind, 0, entry.numel))
+        yield state_key(kind) or _FP32, whole
+
+
+def _optimizer_state(source: Source) -> dict[str, Any]:
+    """Return the state that is common to all parameters, for every stage that may load it."""
+    stage = int(getattr(source, "stage", None) or 0)
+    groups = []
+    for number, group in enumerate(source.groups):
+        groups.append({**dict(decoded(group.options)), "params": [number]})
+    steps = [
+        next((source.state[one][_STEP] for one in group.names if _has_step(source, one)), None)
+        for group in source.groups
+    ]
+    scale = _scale(source)
+    return {
+        **({} if scale is None else {"loss_scaler": scale}),
+        "dynamic_loss_scale": isinstance(scale, DYNAMIC_LOSS_SCALER),
+        "overflow": False,
+        "zero_stage": stage,
+        "group_paddings": [0] * len(groups),
+        "param_alignment_paddings": [[0] * len(group.names) for group in source.groups],
+        "partition_count": [source.world_size // source.parts] * len(groups),
+        "ds_version": VERSION,
+        "param_groups": groups,
+        # Stage 3 looks here.
+        "optimizer_state_dict": {
+            "state": {
+                number: {} if step is None else {_STEP: step} for number, step in enumerate(steps)
+            },
+            "param_groups": groups,
+        },
+    }
+
+
+def _has_step(source: Source, name: str) -> bool:
+    return _STEP in source.state.get(name, {})
+
+
+def _scale(source: Source) -> Any:
+    """Return the loss scale as DeepSpeed's object; None if the checkpoint has none.
+
+    A checkpoint holds what has become of the scale, not its settings: these are DeepSpeed's
+    defaults.
+    """
+    if not isinstance(source.scalars, dict) or "scale" not in source.scalars:
+        return None
+    scale, spare, iteration, last_overflow = source.scalars["scale"]
+    weights = {entry.dtype for (_, kind), entry in source.entries.items() if kind == WEIGHT}
+    if torch.float16 not in weights or not iteration:
+        found = LOSS_SCALER()
+        vars(found).update(cur_scale=scale, dynamic=False)
+        return found
+    found = DYNAMIC_LOSS_SCALER()
+    vars(found).update(
+        cur_scale=scale,
+        dynamic=True,
+        cur_iter=iteration,
+        last_overflow_iter=last_overflow,
+        scale_factor=2.0,
+        scale_window=1000,
+        min_scale=1,
+        delayed_shift=2,
+        cur_hysteresis=spare,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=True,
+        dtype=torch.float16,
+    )
+    return found
+
+
+def _model_states(source: Source, scratch: Path) -> dict[str, Any]:
+    """Return rank 0's model states; the weights in them are in a file, not in memory."""
+    scalars = source.scalars if isinstance(source.scalars, dict) else {}
+    counters = scalars.get(COUNTERS, {})
+    steps, micro = counters.get("global_steps", 0), counters.get("micro_steps", 0)
+    shapes = [
+        {name: torch.Size(source.entries[name, WEIGHT].shape) for name in group.names}
+        for group in source.groups
+    ]
+    module = _module_of(source, scratch)
+    states = {
+        "module": module | {alias: module[name] for alias, name in source.aliases.items()},
+        "buffer_names": [name for name, kind in source.entries if kind == BUFFER],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "shared_params": dict(source.aliases),
+        "frozen_param_fragments": None,
+        "lr_scheduler": source.schedule,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": counters.get("skipped_steps", 0),
+        "global_steps": steps,
+        "global_samples": counters.get("global_samples", 0),
+        "dp_world_size": source.world_size // source.parts,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {
+            "gradient_accumulation_steps": max(micro // max(steps, 1), 1),
+            "optimizer": {"type": source.optimizer},
+            "zero_optimization": {"stage": int(getattr(source, "stage", None) or 0)},
+        },
+        "ds_version": VERSION,
+    }
+    client_state = source.client_state()
+    if taken := sorted(map(str, OWN_KEYS & client_state.keys())):
+        raise CheckpointError(
+            f"{source.path}: client_state has the keys {few(taken)}, which DeepSpeed uses for its"
+            " own state; save the checkpoint with other keys"
+        )
+    return {**states, **client_state}
+
+
+def _module_of(source: Source, scratch: Path) -> dict[str, Tensor]:
+    """Return all weights and buffers in their own dtypes, as views of a file."""
+    exported = values_to_export(source)
+    offsets, end = [], 0
+    for one in exported:
+        offsets.append(end)
+        end += -(-one.value.nbytes // _ALIGNMENT) * _ALIGNMENT
+    mapped = np.memmap(scratch, np.uint8, "w+", shape=(max(end, 1),))
+    module = {}
+    for (value, kind), offset in zip(exported, offsets, strict=True):
+        place = torch.from_numpy(mapped[offset : offset + value.nbytes])
+        whole = place.view(value.dtype) if value.numel else torch.empty(0, dtype=value.dtype)
+        whole.copy_(source.read(value.name, kind, 0, value.numel))
+        module[value.name] = whole.view(value.shape)
+    return module
+
+
+# ---- from a checkpoint of DeepSpeed --------------------------------------------------------------
+
+
+def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progress) -> None:
+    zero = draft / "zero"
+    model = read_named(source.model_files[0])
+    optimizer = read_named(source.optimizer_files[0])["optimizer_state_dict"]
+    patterns = _Patterns(model.get("universal_checkpoint_info") or {}, source.path)
+    kinds = _trained_kinds(source)
+    state = optimizer.get("base_optimizer_state", {}).get("state", {})
+    for number, group in enumerate(source.groups):
+        for name in group.names:
+            for stem, value in _values_of(source, name, kinds[name]):
+                # At stage 3 a file is the value alone, end to end.
+                entry = value.view(-1) if source.stage == 3 else patterns.described(name, value)
+                write_named(entry, inside(zero, name) / f"{stem}.pt")
+                progress(value.nbytes)
+            step = state.get(number, {}).get(_STEP) if source.stage < 3 else None
+            if step is not None:
+                write_named(step, inside(zero, name) / f"{_STEP}.pt")
+    if source.stage < 3:
+        for name, value in model["module"].items():
+            place = inside(zero, name) / f"{_FP32}.pt"
+            if isinstance(value, Tensor) and not place.exists():
+                write_named({"param": value.float()}, place)
+                progress(4 * value.numel())
+    if strict and patterns.unused:
+        raise CheckpointError(
+            f"{source.path}: {few(sorted(patterns.unused))} in universal_checkpoint_info match no"
+            " parameter; correct them, or convert with --no_strict"
+        )
+    write_named(_common_state(optimizer), zero / "optimizer_state.pt")
+    for path in source.model_files:
+        with system_errors(draft / path.name, "written"):
+            shutil.copy2(path, draft)
+
+
+def _common_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's optimizer state without the parts that are in the parameters' folders."""
+    sharded = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+    inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
+    kept = {key: value for key, value in optimizer.items() if key not in sharded}
+    return {**kept, "param_groups": inner["param_groups"]}
+
+
+class _Patterns:
+    """The patterns of `universal_checkpoint_info`: how a parameter was cut over tensor ranks."""
+
+    _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("tp_replicated_parameter_patterns", {}),
+        ("parameter_to_average_patterns", {}),
+        ("parameter_with_2_sub_params_cat_dim_0", {"cat_dim": 0, "param_n_sub_params": 2}),
+        ("parameter_with_row_parallelism_patterns", {"cat_dim": 1}),
+    )
+    _VOCABULARY = "vocabulary_parameter_patterns"
+
+    def __init__(self, info: Mapping[str, Any], path: Path) -> None:
+        if info.get("parameter_with_sub_params") or info.get("affine_map"):
+            raise NotBuiltYetError(
+                f"{path} has parameters made of sub-parameters of different sizes, which is not"
+                " supported yet; convert it with DeepSpeed"
+            )
+        self._info = info
+        kinds = (*(kind for kind, _ in self._KINDS), self._VOCABULARY)
+        self.unused = {one for kind in kinds for one in info.get(kind, [])}
+
+    def _match(self, kind: str, name: str) -> bool:
+        found = [one for one in self._info.get(kind, []) if re.match(one, name)]
+        self.unused.difference_update(found)
+        return bool(found)
+
+    def described(self, name: str, value: Tensor) -> dict[str, Any]:
+        """Return a value with what another number of tensor ranks has to know."""
+        found = next(
+            (more for kind, more in self._KINDS if self._match(kind, name)), {"cat_dim": 0}
+        )
+        entry: dict[str, Any] = dict(found)
+        if self._match(self._VOCABULARY, name):
+            value = value[: self._info["original_vocab_size"]].clone()
+            entry["vocab_tensor"] = True
+        return {**entry, "param": value}
