@@ -123,6 +123,10 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
+EXIT_PREEMPTED = 75
+"""The exit code of a program that saved at a signal and left: EX_TEMPFAIL, "try again later"."""
+
+
 def few(names: Iterable[object], shown: int = 8, joint: str = ", ") -> str:
     """Join the first `shown` names for a message, and count the rest."""
     known = [str(name) for name in names]

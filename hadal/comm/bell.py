@@ -46,6 +46,23 @@ class Desk(Protocol):
         """Return the requested values, 1-D on the host; None: not yet. For the bell's thread."""
 
 
+def own_store(name: str) -> Store | None:
+    """Return a connection of one's own to the world's store, for keys below `name`.
+
+    None if there is no store to clone.
+    """
+    world = dist.group.WORLD
+    if world is None or not hasattr(world, "get_group_store"):
+        return None
+    # A wait on a store locks it, and the program may be waiting on the world's.
+    store: Any = PrefixStore(f"hadal/{name}", world.get_group_store())
+    try:
+        cloned: Store = store.clone()
+    except RuntimeError:
+        return None  # torch's fake store, whose ranks are one process
+    return cloned
+
+
 class Bell:
     """This rank's bell, which also asks the other ranks."""
 
@@ -67,15 +84,12 @@ class Bell:
     def here(cls) -> Bell | None:
         """Return the bell of the running world; None without a store to clone."""
         world = dist.group.WORLD
-        if world is None or not hasattr(world, "get_group_store"):
+        if world is None:
             return None
         if cls._present is None or cls._present[0]() is not world:
-            # A wait on a store locks it, and the program may be waiting on the world's.
-            store: Any = PrefixStore("hadal/bell", world.get_group_store())
-            try:
-                store = store.clone()
-            except RuntimeError:
-                return None  # torch's fake store, whose ranks are one process
+            store = own_store("bell")
+            if store is None:
+                return None
             made = cls(store, dist.get_rank(), dist.get_world_size())
             cls._present = weakref.ref(world), made
         return cls._present[1]

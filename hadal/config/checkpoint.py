@@ -56,6 +56,20 @@ class CheckpointWriter(Section):
     )
 
 
+class OnSignal(Section):
+    """Saving at a signal, before a node is taken away."""
+
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = key(
+        ("SIGTERM", "SIGUSR1"),
+        "Signals to obey. It is enough if one rank receives one.",
+    )
+    save_dir: str | None = key(
+        None,
+        "Directory to save into, as for save_checkpoint; null leaves saving and leaving to the "
+        "program, when `engine.is_preempted` becomes true.",
+    )
+
+
 class Checkpoint(Section):
     """Saving and loading."""
 
@@ -86,6 +100,11 @@ class Checkpoint(Section):
         False,
         "Return from a save once the state is copied to host memory, and write it while "
         "training continues. The memory of the copy is kept for the next save. Hadal's own key.",
+    )
+    on_signal: OnSignal | None = key(
+        None,
+        "At a signal, save at the end of the next update, on all ranks together, and leave with "
+        "exit code 75; null obeys none. Hadal's own key.",
     )
     verify_checksums: Boolean = key(
         True,

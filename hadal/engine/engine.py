@@ -24,6 +24,7 @@ from hadal.engine.giving import WeightsOut
 from hadal.engine.mistakes import missing_attribute, mixed_dtypes
 from hadal.engine.moving import Moving
 from hadal.engine.parts import Parts
+from hadal.engine.preemption import Preemption
 from hadal.engine.session import through
 from hadal.engine.update import Updates, measure
 from hadal.errors import NotBuiltYetError, UsageError
@@ -62,6 +63,10 @@ class Engine(EngineBase):
         self._backwards = Backwards(session)
         self._collector = hold_collector(self) if parts.holds_collector else None
         self._is_compiled = False
+        section = parts.config.checkpoint.on_signal
+        self._preemption = (
+            None if section is None else Preemption(section, parts.world, self.wait_for_checkpoint)
+        )
         session.direct = DirectBackward(self._backwards.direct, parts.runtime)
         place.attend(parts.runtime, self)
         for listener in session.listeners:
@@ -247,8 +252,9 @@ class Engine(EngineBase):
             )
         backwards, cycle.backwards = cycle.backwards, 0
         managed = session.batches.managed
+        ends_update = not managed or session.is_boundary
         try:
-            if not managed or session.is_boundary:
+            if ends_update:
                 cycle.stepping = True
                 with session.listeners:
                     value = None if metric is None else float(metric)
@@ -258,6 +264,8 @@ class Engine(EngineBase):
                 # An update that failed still ends its accumulation: the next one starts afresh.
                 cycle.stepping, cycle.collected, cycle.losses = False, 0, []
             session.counters.micro_steps += 1 if managed else backwards
+        if ends_update and self._preemption is not None:
+            self._preemption.at_boundary(self.save_checkpoint)
 
     def _check_metric(self) -> None:
         where = f"rank {self._parts.ranks.rank}: engine.step(metric=...)"
@@ -331,6 +339,28 @@ class Engine(EngineBase):
     set_custom_curriculum_learning_schedule = through(
         "_efficiency", Efficiency.set_custom_curriculum_learning_schedule
     )
+
+    @property
+    def is_preempted(self) -> bool:
+        """True once a signal of `checkpoint.on_signal` has come; from one update on, on all ranks.
+
+        Always false with `checkpoint.on_signal.save_dir`, with which the engine saves and leaves.
+        """
+        return self._preemption is not None and self._preemption.is_due
+
+    def leave_preempted(self) -> None:
+        """End the program after a checkpoint that `is_preempted` has asked for.
+
+        It waits for an asynchronous save, and ends with exit code 75. All ranks must call it.
+
+        Raises:
+            SystemExit: always.
+            CheckpointError: the asynchronous save failed.
+            UsageError: `checkpoint.on_signal` is not set.
+        """
+        if self._preemption is None:
+            raise UsageError("engine.leave_preempted() is for checkpoint.on_signal, which is null")
+        self._preemption.leave()
 
     # ---- listeners -------------------------------------------------------------------------------
 
@@ -418,6 +448,8 @@ class Engine(EngineBase):
             return
         self.wait_for_checkpoint()
         self._moving.end()
+        if self._preemption is not None:
+            self._preemption.close()
         self._session.cycle.destroyed = True
         for listener in self._session.listeners:
             listener.close()

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import BinaryIO
 
-from hadal.launcher.ending import Failure, agents_words, report, worst
+from hadal.errors import EXIT_PREEMPTED
+from hadal.launcher.ending import Failure, agents_words, report, runs, worst
 from hadal.launcher.frames import (
     Frame,
     Hello,
@@ -31,7 +32,7 @@ from hadal.launcher.frames import (
 from hadal.launcher.job import Job, packed, share_of, where_hadal_is
 from hadal.launcher.network import address_towards, is_loopback
 from hadal.launcher.printing import Printer
-from hadal.launcher.processes import exit_code
+from hadal.launcher.processes import PASSED_ON, exit_code
 from hadal.launcher.ways import Reach, Way
 
 HELLO_S = 90.0
@@ -89,6 +90,13 @@ class Channel:
         elif self.process.poll() is None:
             self.process.terminate()
 
+    def pass_on(self, sent: signal.Signals) -> None:
+        """Send the ranks a signal that does not ask them to end."""
+        if self.way.reach is Reach.ALL:
+            self.process.send_signal(sent)
+        elif self.state is HostState.RUNNING:
+            self.tell(sent.name)
+
     def lines(self, piece: bytes) -> list[bytes]:
         """Add a piece; return the lines that are complete now."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
@@ -122,6 +130,9 @@ class Front:
         self._hosts: dict[int, str] = {}
         self._stopped_at: float | None = None
         self._signals: list[signal.Signals] = []
+        self._passed_on: list[signal.Signals] = []
+        self._preempted: set[int] = set()
+        """Ranks that saved at a signal and left."""
         self._heard_at = 0.0
         self._interrupted_by: signal.Signals | None = None
         self._selector = selectors.DefaultSelector()
@@ -137,6 +148,11 @@ class Front:
             if signal.getsignal(each) is signal.SIG_IGN:
                 continue  # the caller wants the job to survive it: nohup, a shell's `&`
             signal.signal(each, lambda number, _: self._heard(signal.Signals(number)))
+        for each in PASSED_ON:
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                signal.signal(
+                    each, lambda number, _: self._passed_on.append(signal.Signals(number))
+                )
         for channel in self._channels.values():
             self._listen_to(channel)
         threading.Thread(target=self._beat, daemon=True).start()
@@ -212,6 +228,7 @@ class Front:
                 self._agent_left(channel, frame)
             case RankStarted():
                 self._printer.began(channel.host, frame.rank)
+                self._preempted.discard(frame.rank)
                 if channel.way.reach is Reach.ALL:
                     self._hosts[frame.rank] = frame.host
             case RoundRequest():
@@ -222,6 +239,10 @@ class Front:
         if frame.code == 0:
             if not frame.was_stopped:
                 self._succeeded.add(frame.rank)
+            return
+        if frame.code == EXIT_PREEMPTED:
+            # The others leave with it, at the same update.
+            self._preempted.add(frame.rank)
             return
         stopped_at = self._ranks_stopped_at()
         before_stop = stopped_at is None or (began_at or 0) < stopped_at
@@ -346,6 +367,10 @@ class Front:
         self._signals.append(sent)
 
     def _take_signals(self) -> None:
+        while self._passed_on:
+            sent = self._passed_on.pop(0)
+            for channel in self._channels.values():
+                channel.pass_on(sent)
         while self._signals:
             self._interrupted(self._signals.pop(0))
 
@@ -382,6 +407,13 @@ class Front:
         if self._failures:
             for line in self._report():
                 self._say(line)
+        elif self._preempted and not self._lost:
+            noun = "rank" if len(self._preempted) == 1 else "ranks"
+            self._say(
+                f"{noun} {runs(self._preempted)} saved and left (exit code {EXIT_PREEMPTED}): start"
+                " the job again to continue"
+            )
+            return EXIT_PREEMPTED
         if self._interrupted_by is not None:
             return exit_code(-self._interrupted_by)
         if self._lost:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hadal.launcher.hosts import Pool
 
-GRACE_S, LOST_S, JOIN_S = 5.0, 30.0, 600.0
+GRACE_S, LOST_S, JOIN_S = 30.0, 30.0, 600.0
 _WORD = 100_000
 # Messages to an agent of an elastic job: a round, or the end of the current one.
 ROUND, CHANGE = "ROUND", "CHANGE"

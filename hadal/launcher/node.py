@@ -32,7 +32,13 @@ from hadal.launcher.job import (
     share_in,
     share_of,
 )
-from hadal.launcher.processes import exit_code, follow_parent, following
+from hadal.launcher.processes import (
+    PASSED_ON,
+    exit_code,
+    follow_parent,
+    following,
+    signal_children,
+)
 from hadal.launcher.variables import showing
 
 _LOOK_S = 0.2
@@ -57,6 +63,8 @@ class HostProcess:
         """Run the share, or the one sent on the input; return the exit code of torch's agent."""
         for each in _STOPPING:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
+        for each in PASSED_ON:
+            signal.signal(each, lambda number, _: self.pass_on(signal.Signals(number)))
         _tell(encoded(_hello(os.environ)))
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
@@ -85,10 +93,19 @@ class HostProcess:
             # Killing torch's agent ends its ranks too: they follow their parents.
             self._agent.send_signal(signal.SIGKILL if again else sent)
 
+    def pass_on(self, sent: signal.Signals) -> None:
+        """Send all ranks a signal that does not ask them to end; torch's agent would die of it."""
+        if self._agent is not None:
+            signal_children(self._agent.pid, sent)
+
     def _obey(self, word: str) -> None:
         """Handle a message: signals go to all ranks, others to the agent of an elastic job."""
         if word in signal.Signals.__members__:
-            self.stop(signal.Signals[word])
+            sent = signal.Signals[word]
+            if sent in PASSED_ON:
+                self.pass_on(sent)
+            else:
+                self.stop(sent)
         elif self._agent is not None and self._agent.stdin is not None:
             with contextlib.suppress(OSError):
                 self._agent.stdin.write(word.encode() + b"\n")

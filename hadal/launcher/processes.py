@@ -17,6 +17,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PASSES = 100
 
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are only passed on to the ranks, for programs that handle them."""
+
 
 def follow_parent(last: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when its parent dies (Linux)."""
@@ -41,6 +44,13 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def signal_children(pid: int, sent: signal.Signals) -> None:
+    """Send a signal to the children of a process (Linux)."""
+    for child in _children(pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, sent)
+
+
 def end_all_below() -> None:
     """Kill all descendants of this process, in any session (Linux)."""
     for _ in range(_PASSES):  # a process may start another one in the meantime
@@ -57,10 +67,14 @@ def end_all_below() -> None:
 
 
 def _below(pid: int) -> list[int]:
+    children = _children(pid)
+    return [*children, *(far for child in children for far in _below(child))]
+
+
+def _children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         told = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        children = [int(word) for text in told for word in text.split()]
-        return [*children, *(far for child in children for far in _below(child))]
+        return [int(word) for text in told for word in text.split()]
     return []
 
 

@@ -21,9 +21,10 @@ from typing import BinaryIO
 from hadal.errors import LaunchError
 from hadal.launcher.cores import cores_of
 from hadal.launcher.frames import RankEnded, RankStarted, encoded, said
-from hadal.launcher.job import Program, program_in
+from hadal.launcher.job import Program, ProgramKind, program_in
 from hadal.launcher.place import RankPlace, find_place, group_of, meeting_host, slots_of
 from hadal.launcher.processes import (
+    PASSED_ON,
     adopt_orphans,
     end_all_below,
     exit_code,
@@ -36,8 +37,6 @@ from hadal.launcher.variables import showing
 _PIECE_NBYTES = 1 << 16
 _LOOK_S = 0.2
 _CANNOT_START = 127
-# Signals that are only passed on, for programs that handle them.
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -60,8 +59,8 @@ class Rank:
         """Start the program, wait for its end and return its exit code."""
         for each in _STOPPING:
             signal.signal(each, lambda number, _: self.stop(signal.Signals(number)))
-        for each in _PASSED_ON:
-            signal.signal(each, lambda number, _: self._send(signal.Signals(number)))
+        for each in PASSED_ON:
+            signal.signal(each, lambda number, _: self._ask(signal.Signals(number)))
         try:
             self._log = _log_of(self._program.logs, self.place.rank)
             self._process = self._started()
@@ -71,7 +70,7 @@ class Rank:
             self._tell(encoded(RankEnded(self.place.rank, _CANNOT_START, self.was_stopped)))
             return _CANNOT_START
         if self.was_stopped:
-            self._send(signal.SIGTERM)  # the request came before the process existed
+            self._ask(signal.SIGTERM)  # the request came before the process existed
         self._tell(encoded(RankStarted(self.place.rank, os.uname().nodename, self._process.pid)))
         self._listen(self._process)
         code = self._process.wait()
@@ -84,7 +83,10 @@ class Rank:
     def stop(self, sent: signal.Signals) -> None:
         """Ask the program to end; on a second call, kill it."""
         now = time.monotonic()
-        self._send(signal.SIGKILL if self.was_stopped else sent)
+        if self.was_stopped:
+            self._send(signal.SIGKILL)
+        else:
+            self._ask(sent)
         self._kills_at = self._kills_at or now + self._program.grace_s
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -144,6 +146,17 @@ class Rank:
             os.write(1, frame)
         except OSError:  # the process that started the job is gone
             self.stop(signal.SIGTERM)
+
+    def _ask(self, sent: signal.Signals) -> None:
+        """Send a signal that a program may handle.
+
+        A Python program gets it alone: what it does then may need the processes that it has
+        started, such as those of a data loader. Once it has ended, they are killed.
+        """
+        if self._program.kind is ProgramKind.BARE:
+            self._send(sent)
+        elif self._process is not None and self._process.poll() is None:
+            self._process.send_signal(sent)
 
     def _send(self, sent: signal.Signals) -> None:
         if self._process is not None:

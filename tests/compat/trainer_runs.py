@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -292,4 +294,41 @@ def best(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     told["predicted"] = only.predict(held_out).predictions.shape
     only.accelerator.free_memory()
     forget()
+    return told
+
+
+def run_preempted(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Train, be preempted by a signal to rank 1 alone, resume; and train without a break."""
+    from hadal.compat.trainer import SaveOnSignal
+
+    class Signal(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)  # else it is over before the ranks have agreed
+
+    obeying = {**config, "checkpoint": {"on_signal": {"signals": ["SIGUSR1"]}}}
+    base, data, told = save_base(folder, "gpt2"), Sequences(256, 1), {}
+    for name, where, resumes in (
+        ("preempted", "run", None),
+        ("resumed", "run", True),
+        ("whole", "whole", None),
+    ):
+        forget()
+        preempts = name == "preempted"
+        more = {"max_steps": 40 if preempts else told["step"] + 3, "save_strategy": "no"}
+        more["lr_scheduler_type"] = "constant"
+        args = arguments(folder / where, obeying if preempts else config, **more)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        trainer = Trainer(model=model, args=args, train_dataset=data)
+        if preempts:
+            trainer.add_callback(Signal())
+            trainer.add_callback(SaveOnSignal())
+        try:
+            trainer.train(resume_from_checkpoint=resumes)
+        except SystemExit as left:
+            told |= {"code": left.code, "step": trainer.state.global_step}
+        told[name] = logged(trainer, "loss", told["step"])
+        trainer.model_wrapped.destroy()
+        barrier()
     return told
