@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -209,11 +208,11 @@ class Listener:
     def after_update(self, update: Update) -> None:
         """Called after an update of weights and learning rate, or after it was skipped."""
 
-    def after_save(self, folder: Path, seconds: float) -> None:
+    def after_save(self, folder: Any, seconds: float) -> None:
         """A checkpoint was saved to `folder`, or is on its way there (`checkpoint.async_save`).
 
         Args:
-            folder: the checkpoint's own, named by its tag.
+            folder: the checkpoint's own, named by its tag: a `Path`; or its URL, by `str`.
             seconds: how long training waited for it.
         """
 

@@ -14,9 +14,10 @@ import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from torch import Tensor
 from hadal.offload.direct import pages, set_direct, usual_pages
 from hadal.offload.extents import ALIGNMENT
 
-_BLOCK_NBYTES = 1 << 21
+BLOCK_NBYTES = 1 << 21
 _DIRECT_NBYTES = 1 << 18
 # Enough blocks that one has left the processor's cache before it is filled again: if a core fills
 # it, as in a virtual machine, it would first have to fetch it from the core that read it.
@@ -79,11 +80,11 @@ class Output:
         """
         rest = memoryview(given)
         while rest:
-            count = min(len(rest), _BLOCK_NBYTES - self._filled)
+            count = min(len(rest), BLOCK_NBYTES - self._filled)
             self._blocks[0][self._filled : self._filled + count] = rest[:count]
             self._filled += count
             rest = rest[count:]
-            if self._filled == _BLOCK_NBYTES:
+            if self._filled == BLOCK_NBYTES:
                 self._flush()
 
     def _flush(self) -> None:
@@ -145,7 +146,7 @@ class Kept:
         number = bisect_right(self._starts, start) - 1
         while start < stop:
             piece, offset = self._pieces[number], start - self._starts[number]
-            found = piece[offset : offset + min(stop - start, _BLOCK_NBYTES)]
+            found = piece[offset : offset + min(stop - start, BLOCK_NBYTES)]
             yield found.numpy().data
             start += len(found)
             number += start == self._starts[number] + len(piece)
@@ -162,12 +163,12 @@ class Kept:
         The first block may be anywhere, as those before it may come from the cache; the following
         blocks must leave no gap.
         """
-        if (self._starts and place != self.stop) or self.room < _BLOCK_NBYTES:
+        if (self._starts and place != self.stop) or self.room < BLOCK_NBYTES:
             return
         if not self._starts:
             self.start = self.stop = place
         began = perf_counter()
-        self.room -= _BLOCK_NBYTES
+        self.room -= BLOCK_NBYTES
         given = torch.frombuffer(block, dtype=torch.uint8)
         while len(given):
             if not self._pieces or self.stop == self._starts[-1] + len(self._pieces[-1]):
@@ -193,7 +194,7 @@ class Kept:
         else:
             # Its own memory, which returns to the system when freed. No disk reads into it, and
             # pages of the usual size are available at once, while huge ones may have to be found.
-            room = min(begin - start, _BLOCK_NBYTES)
+            room = min(begin - start, BLOCK_NBYTES)
             piece = torch.frombuffer(usual_pages(room), dtype=torch.uint8)
         self._starts.append(start)
         self._pieces.append(piece)
@@ -210,14 +211,27 @@ def blocks_of(
     Raises:
         OSError: the file cannot be read, or is shorter.
     """
+    return kept_first(partial(_blocks_read, descriptor), start, stop, kept)
+
+
+def kept_first(
+    read: Callable[[int, int, Kept | None], Iterator[memoryview]],
+    start: int,
+    stop: int,
+    kept: Kept | None,
+) -> Iterator[memoryview]:
+    """Yield bytes [start, stop) of a file in order: those that are kept, and the others by `read`.
+
+    If none of them is kept, `read` gets `kept` to keep what it has room for.
+    """
     low, high = (kept.start, kept.stop) if kept is not None else (stop, stop)
     low, high = min(max(low, start), stop), max(min(high, stop), start)
     if kept is None or low >= high:
-        yield from _blocks_read(descriptor, start, stop, kept)
+        yield from read(start, stop, kept)
         return
-    yield from _blocks_read(descriptor, start, low, None)
+    yield from read(start, low, None)
     yield from kept.between(low, high)
-    yield from _blocks_read(descriptor, high, stop, None)
+    yield from read(high, stop, None)
 
 
 def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = None) -> None:
@@ -230,9 +244,9 @@ def read_into(out: memoryview, descriptor: int, start: int, kept: Kept | None = 
     """
     stop, done = start + len(out), 0
     if kept is None or min(kept.stop, stop) <= max(kept.start, start):
-        file = _Input(descriptor, min(start + _BLOCK_NBYTES, stop) - 1)
+        file = _Input(descriptor, min(start + BLOCK_NBYTES, stop) - 1)
         while done < len(out):
-            count = file.take_cached(out[done : done + _BLOCK_NBYTES], start + done)
+            count = file.take_cached(out[done : done + BLOCK_NBYTES], start + done)
             if not count:
                 break
             done += count
@@ -257,8 +271,8 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
     # With the next request already queued, the disk does not pause between requests.
     with _blocks(1 + _AHEAD) as blocks, ThreadPoolExecutor(1, "hadal-reader") as pool:
         # Not its first byte: perhaps only the file's header is cached.
-        file, free = _Input(descriptor, min(start + _BLOCK_NBYTES, stop) - 1), deque(blocks)
-        places = iter(range(start - start % ALIGNMENT, stop, _BLOCK_NBYTES))
+        file, free = _Input(descriptor, min(start + BLOCK_NBYTES, stop) - 1), deque(blocks)
+        places = iter(range(start - start % ALIGNMENT, stop, BLOCK_NBYTES))
         asked: deque[tuple[int, memoryview, Future[_Filled]]] = deque()
 
         def ask(count: int) -> None:
@@ -272,7 +286,7 @@ def _blocks_read(descriptor: int, start: int, stop: int, kept: Kept | None) -> I
             ask(1)
             place, block, pending = asked.popleft()
             found = pending.result()
-            if place + found.nbytes < min(stop, place + _BLOCK_NBYTES):
+            if place + found.nbytes < min(stop, place + BLOCK_NBYTES):
                 raise OSError(errno.EIO, "the file ends too early")
             yield block[max(start - place, 0) : stop - place]
             if kept is not None and not found.was_cached:
@@ -391,4 +405,4 @@ def _block() -> memoryview:
     try:
         return _free.pop()
     except IndexError:
-        return pages(_BLOCK_NBYTES)
+        return pages(BLOCK_NBYTES)

@@ -1,4 +1,4 @@
-"""Durable, verified files: syncs, checksums and atomic renames.
+"""Durable, verified files at any location: checksums, and errors that name the file.
 
 The checksum is 64-bit XXH3: it finds damage at the speed of memory (CRC-32, which earlier versions
 wrote, takes several times as long). It is no protection against a forger, who could write another
@@ -9,23 +9,30 @@ Tests: tests/checkpoint/test_damage.py, tests/checkpoint/test_crash.py
 
 from __future__ import annotations
 
-import errno
 import os
+import re
 import secrets
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import xxhash
 
-from hadal.checkpoint.direct import Kept, Output, blocks_of, read_on
-from hadal.errors import CheckpointError
+from hadal.checkpoint.direct import Kept
+from hadal.checkpoint.local import LocalStorage
+from hadal.checkpoint.remote import FsspecStorage, check_remote
+from hadal.checkpoint.storage import Chunk, Location, RemotePath, Storage, StorageItem
+from hadal.errors import CheckpointError, NotBuiltYetError
 
-Chunk = bytes | memoryview
+Given = str | os.PathLike[str] | RemotePath
+"""What a user may give for a location: text, which may be a URL, or a path."""
 _READ_NBYTES = 1 << 20
+_LOCAL, _REMOTE = LocalStorage(), FsspecStorage()
+# One slash is enough: `pathlib` makes one of two.
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://?(?P<rest>.+)", re.DOTALL)
 
 
 CHECKSUM = "xxh3_64"
@@ -74,7 +81,7 @@ CHECKSUMS = frozenset(_KINDS)
 
 
 @contextmanager
-def system_errors(path: Path, act: str) -> Iterator[None]:
+def system_errors(path: Location, act: str) -> Iterator[None]:
     """Re-raise system errors of the block as CheckpointError, with the file and the reason."""
     try:
         yield
@@ -110,34 +117,86 @@ def new_mark() -> str:
     return secrets.token_hex(8)
 
 
-def write_file(path: Path, chunks: Iterable[Chunk], *, doubled: bool = False) -> Seal:
-    """Write a new file, wait until it is on disk, and check its size and first chunk.
+class _Summed:
+    """Chunks in pieces that are summed as they are used; iterated again, all begins anew."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._chunks = chunks
+        self.seal = Seal(0, 0, 0, 0)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        nbytes = head_nbytes = head_checksum = 0
+        found = _KINDS[CHECKSUM]()
+        for number, chunk in enumerate(self._chunks):
+            for start in range(0, len(chunk), _READ_NBYTES):
+                # Summed and copied while it is in the cache.
+                piece = chunk[start : start + _READ_NBYTES]
+                found.update(piece)
+                yield piece
+            nbytes += len(chunk)
+            if number == 0:
+                head_nbytes, head_checksum = nbytes, found.intdigest()
+        self.seal = Seal(nbytes, found.intdigest(), head_nbytes, head_checksum)
+
+
+def storage_of(path: Location) -> Storage[Any]:
+    """Return the storage that a location belongs to."""
+    return _REMOTE if isinstance(path, RemotePath) else _LOCAL
+
+
+def location_of(text: Given) -> Location:
+    """Return the location that a user's text names: a directory, or a URL of fsspec.
+
+    A URL of this machine's files (`file://`) is a directory. No request is sent.
+
+    Raises:
+        CheckpointError: it is a URL of an unknown scheme, or of one whose package is not installed;
+            the message names what to install.
+    """
+    if isinstance(text, RemotePath):
+        return text
+    found = _URL.fullmatch(str(text))
+    if found is None:
+        return Path(text)
+    if found["scheme"] in ("file", "local"):
+        return Path("/" + found["rest"].lstrip("/"))
+    path = RemotePath(f"{found['scheme']}://{found['rest'].rstrip('/')}")
+    check_remote(path)
+    return path
+
+
+def directory_of(text: Given) -> Path:
+    """Return the directory that a user's text names.
+
+    Raises:
+        NotBuiltYetError: it is a URL.
+    """
+    place = location_of(text)
+    if not isinstance(place, Path):
+        raise NotBuiltYetError(
+            f"{place}: writing weights to a URL is not built yet; write them to a directory, and"
+            " copy that"
+        )
+    return place
+
+
+def write_file(path: Location, chunks: Iterable[Chunk], *, doubled: bool = False) -> Seal:
+    """Write a new file, wait until it is durable, and check its size and first chunk.
 
     With `doubled` one block is written while the next is filled.
 
     Raises:
         CheckpointError: it cannot be written, or does not read back as written.
     """
-    nbytes = head_nbytes = head_checksum = 0
-    found = _KINDS[CHECKSUM]()
-    with system_errors(path, "written"), open(path, "xb", buffering=0) as file:
-        with Output(file.fileno(), doubled=doubled) as output:
-            for number, chunk in enumerate(chunks):
-                for start in range(0, len(chunk), _READ_NBYTES):
-                    # Copied and summed while it is in the cache.
-                    piece = chunk[start : start + _READ_NBYTES]
-                    output.write(piece)
-                    found.update(piece)
-                nbytes += len(chunk)
-                if number == 0:
-                    head_nbytes, head_checksum = nbytes, found.intdigest()
-        os.fsync(file.fileno())
-    seal = Seal(nbytes, found.intdigest(), head_nbytes, head_checksum)
-    check_file(path, seal, whole=False)
-    return seal
+    once = iter(chunks) is chunks
+    summed = _Summed(chunks)
+    with system_errors(path, "written"):
+        storage_of(path).write(path, iter(summed) if once else summed, doubled=doubled)
+    check_file(path, summed.seal, whole=False)
+    return summed.seal
 
 
-def check_file(path: Path, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:
+def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:
     """Compare a file with its seal: its size and first chunk, or, if `whole`, every byte.
 
     The bytes read are kept as far as `kept` has room.
@@ -145,18 +204,18 @@ def check_file(path: Path, seal: Seal, *, whole: bool, kept: Kept | None = None)
     Raises:
         CheckpointError: the file is missing, cannot be read, or is damaged.
     """
-    with open_regular(path) as file, system_errors(path, "read"):
-        found = os.fstat(file.fileno()).st_size
-        if found != seal.nbytes:
-            raise CheckpointError(f"{path} is damaged: {found} bytes, expected {seal.nbytes}")
-        nbytes, checksum = seal.nbytes, seal.checksum
-        if not whole:
-            nbytes, checksum = seal.head_nbytes, seal.head_checksum
-            read_on(file.fileno(), False)
-        # Memory is constant, apart from the kept bytes.
-        sum_of_it = _KINDS[seal.kind]()
-        for block in blocks_of(file.fileno(), 0, nbytes, kept):
-            sum_of_it.update(block)
+    with system_errors(path, "read"):
+        file = storage_of(path).open(path)
+        if file.nbytes != seal.nbytes:
+            raise CheckpointError(f"{path} is damaged: {file.nbytes} bytes, expected {seal.nbytes}")
+        sum_of_it, checksum = _KINDS[seal.kind](), seal.head_checksum
+        if whole:
+            # Memory is constant, apart from the kept bytes.
+            checksum = seal.checksum
+            for block in file.blocks(0, seal.nbytes, kept):
+                sum_of_it.update(block)
+        else:
+            sum_of_it.update(file.read(0, seal.head_nbytes))
         if sum_of_it.intdigest() != checksum:
             raise CheckpointError(
                 f"{path} is damaged, or belongs to another checkpoint or rank: its checksum is not"
@@ -179,12 +238,13 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_small(path: Path, limit: int) -> bytes:
+def read_small(path: Location, limit: int) -> bytes:
     """Return the contents of a file of at most `limit` bytes."""
-    with open_regular(path) as file, system_errors(path, "read"):
-        if os.fstat(file.fileno()).st_size > limit:
+    with system_errors(path, "read"):
+        file = storage_of(path).open(path)
+        if file.nbytes > limit:
             raise CheckpointError(f"{path} is damaged: larger than {limit} bytes")
-        return file.read()
+        return file.read(0, file.nbytes)
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -200,28 +260,27 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def replace_file(path: Path, text: str, mark: str = "") -> None:
+def replace_file(path: Location, content: str | bytes, mark: str = "") -> None:
     """Replace a file's contents atomically: after a crash it has the old or the new contents."""
-    draft = path.with_name(f".{path.name}.{mark or new_mark()}.partial")
+    given = content.encode() if isinstance(content, str) else content
     with system_errors(path, "written"):
-        try:
-            write_file(draft, [text.encode()])
-            os.replace(draft, path)
-        except OSError:
-            with suppress(OSError):
-                draft.unlink()
-            raise
-        sync_folder(path.parent)
+        storage_of(path).replace(path, given, mark)
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until creations, renames and removals in a folder are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some network file systems sync folders by themselves and do not support the call.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
+def exists(path: Location) -> bool:
+    """Return whether there is a file or a folder at a location."""
+    with system_errors(path, "read"):
+        return storage_of(path).find(path) is not None
+
+
+def is_file(path: Location) -> bool:
+    """Return whether there is a file at a location."""
+    with system_errors(path, "read"):
+        found = storage_of(path).find(path)
+        return found is not None and not found.is_folder
+
+
+def items_of(path: Location) -> list[StorageItem]:
+    """Return what a folder contains, sorted by name; nothing if it does not exist."""
+    with system_errors(path, "read"):
+        return storage_of(path).items(path)

@@ -1,50 +1,58 @@
-"""Checkpoint folders, complete or absent: created, replaced, found and removed atomically.
+"""Checkpoint folders, complete or absent: committed, replaced, found and removed atomically.
 
-A save writes into `.<tag>.<mark>.partial` and renames it once all is on disk. If the tag existed
-before, its old folder is named `.<tag>.<mark>.old` between two renames; if a crash leaves only
-that, it is still found. A folder to remove is first renamed to `.<tag>.<mark>.dead`, so that
-nobody takes half a folder for a checkpoint. One job at a time may save into a folder, with
-several engines; other programs may read it, or write files beside the checkpoints, meanwhile.
+The files of a save are in `<tag>/<mark>/`, and `<tag>/index.json` names the mark. The index is
+written last and atomically, so it is the commit: before, the tag has its previous checkpoint or
+none; after, the new one. Nothing is renamed, so object stores and disks work alike. Files that no
+index names are removed by a later save, once the lease on them is dead (`leases.py`): several jobs
+may save into one folder under different tags.
+
+Earlier versions wrote the files beside the index, into a draft `.<tag>.<mark>.partial` that was
+then renamed; if a crash left only the previous folder `.<tag>.<mark>.old`, it is still found.
 
 Tests: tests/checkpoint/test_meanwhile.py, tests/checkpoint/test_crash.py
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import shutil
-import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, is_deepspeed
 from hadal.checkpoint.files import (
-    new_mark,
+    exists,
+    is_file,
+    items_of,
+    parsing_errors,
     read_small,
     replace_file,
-    sync_folder,
+    storage_of,
     system_errors,
 )
+from hadal.checkpoint.index import INDEX, MARK, mark_in, read_index
+from hadal.checkpoint.leases import Lease, expect_alone, is_alive, lease_of, mark_of
+from hadal.checkpoint.local import sync_folder
+from hadal.checkpoint.storage import Location, StorageItem
 from hadal.errors import CheckpointError, few
 
+_log = logging.getLogger(__name__)
 LATEST = "latest"
-INDEX = "index.json"
 CLIENT = "client_state.safetensors"
-_LEFTOVER = re.compile(
-    r"\.(?P<tag>.+)\.(?P<mark>[0-9a-f]{16})\.(?P<state>partial|old|dead)", re.DOTALL
+_DRAFT = re.compile(
+    r"\.(?P<name>.+)\.(?P<mark>[0-9a-f]{16})\.(?P<state>partial|old|dead)", re.DOTALL
 )
-_OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors|index\.json")
+_OWN = re.compile(r"rank_\d{5}\.safetensors|client_state\.safetensors")
 
 # The number of attempts to find a missing checkpoint, and the seconds between them: it may be about
 # to be replaced, or `latest` about to name another.
 _LOOKS, _PAUSE_S = 3, 0.02
-# A draft file that nobody has written to for this long is abandoned.
+# Files without a lease that nobody has written to for this long are abandoned. They may be an
+# export's, or a checkpoint that is being copied here, whose index comes last.
 _QUIET_S = 3600.0
-# The marks of this process's unfinished saves.
-_under_way: set[str] = set()
 
 
 def rank_file(rank: int) -> str:
@@ -66,7 +74,7 @@ def check_tag(tag: str) -> None:
         )
 
 
-def find(load_dir: Path, tag: str | None) -> Path | None:
+def find(load_dir: Location, tag: str | None) -> Location | None:
     """Return the folder of the checkpoint `tag`, or of the latest one; None if there is none.
 
     Raises:
@@ -79,11 +87,11 @@ def find(load_dir: Path, tag: str | None) -> Path | None:
     return _found(load_dir, tag)
 
 
-def _found(load_dir: Path, tag: str | None) -> Path | None:
+def _found(load_dir: Location, tag: str | None) -> Location | None:
     asked = f"checkpoint {tag!r}"
     if tag is None:
         latest = load_dir / LATEST
-        if not os.path.lexists(latest) and not os.path.lexists(load_dir / LATEST_UNIVERSAL):
+        if not _is_there(latest) and not _is_there(load_dir / LATEST_UNIVERSAL):
             return None
         tag = _latest_name(load_dir)
         asked = f"checkpoint {tag!r}, which {latest} names,"
@@ -96,27 +104,30 @@ def _found(load_dir: Path, tag: str | None) -> Path | None:
     return folder
 
 
-def _others(load_dir: Path) -> str:
+def _is_there(path: Location) -> bool:
+    """Return whether there is a file, or a link that leads nowhere."""
+    return os.path.lexists(path) if isinstance(path, Path) else exists(path)
+
+
+def _others(load_dir: Location) -> str:
     """Return the part of a message that lists the checkpoints of a directory."""
-    with system_errors(load_dir, "read"):
-        paths = [path for path in load_dir.iterdir() if not path.name.startswith(".")]
-        tags = sorted(path.name for path in paths if _has_index(path) or is_deepspeed(path))
+    tags = [folder.name for folder in all_of(load_dir)]
     return f"complete checkpoints there: {few(tags)}" if tags else "it has no complete checkpoint"
 
 
-def _latest_name(load_dir: Path) -> str:
+def _latest_name(load_dir: Location) -> str:
     """Return the tag that `latest` names, or `latest_universal` if only its checkpoint exists."""
     universal = load_dir / LATEST_UNIVERSAL
-    if not os.path.lexists(universal):
+    if not _is_there(universal):
         return _read_latest(load_dir)
-    if os.path.lexists(load_dir / LATEST):
+    if _is_there(load_dir / LATEST):
         tag = _read_latest(load_dir)
         if _folder_of_tag(load_dir, tag) is not None:
             return tag
     return _read_latest(load_dir, LATEST_UNIVERSAL)
 
 
-def _read_latest(load_dir: Path, name: str = LATEST) -> str:
+def _read_latest(load_dir: Location, name: str = LATEST) -> str:
     latest = load_dir / name
     try:
         tag = read_small(latest, 4096).decode().strip()
@@ -128,7 +139,7 @@ def _read_latest(load_dir: Path, name: str = LATEST) -> str:
     return tag
 
 
-def _folder_of_tag(load_dir: Path, tag: str) -> Path | None:
+def _folder_of_tag(load_dir: Location, tag: str) -> Location | None:
     """Return a tag's folder, or the `.old` one beside it that an interrupted replacement left."""
     folder = load_dir / tag
     with system_errors(folder, "read"):
@@ -138,76 +149,149 @@ def _folder_of_tag(load_dir: Path, tag: str) -> Path | None:
             raise CheckpointError(
                 f"no complete checkpoint {tag!r} in {load_dir}: {error}"
             ) from None
-        if (folder / INDEX).is_file() or is_deepspeed(folder):
+        if is_complete(folder):
             return folder
-        if os.path.lexists(folder):
+        if not isinstance(folder, Path) or os.path.lexists(folder):
             return None
-        for path, found, state in _leftovers(load_dir):
-            if found == tag and state == "old" and (path / INDEX).is_file():
-                return path
+        for item, found in _drafts(items_of(load_dir)):
+            if (found["name"], found["state"]) == (tag, "old"):
+                old = load_dir / item.name
+                return old if is_file(old / INDEX) else None
     return None
 
 
-def draft_of(save_dir: Path, tag: str, mark: str) -> Path:
-    """Return the draft folder that the save of this mark writes into."""
-    return save_dir / f".{tag}.{mark}.partial"
+def is_complete(folder: Location) -> bool:
+    """Return whether a folder is a checkpoint of Hadal or, on this machine, of DeepSpeed."""
+    return is_file(folder / INDEX) or (isinstance(folder, Path) and is_deepspeed(folder))
 
 
-def begin(save_dir: Path, tag: str, mark: str) -> Path:
-    """Sweep the leftovers of dead saves, and create the draft folder of a new save.
+def all_of(folder: Location, *, with_links: bool = True) -> list[Location]:
+    """Return the checkpoints in a folder that are not hidden, by name."""
+    items = (item for item in items_of(folder) if with_links or not item.is_link)
+    found = (folder / item.name for item in items if not item.name.startswith("."))
+    return [path for path in found if is_complete(path)]
+
+
+def _is_tag(item: StorageItem) -> bool:
+    return item.is_folder and not item.is_link and not item.name.startswith(".")
+
+
+# ---- a save --------------------------------------------------------------------------------------
+
+
+def begin(save_dir: Location, tag: str, mark: str) -> Lease:
+    """Take the lease on a new save, and sweep the leftovers of dead ones.
 
     Raises:
-        CheckpointError: the folder cannot be created, or the tag's name is taken by another file.
+        CheckpointError: the folder cannot be created, the tag's name is taken by another file, or
+            another process is saving under this tag.
     """
     folder = save_dir / tag
-    with system_errors(save_dir, "written"):
-        save_dir.mkdir(parents=True, exist_ok=True)
-        sweep(save_dir)
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
-        raise CheckpointError(f"{folder} cannot be written: it exists and is not a directory")
-    draft = draft_of(save_dir, tag, mark)
-    with system_errors(draft, "written"):
-        _under_way.add(mark)
-        draft.mkdir()
-    return draft
-
-
-def commit(draft: Path, folder: Path) -> None:
-    """Rename a complete draft to its final name, replacing a folder of that name.
-
-    Files of the old folder that belong to no checkpoint move to the new one.
-
-    Raises:
-        CheckpointError: a rename failed; the old folder keeps its name.
-    """
-    old = draft.with_suffix(".old")
     with system_errors(folder, "written"):
-        sync_folder(draft)
-        if folder.exists():
-            os.rename(folder, old)
-        try:
-            os.rename(draft, folder)
-        except OSError:
-            if old.exists():
-                os.rename(old, folder)
-            raise
-        sync_folder(folder.parent)
-        if old.exists():
-            _retire(old, folder)
-    _forget(draft)
-
-
-def set_latest(save_dir: Path, tag: str) -> None:
-    """Make `latest` name a checkpoint, atomically."""
-    mark = new_mark()
-    _under_way.add(mark)
+        found = storage_of(folder).find(folder)
+    if found is not None and (found.is_link or not found.is_folder):
+        raise CheckpointError(f"{folder} cannot be written: it exists and is not a directory")
+    lease = Lease(folder, mark)
     try:
-        replace_file(save_dir / LATEST, tag, mark)
+        with system_errors(save_dir, "written"):
+            now, began = lease.written_at(), time.monotonic()
+            expect_alone(folder, mark, now)
+            sweep(save_dir, now + time.monotonic() - began)
+    except CheckpointError:
+        end(folder, lease)
+        raise
+    return lease
+
+
+def end(folder: Location, lease: Lease) -> None:
+    """Release the lease on a save, and remove the folder of its tag if nothing is in it."""
+    lease.release()
+    if isinstance(folder, Path):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def replaced_by(folder: Location) -> str | None:
+    """Return the mark of the checkpoint that a new index replaces; None if it has none.
+
+    The files of a damaged one stay until they are swept.
+    """
+    with suppress(CheckpointError):
+        return named_by(folder)
+    return None
+
+
+@contextmanager
+def replacing(folder: Location, named: str | None) -> Iterator[None]:
+    """Hold a lease on the files that the block replaces: a crash leaves them to the next sweep.
+
+    `named` is the mark of the checkpoint that the index names now.
+    """
+    if named is None:
+        yield
+        return
+    lease = Lease(folder, named)
+    try:
+        yield
     finally:
-        _under_way.discard(mark)
+        lease.release()
 
 
-def latest_tag(save_dir: Path) -> str | None:
+def retire(folder: Location, named: str | None, kept: str) -> None:
+    """Remove the files of the checkpoint that was replaced; `kept` is the mark of the new one.
+
+    The user's own files stay. Files that cannot be removed are logged.
+    """
+    storage = storage_of(folder)
+    try:
+        if named is not None and named != kept:
+            storage.remove(folder / named)
+        if named is None:  # a checkpoint of an earlier version, or none
+            for item in storage.items(folder):
+                if _OWN.fullmatch(item.name) and not item.is_folder:
+                    storage.remove(folder / item.name)
+        if isinstance(folder, Path):
+            _retire_drafts(folder)
+    except OSError as error:
+        _log.warning("%s: the files of the previous checkpoint are not removed: %s", folder, error)
+
+
+def _retire_drafts(folder: Path) -> None:
+    """Remove what kills of earlier versions left of this tag; the user's own files move to it."""
+    storage = storage_of(folder)
+    for item, found in _drafts(storage.items(folder.parent)):
+        if not item.is_folder or found["name"] != folder.name:
+            continue
+        left = folder.parent / item.name
+        for path in left.iterdir() if found["state"] == "old" else ():
+            is_own = path.name == INDEX or _OWN.fullmatch(path.name) or MARK.fullmatch(path.name)
+            if not is_own and not os.path.lexists(folder / path.name):
+                os.rename(path, folder / path.name)
+        storage.remove(left)
+
+
+def discard(folder: Location, mark: str) -> None:
+    """Remove the files of a failed save that no index can name, as far as possible."""
+    with suppress(OSError):
+        storage_of(folder).remove(folder / mark)
+
+
+def discard_uncommitted(folder: Location, mark: str) -> None:
+    """Remove the files of a save whose index could not be written, if no index can name them.
+
+    Behind a URL they stay until they are swept: the request that failed may still come through.
+    """
+    with suppress(CheckpointError):
+        if isinstance(folder, Path) and named_by(folder) != mark:
+            discard(folder, mark)
+
+
+def set_latest(save_dir: Location, tag: str, mark: str = "") -> None:
+    """Make `latest` name a checkpoint, atomically; `mark` is that of the save."""
+    replace_file(save_dir / LATEST, tag, mark)
+
+
+def latest_tag(save_dir: Location) -> str | None:
     """Return the tag that `latest` names; None if it cannot be read or is not a tag."""
     try:
         return _read_latest(save_dir)
@@ -215,92 +299,113 @@ def latest_tag(save_dir: Path) -> str | None:
         return None
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder; a rename first makes it no checkpoint at once."""
-    dead = folder
-    if not folder.name.endswith(".dead"):
-        tag = folder.name
-        if found := _LEFTOVER.fullmatch(tag):
-            tag = found["tag"]
-        dead = folder.with_name(f".{tag}.{new_mark()}.dead")
-        os.rename(folder, dead)
-    while os.path.lexists(dead):
-        with suppress(FileNotFoundError):  # another process removes it too
-            shutil.rmtree(dead)
-
-
-def discard(draft: Path) -> None:
-    """Remove the draft of a failed save, as far as possible."""
-    with suppress(OSError):
-        remove(draft)
-    _forget(draft)
-
-
-def _forget(draft: Path) -> None:
-    _under_way.discard(_mark_of(draft))
-
-
-def _mark_of(path: Path) -> str:
-    """Return the mark in a draft's name; empty if there is none."""
-    found = _LEFTOVER.fullmatch(path.name)
-    return found["mark"] if found else ""
-
-
-def sweep(save_dir: Path) -> None:
-    """Restore a checkpoint whose replacement was interrupted; remove other leftovers of dead saves.
-
-    Drafts of other saves of this process are kept, and so are single files (an export's) that were
-    written to recently.
+def remove(folder: Location) -> None:
+    """Remove a checkpoint: first its index, so that it is none at once.
 
     Raises:
-        OSError: something cannot be renamed or removed.
+        CheckpointError: another process is saving under this tag.
+        OSError: something cannot be removed.
     """
-    for path, tag, state in list(_leftovers(save_dir)):
-        if _mark_of(path) not in _under_way:
-            with suppress(FileNotFoundError):  # another process was faster
-                _sweep_one(path, save_dir / tag, state)
+    storage = storage_of(folder)
+    named: str | None = None
+    with suppress(CheckpointError):  # a damaged one is removed all the same
+        named = named_by(folder)
+    if named is not None:
+        expect_alone(folder, named, time.time())
+    with replacing(folder, named):
+        storage.remove(folder / INDEX)
+        if isinstance(folder, Path):
+            sync_folder(folder)
+        storage.remove(folder)
 
 
-def _sweep_one(path: Path, folder: Path, state: str) -> None:
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        # Only saves write `latest`, and no other process saves here.
-        if folder.name == LATEST or time.time() - status.st_mtime > _QUIET_S:
-            path.unlink()
-    elif state == "old" and not os.path.lexists(folder):
-        os.rename(path, folder)
-        sync_folder(folder.parent)
-    elif state == "old":
-        _retire(path, folder)
-    else:
-        remove(path)
+# ---- leftovers -----------------------------------------------------------------------------------
 
 
-def checkpoints(save_dir: Path) -> list[Path]:
-    """Return the folders that have an index."""
-    return [path for path in save_dir.iterdir() if not _is_hidden(path) and _has_index(path)]
+def sweep(save_dir: Location, now: float | None = None) -> None:
+    """Remove what dead saves have left; `now` is the time by the storage's clock.
+
+    Kept are checkpoints, saves whose lease is alive, and files without a lease (an export's, or
+    those of a checkpoint that is being copied) that were written to recently.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    now = time.time() if now is None else now
+    storage = storage_of(save_dir)
+    items = storage.items(save_dir)
+    dead: set[str] = set()
+    for item in items:
+        if _is_tag(item):
+            dead |= _sweep_tag(save_dir / item.name, now)
+    for item, found in _drafts(items):
+        path = save_dir / item.name
+        if found["state"] == "old" and not exists(save_dir / found["name"] / INDEX):
+            continue  # the only whole checkpoint of its tag
+        if found["mark"] in dead or _is_quiet(path, item, now):
+            storage.remove(path)
 
 
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".") or path.is_symlink()
+def _sweep_tag(folder: Location, now: float) -> set[str]:
+    """Sweep a tag's folder; return the marks of its dead leases."""
+    storage = storage_of(folder)
+    items = storage.items(folder)
+    saves = [item for item in items if item.is_folder and MARK.fullmatch(item.name)]
+    leases = {mark for item in items if (mark := mark_of(item))}
+    drafts = list(_drafts(items))
+    if not leases and not drafts and len(saves) <= any(item.name == INDEX for item in items):
+        return set()
+    # A lease is older than all it covers: those of what is listed are certainly seen by now, unless
+    # their saves have ended, as the index then says.
+    leases |= {mark for item in storage.items(folder) if (mark := mark_of(item))}
+    alive = {mark for mark in leases if is_alive(folder, mark, now)}
+    try:
+        named = named_by(folder)
+    except CheckpointError as error:
+        if is_file(folder / INDEX):  # else its own job has removed it meanwhile
+            _log.warning("%s: leftovers are not removed: %s", folder, error)
+        return set()
+    dead = leases - alive
+    for item in saves:
+        is_needed = item.name in alive or item.name == named
+        is_left = item.name in dead or _is_quiet(folder / item.name, item, now)
+        if is_left and not is_needed:
+            storage.remove(folder / item.name)
+    for item, found in drafts:
+        if found["mark"] in dead or _is_quiet(folder / item.name, item, now):
+            storage.remove(folder / item.name)
+    for mark in dead:
+        storage.remove(lease_of(folder, mark))
+    if isinstance(folder, Path) and not items_of(folder):
+        with suppress(OSError):
+            folder.rmdir()
+    return dead
 
 
-def _has_index(path: Path) -> bool:
-    return (path / INDEX).is_file()
+def named_by(folder: Location) -> str | None:
+    """Return the mark that a tag's index names; None if there is no index, or it names none.
+
+    Raises:
+        CheckpointError: the index cannot be read, so that it may name any.
+    """
+    if not is_file(folder / INDEX):
+        return None
+    return _mark_in(folder)
 
 
-def _retire(old: Path, folder: Path) -> None:
-    """Remove a folder that another has replaced; the user's own files move to that one."""
-    for path in list(old.iterdir()):
-        if not _OWN.fullmatch(path.name) and not os.path.lexists(folder / path.name):
-            os.rename(path, folder / path.name)
-    remove(old)
+def _drafts(items: list[StorageItem]) -> Iterator[tuple[StorageItem, re.Match[str]]]:
+    """Yield the files and folders whose names say that they are not final, with the parts of it."""
+    for item in items:
+        if found := _DRAFT.fullmatch(item.name):
+            yield item, found
 
 
-def _leftovers(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield (path, tag, state) of every draft, replaced folder and folder under removal."""
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
-        if found := _LEFTOVER.fullmatch(path.name):
-            yield path, found["tag"], found["state"]
+def _is_quiet(path: Location, item: StorageItem, now: float) -> bool:
+    """Return whether nothing was written to a file or folder for long."""
+    inside = storage_of(path).items(path) if item.is_folder else []
+    return now - max([item.modified, *(one.modified for one in inside)]) > _QUIET_S
+
+
+def _mark_in(folder: Location) -> str | None:
+    with parsing_errors(f"{folder / INDEX} is damaged"):
+        return mark_in(read_index(folder))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hadal.checkpoint.export import export, load_weights, state_dict_of
+from hadal.checkpoint.files import directory_of
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME, PICKLE
 from hadal.checkpoint.opening import opened
 from hadal.units import nbytes_of
@@ -36,7 +37,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    source = opened(Path(checkpoint_dir), tag, part)
+    source = opened(checkpoint_dir, tag, part)
     state = state_dict_of(
         source, torch.float32, exclude_frozen=exclude_frozen_parameters, lazy=lazy_mode
     )
@@ -56,7 +57,7 @@ def load_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    source = opened(Path(checkpoint_dir), tag, part)
+    source = opened(checkpoint_dir, tag, part)
     load_weights(model, source)
     source.close()
     return model
@@ -110,10 +111,10 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write a checkpoint's weights as above, in `dtype`; None keeps each weight's own dtype."""
     nbytes = nbytes_of("1000TB" if max_shard_size is None else max_shard_size)
-    source = opened(Path(checkpoint_dir), tag, part)
+    source = opened(checkpoint_dir, tag, part)
     export(
         source,
-        Path(output_dir),
+        directory_of(output_dir),
         NAME if safe_serialization else PICKLE,
         dtype=dtype,
         max_shard_nbytes=nbytes,

@@ -21,14 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.files import (
-    Chunk,
-    new_mark,
-    sync_folder,
-    system_errors,
-    write_file,
-)
+from hadal.checkpoint.files import new_mark, system_errors, write_file
+from hadal.checkpoint.local import draft_of, sync_folder
 from hadal.checkpoint.shards import bytes_of, header_of
+from hadal.checkpoint.storage import Chunk
 from hadal.errors import CheckpointError
 
 MAX_SHARD = "5GB"
@@ -100,7 +96,7 @@ def write_model(
     shards = shards_of(values, max_shard_nbytes)
     names = names_of(filename, len(shards))
     mark = new_mark()
-    drafts = [folder / f".{name}.{mark}.partial" for name in names]
+    drafts = [draft_of(folder / name, mark) for name in names]
     is_safe = filename.endswith(".safetensors")
     write = _write_safetensors if is_safe else _write_pickle
     with system_errors(folder, "written"):

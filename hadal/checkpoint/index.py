@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from pathlib import Path
 from typing import Any, NoReturn
 
-from hadal.checkpoint.files import CHECKSUM, CHECKSUMS, Seal, read_small, write_file
-from hadal.checkpoint.folders import INDEX
+from hadal.checkpoint.files import CHECKSUM, CHECKSUMS, Seal, read_small, replace_file
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
-# Since 7 a bucket's slots record the order of their elements if that is not row-major.
-FORMAT = 7
-_READ = (4, 5, 6, FORMAT)
+INDEX = "index.json"
+# Since 7 a bucket's slots record the order of their elements if that is not row-major; since 8 the
+# files are in a folder of their own, which is named after the save's mark.
+FORMAT = 8
+_WITH_FOLDER = 8
+_READ = (4, 5, 6, 7, FORMAT)
+MARK = re.compile(r"[0-9a-f]{16}")
+"""The mark of a save."""
 _HEAD = {"format": FORMAT, "checksum": CHECKSUM}
 _LIMIT = 1 << 30
 # The index's own checksum covers the file without this line, so a flipped bit never matches.
 _SUM = re.compile(rb'\{\n "crc32": "([0-9a-f]{8})",')
 
 
-def write_index(folder: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint's index, which is the last of its files."""
+def write_index(folder: Location, content: dict[str, Any]) -> None:
+    """Write or replace a checkpoint's index atomically, which commits it."""
     # One line per key: the values are long, and only programs read them.
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
@@ -30,11 +34,11 @@ def write_index(folder: Path, content: dict[str, Any]) -> None:
     ]
     body = ("{\n " + ",\n ".join(lines) + "\n}").encode()
     line = b'{\n "crc32": "%08x",' % zlib.crc32(body)
-    write_file(folder / INDEX, [line + body[1:]])
+    replace_file(folder / INDEX, line + body[1:], str(content.get("save", "")))
     read_index(folder)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Location) -> dict[str, Any]:
     """Return a checkpoint's index, verified against its checksum.
 
     Raises:
@@ -52,7 +56,21 @@ def read_index(folder: Path) -> dict[str, Any]:
     return content
 
 
-def strict_json(text: str | bytes, path: Path) -> dict[str, Any]:
+def mark_in(content: dict[str, Any]) -> str | None:
+    """Return the mark that names the folder of the files; None if they are beside the index.
+
+    Raises:
+        ValueError: the index has no such mark.
+    """
+    if content["format"] < _WITH_FOLDER:
+        return None
+    mark = content.get("save")
+    if not isinstance(mark, str) or not MARK.fullmatch(mark):
+        raise ValueError(f"the save's mark is {mark!r}, expected 16 hexadecimal digits")
+    return mark
+
+
+def strict_json(text: str | bytes, path: Location) -> dict[str, Any]:
     """Parse a JSON object; refuse the infinities and NaNs that JSON does not have.
 
     Raises:
@@ -71,7 +89,7 @@ def _not_finite(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
-def _refuse(path: Path, raw: bytes) -> NoReturn:
+def _refuse(path: Location, raw: bytes) -> NoReturn:
     """Raise, distinguishing an unsupported version from damage."""
     try:
         content = json.loads(raw)
@@ -88,7 +106,7 @@ def _refuse(path: Path, raw: bytes) -> NoReturn:
     )
 
 
-def seals_of(content: dict[str, Any], names: list[str], path: Path) -> dict[str, Seal]:
+def seals_of(content: dict[str, Any], names: list[str], path: Location) -> dict[str, Seal]:
     """Return the expected seal of each named file.
 
     File names never come from the index, so a forged index cannot point to other files.

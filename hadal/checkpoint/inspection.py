@@ -5,10 +5,10 @@ Tests: tests/cli/test_checkpoint.py, tests/checkpoint/test_meanwhile.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import check_file
+from hadal.checkpoint.files import Given, check_file, items_of, location_of, storage_of
 from hadal.checkpoint.formats.dcp_source import DcpSource
-from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
+from hadal.checkpoint.index import INDEX
+from hadal.checkpoint.opening import folder_of, is_checkpoint, is_folder, open_source
 from hadal.checkpoint.source import Entry, Source
+from hadal.checkpoint.storage import Location, StorageItem
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError, HadalError
 
@@ -61,20 +63,24 @@ class CheckpointReport:
     faults: list[str] = field(default_factory=list)
 
 
-def inspected(path: Path, tag: str | None = None, *, verify: bool = True) -> list[CheckpointReport]:
+def inspected(
+    path: Given, tag: str | None = None, *, verify: bool = True
+) -> list[CheckpointReport]:
     """Inspect one checkpoint, or all in a folder in the order of their steps.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
+    path = location_of(path)
     if tag is not None or is_checkpoint(path):
         folder = folder_of(path, tag)
         return [_report(folder, _latest(folder.parent), verify)]
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointError(
             f"{path} is not a directory; pass the directory given to save_checkpoint"
         )
-    found = [p for p in path.iterdir() if not p.name.startswith(".") and is_checkpoint(p)]
+    names = [item.name for item in items_of(path) if not item.name.startswith(".")]
+    found = [path / name for name in names if is_checkpoint(path / name)]
     reports = [report for folder in found if (report := _stable_report(folder, verify))]
     if not reports:
         folder_of(path)  # raises with the reason
@@ -90,7 +96,7 @@ def inspected(path: Path, tag: str | None = None, *, verify: bool = True) -> lis
     return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))
 
 
-def _stable_report(folder: Path, verify: bool) -> CheckpointReport | None:
+def _stable_report(folder: Location, verify: bool) -> CheckpointReport | None:
     """Inspect a folder again if another replaces it meanwhile; None if it was removed."""
     while True:
         before = _identity_of(folder)
@@ -102,23 +108,21 @@ def _stable_report(folder: Path, verify: bool) -> CheckpointReport | None:
     return report if before is not None else None
 
 
-def _identity_of(folder: Path) -> tuple[int, int] | None:
-    """Return a folder's identity, which another of the same name lacks; None if it is missing."""
-    try:
-        status = folder.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+def _identity_of(folder: Location) -> StorageItem | None:
+    """Return what changes if another checkpoint takes a folder's name; None if it is missing."""
+    with suppress(OSError):
+        return storage_of(folder).find(folder / INDEX) or storage_of(folder).find(folder)
+    return None
 
 
-def _latest(folder: Path) -> str | None:
+def _latest(folder: Location) -> str | None:
     with suppress(CheckpointError):
         if (found := folders.find(folder, None)) is not None:
             return found.name
     return folders.latest_tag(folder)
 
 
-def _report(folder: Path, latest: str | None, verify: bool) -> CheckpointReport:
+def _report(folder: Location, latest: str | None, verify: bool) -> CheckpointReport:
     report = CheckpointReport(folder.name, str(folder), folder.name == latest)
     try:
         source = open_source(folder)
@@ -150,8 +154,9 @@ def _describe(report: CheckpointReport, source: StoredSource | DeepSpeedSource |
     report.parameters = sum(one.numel for one in report.holdings if one.kind == WEIGHT)
     for path in _paths(source):
         with suppress(OSError):
-            report.file_nbytes += path.stat().st_size
-            report.file_count += 1
+            if (item := storage_of(path).find(path)) is not None:
+                report.file_nbytes += item.nbytes
+                report.file_count += 1
 
 
 def _steps(scalars: Any) -> int | None:
@@ -180,25 +185,24 @@ def _holdings(source: Source) -> list[Holding]:
     ]
 
 
-def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Path]:
+def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Location]:
     if not isinstance(source, StoredSource):
         return list(source.files)
-    return [source.path / name for name in source.files]
+    return [source.home / name for name in source.files]
 
 
 def _damage(source: StoredSource | DeepSpeedSource | DcpSource) -> Iterator[str]:
     """Yield the fault of each file that is missing or damaged."""
+    checks: list[Callable[[], None]] = []
     if isinstance(source, DcpSource):
+        checks = [source.verify]
+    elif isinstance(source, DeepSpeedSource):
+        checks = [partial(check_pickle, path) for path in source.files]
+    else:
+        for name, seal in source.files.items():
+            checks.append(partial(check_file, source.home / name, seal, whole=True))
+    for check in checks:
         try:
-            source.verify()
-        except CheckpointError as error:
-            yield str(error)
-        return
-    for path in _paths(source):
-        try:
-            if isinstance(source, DeepSpeedSource):
-                check_pickle(path)
-            else:
-                check_file(path, source.files[path.name], whole=True)
+            check()
         except CheckpointError as error:
             yield str(error)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from hadal.checkpoint import folders
-from hadal.checkpoint.index import read_index
+from hadal.checkpoint.files import items_of
+from hadal.checkpoint.index import mark_in, read_index
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 _HOUR = 3600.0
+JOBS = "jobs"
+"""The index's key of the jobs of a run: each resumed from a checkpoint of the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +32,19 @@ class Keep:
     """Keep checkpoints younger than this."""
 
 
-def prune(save_dir: Path, saved: str, keep: Keep) -> None:
+def prune(save_dir: Location, saved: str, keep: Keep, jobs: Collection[str]) -> None:
     """Remove old checkpoints that `keep` does not cover; one rank calls it after a save.
 
-    Only complete checkpoints that were once `latest` are removed: one saved with
-    `save_latest=False` belongs to the caller. The one just saved (`saved`) and the one that
-    `latest` names are never removed. A checkpoint that cannot be removed is logged and kept.
+    Only complete checkpoints of `jobs` (this job, and those that it resumed from) that were once
+    `latest` are removed: one saved with `save_latest=False` belongs to the caller. The one just
+    saved (`saved`) and the one that `latest` names are never removed. A checkpoint that cannot be
+    removed is logged and kept.
     """
     if keep.last is None and keep.hours is None:
         return
     try:
-        ages = sorted(_ages(save_dir))
-    except OSError as error:
+        ages = sorted(_ages(save_dir, jobs))
+    except (CheckpointError, OSError) as error:
         _log.warning("%s: old checkpoints are not removed: %s", save_dir, error)
         return
     spared = {saved, folders.latest_tag(save_dir)}
@@ -50,21 +55,24 @@ def prune(save_dir: Path, saved: str, keep: Keep) -> None:
             continue
         try:
             folders.remove(save_dir / name)
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             _log.warning("%s is not removed: %s", save_dir / name, error)
 
 
-def _ages(save_dir: Path) -> list[tuple[float, str]]:
+def _ages(save_dir: Location, jobs: Collection[str]) -> list[tuple[float, str]]:
     """Return (age in seconds, name) of each complete checkpoint that was saved as the latest."""
     now, ages = time.time(), []
-    for folder in folders.checkpoints(save_dir):
+    for folder in folders.all_of(save_dir, with_links=False):
         try:
             content = read_index(folder)
-            whole = all(
-                (folder / name).stat().st_size == seal[0] for name, seal in content["files"].items()
-            )
-            if whole and content["was_latest"] is True:
+            mark, own = mark_in(content), content.get(JOBS)
+            home = folder if mark is None else folder / mark
+            sizes = {item.name: item.nbytes for item in items_of(home)}
+            is_whole = all(sizes.get(name) == seal[0] for name, seal in content["files"].items())
+            # Earlier versions did not record the job.
+            is_own = own is None or own[-1] in jobs
+            if is_whole and is_own and content["was_latest"] is True:
                 ages.append((now - float(content["saved_at"]), folder.name))
-        except (CheckpointError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        except (CheckpointError, OSError, LookupError, TypeError, ValueError, AttributeError):
             continue  # not a complete checkpoint of ours: left alone
     return ages

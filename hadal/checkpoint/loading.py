@@ -25,14 +25,16 @@ from hadal.checkpoint import folders, randomness
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import parsing_errors, read_small
+from hadal.checkpoint.files import is_file, parsing_errors, read_small
 from hadal.checkpoint.fitting import Fit, GroupFit, exact_kind, fit_groups, fit_names
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
+from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.live import COUNTERS, LISTENERS, Live, plain_name
 from hadal.checkpoint.moments import StatePlan, plan_state
 from hadal.checkpoint.opening import open_source
 from hadal.checkpoint.source import RankState, Source
+from hadal.checkpoint.storage import Location
 from hadal.checkpoint.stored import StoredSource
 from hadal.checkpoint.together import together
 from hadal.checkpoint.weights import Reading, plan_bucket
@@ -68,6 +70,8 @@ class Loaded(NamedTuple):
     scalars: Any
     """None if the checkpoint has none, or they are not wanted."""
     client_state: dict[str, Any]
+    jobs: tuple[str, ...] = ()
+    """The jobs of the run that saved it; see `keep.JOBS`."""
 
 
 @dataclass(slots=True)
@@ -87,8 +91,8 @@ class _LoadPlan:
 
 
 def find(
-    load_dir: Path, tag: str | None, ranks: Ranks, *, prefers_universal: bool = False
-) -> Path | None:
+    load_dir: Location, tag: str | None, ranks: Ranks, *, prefers_universal: bool = False
+) -> Location | None:
     """Return the folder of the checkpoint `tag`, or of the latest; None if there is none.
 
     With `prefers_universal` the latest is the one that `latest_universal` names, if it is there. A
@@ -98,12 +102,13 @@ def find(
         CheckpointError: the checkpoint that `tag` or `latest` names does not exist, or the ranks
             find different ones.
     """
-    folder: Path | None = None
+    folder: Location | None = None
     with together(ranks, f"no checkpoint was loaded from {load_dir}"):
         if tag is None and prefers_universal:
             tag = _universal_tag(load_dir)
         foreign = load_dir if tag is None else load_dir / tag
-        folder = foreign if is_dcp(foreign) else folders.find(load_dir, tag)
+        is_foreign = isinstance(foreign, Path) and is_dcp(foreign)
+        folder = foreign if is_foreign else folders.find(load_dir, tag)
     found = gather_objects(None if folder is None else folder.name, ranks)
     if len(set(found)) > 1:
         raise CheckpointError(
@@ -113,17 +118,17 @@ def find(
     return folder
 
 
-def _universal_tag(load_dir: Path) -> str | None:
+def _universal_tag(load_dir: Location) -> str | None:
     """Return the tag that `latest_universal` names; None if there is no such file."""
     path = load_dir / LATEST_UNIVERSAL
-    if not path.is_file():
+    if not is_file(path):
         return None
     tag = read_small(path, 4096).decode(errors="replace").strip()
     folders.check_tag(tag)
     return tag
 
 
-def load(folder: Path, live: Live, wanted: Wanted) -> Loaded:
+def load(folder: Location, live: Live, wanted: Wanted) -> Loaded:
     """Load a checkpoint into `live`. All ranks must call it.
 
     Raises:
@@ -186,7 +191,8 @@ def load_from(
     _log_differences(source, plan, live, wanted)
     _change(source, plan, live, wanted)
     scalars = None if wanted.module_only else source.scalars
-    return Loaded(scalars, plan.client_state)
+    jobs = source.jobs if isinstance(source, StoredSource) else ()
+    return Loaded(scalars, plan.client_state, jobs)
 
 
 # ---- looking ahead -------------------------------------------------------------------------------
@@ -208,7 +214,7 @@ def _plan_while(verify: Callable[[], None] | None, plan: Callable[[], _LoadPlan]
 
 
 def _plan(source: Source, live: Live, wanted: Wanted) -> _LoadPlan:
-    with parsing_errors(f"{source.path / folders.INDEX} is damaged"):
+    with parsing_errors(f"{source.path / INDEX} is damaged"):
         return _planned(source, live, wanted)
 
 

@@ -9,24 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hadal.checkpoint import folders
-from hadal.checkpoint.deepspeed.folder import is_deepspeed
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
+from hadal.checkpoint.files import Given, is_file, location_of, storage_of, system_errors
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
+from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.source import Source
+from hadal.checkpoint.storage import Location, RemotePath
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 
-def folder_of(path: Path, tag: str | None = None) -> Path:
+def folder_of(path: Given, tag: str | None = None) -> Location:
     """Return a checkpoint's folder: `path` itself, or the one in it that `tag` or `latest` names.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
+    path = location_of(path)
     if tag is None and is_checkpoint(path):
         return path
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointError(
             f"{path} is not a directory; pass the directory given to save_checkpoint"
         )
@@ -39,13 +42,21 @@ def folder_of(path: Path, tag: str | None = None) -> Path:
     return found
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Location) -> bool:
     """Return whether a folder is a checkpoint, rather than a folder of them."""
-    return (folder / folders.INDEX).is_file() or is_dcp(folder) or is_deepspeed(folder)
+    is_foreign = isinstance(folder, Path) and is_dcp(folder)
+    return is_foreign or folders.is_complete(folder)
+
+
+def is_folder(path: Location) -> bool:
+    """Return whether a location is a folder."""
+    with system_errors(path, "read"):
+        found = storage_of(path).find(path)
+        return found is not None and found.is_folder
 
 
 def open_source(
-    folder: Path, part: int = 0, names: Sequence[Sequence[str]] | None = None
+    folder: Location, part: int = 0, names: Sequence[Sequence[str]] | None = None
 ) -> StoredSource | DeepSpeedSource | DcpSource:
     """Open a checkpoint; `part` selects one part of a model saved in model-parallel parts.
 
@@ -54,14 +65,14 @@ def open_source(
     Raises:
         CheckpointError: it is damaged, or not a checkpoint.
     """
-    if (folder / folders.INDEX).is_file():
+    if isinstance(folder, RemotePath) or is_file(folder / INDEX):
         return StoredSource(folder, part)
     if is_dcp(folder):
         return DcpSource(folder, names)
     return DeepSpeedSource(folder, names)
 
 
-def opened(path: Path, tag: str | None = None, part: int | None = None) -> Source:
+def opened(path: Given, tag: str | None = None, part: int | None = None) -> Source:
     """Open the checkpoint that a path and a tag refer to, or one part of it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own file; once all are on disk the checkpoint gets its name.
+"""Saving: every rank writes its own file; once all are durable, the index commits them.
 
 Writing files needs nothing of the running program: `begin` gathers everything into a `SaveJob`, and
 `SaveJob.write` writes it to disk, at once or in a thread (`background.py`).
@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +34,15 @@ from hadal.checkpoint.contents import part_as_json
 from hadal.checkpoint.files import Seal, check_file, new_mark, system_errors
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import write_index
-from hadal.checkpoint.keep import prune
+from hadal.checkpoint.keep import JOBS, prune
+from hadal.checkpoint.leases import Lease
 from hadal.checkpoint.live import LISTENERS, Live, Rules
+from hadal.checkpoint.local import draft_of
 from hadal.checkpoint.plain import encoded
 from hadal.checkpoint.script import place_scripts
 from hadal.checkpoint.shards import write_tensors
 from hadal.checkpoint.source import OWN
+from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects, gather_objects_at_first
@@ -51,11 +54,13 @@ _log = logging.getLogger(__name__)
 class SaveRequest(NamedTuple):
     """The arguments of a save: the place, the tag and the options."""
 
-    save_dir: Path
+    save_dir: Location
     tag: str
     client_state: Mapping[str, Any]
     save_latest: bool = True
     without_frozen: bool = False
+    jobs: tuple[str, ...] = ()
+    """The jobs of this run, this one last; see `keep.JOBS`."""
 
 
 class Plain(NamedTuple):
@@ -72,7 +77,7 @@ class _Written(NamedTuple):
     seconds: float
 
 
-def _log_speed(path: Path, of_ranks: list[_Written]) -> None:
+def _log_speed(path: Location, of_ranks: list[_Written]) -> None:
     nbytes = sum(seal.nbytes for one in of_ranks for seal in one.seals.values())
     seconds = max(one.seconds for one in of_ranks)
     _log.info(
@@ -105,7 +110,7 @@ class SaveJob:
     request: SaveRequest
     mark: str
     folder_ranks: tuple[int, ...]
-    """The ranks that write into this rank's folder; the first one renames it."""
+    """The ranks that write into this rank's folder; the first one writes the index."""
     rules: Rules
     contents: RankContents
     own: Plain
@@ -115,7 +120,7 @@ class SaveJob:
     """The descriptions of all ranks, for the rank that writes the index."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The checkpoint's folder."""
         return self.request.save_dir / self.request.tag
 
@@ -134,60 +139,86 @@ class SaveJob:
             CheckpointError: on every rank, with the file and the reason.
         """
         save_dir, tag = self.request.save_dir, self.request.tag
-        draft = folders.draft_of(save_dir, tag, self.mark)
         is_leader = ranks.rank == self.folder_ranks[0]
-        with together(ranks, self._what):
-            if is_leader:
-                folders.begin(save_dir, tag, self.mark)
-        try:
-            mine = _Written({}, 0.0)
-            with together(ranks, self._what):
-                mine = self._write_files(draft, ranks.rank, is_leader)
-            of_ranks = gather_objects(mine, ranks)
+        lease: Lease | None = None
+        with ExitStack() as stack:
             with together(ranks, self._what):
                 if is_leader:
-                    self._complete(draft, [one.seals for one in of_ranks], mine.seals)
-                    folders.commit(draft, save_dir / tag)
-        except CheckpointError:
-            if is_leader:
-                folders.discard(draft)
-            raise
-        # No rank returns before `latest` is updated.
-        with together(ranks, f"{save_dir / folders.LATEST} was not moved to {tag!r}"):
-            if is_leader:
-                if self.request.save_latest:
-                    folders.set_latest(save_dir, tag)
-                place_scripts(save_dir)
-                prune(save_dir, tag, self.rules.keep)
+                    lease = folders.begin(save_dir, tag, self.mark)
+                    stack.callback(folders.end, self.path, lease)
+            of_ranks = self._written(ranks, is_leader)
+            with together(ranks, self._what):
+                if lease is not None:
+                    self._commit(lease, of_ranks, of_ranks[ranks.rank].seals)
+            # No rank returns before `latest` is updated.
+            with together(ranks, f"{save_dir / folders.LATEST} was not moved to {tag!r}"):
+                if is_leader:
+                    if self.request.save_latest:
+                        folders.set_latest(save_dir, tag, self.mark)
+                    place_scripts(save_dir)
+                    prune(save_dir, tag, self.rules.keep, self.index[JOBS])
         if ranks.rank == 0 and self.rules.writing.logs_speed:
             _log_speed(self.path, of_ranks)
 
-    def _write_files(self, draft: Path, rank: int, is_leader: bool) -> _Written:
+    def _written(self, ranks: Ranks, is_leader: bool) -> list[_Written]:
+        """Write all ranks' files; if one cannot, remove them and raise on every rank."""
+        mine = _Written({}, 0.0)
+        try:
+            with together(ranks, self._what):
+                mine = self._write_files(ranks.rank, is_leader)
+            of_ranks = gather_objects(mine, ranks)
+            with together(ranks, self._what):
+                if is_leader:
+                    self._check([one.seals for one in of_ranks], mine.seals)
+        except CheckpointError:
+            if is_leader:
+                folders.discard(self.path, self.mark)
+            raise
+        return of_ranks
+
+    def _write_files(self, rank: int, is_leader: bool) -> _Written:
         """Write this rank's files and return their seals."""
-        name = rank_file(rank)
+        home, name = self.path / self.mark, rank_file(rank)
         # The mark identifies this save, so a file of another save is detected at once.
         text = json.dumps({"rank": rank, "save": self.mark, **self.own.values}, allow_nan=False)
         tensors = {**self.contents.tensors, **self.own.tensors}
         began = time.monotonic()
-        seals = {name: write_tensors(draft / name, tensors, {OWN: text}, self.rules.writing)}
+        seals = {name: write_tensors(home / name, tensors, {OWN: text}, self.rules.writing)}
         seconds = time.monotonic() - began
         if is_leader and self.client.tensors:
-            path = draft / CLIENT
+            path = home / CLIENT
             seals[CLIENT] = write_tensors(path, self.client.tensors, {OWN: self.mark})
         return _Written(seals, seconds)
 
-    def _complete(
-        self, draft: Path, of_ranks: list[dict[str, Seal]], mine: dict[str, Seal]
-    ) -> None:
-        """Check that the other ranks' files are in this rank's folder, and write the index."""
+    def _sealed(
+        self, of_ranks: list[dict[str, Seal]], mine: dict[str, Seal]
+    ) -> tuple[dict[str, Seal], list[str]]:
+        """Return the seals of all files, and the names of those in this rank's folder."""
         seals = {rank_file(rank): found[rank_file(rank)] for rank, found in enumerate(of_ranks)}
-        seals |= mine
         here = [rank_file(rank) for rank in self.folder_ranks] + [CLIENT] * (CLIENT in mine)
+        return seals | mine, here
+
+    def _check(self, of_ranks: list[dict[str, Seal]], mine: dict[str, Seal]) -> None:
+        """Check that the other ranks' files are in this rank's folder."""
+        seals, here = self._sealed(of_ranks, mine)
         for name in here:
-            check_file(draft / name, seals[name], whole=False)
+            check_file(self.path / self.mark / name, seals[name], whole=False)
+
+    def _commit(self, lease: Lease, of_ranks: list[_Written], mine: dict[str, Seal]) -> None:
+        """Write the index, and remove the files of the checkpoint that it replaces."""
+        seals, here = self._sealed([one.seals for one in of_ranks], mine)
         parts = [part_as_json(part) for part in self._parts()]
         files = {name: seal.numbers for name, seal in seals.items()}
-        write_index(draft, {**self.index, "files": files, "here": here, "parts": parts})
+        content = {**self.index, "files": files, "here": here, "parts": parts}
+        replaced = folders.replaced_by(self.path)
+        with folders.replacing(self.path, replaced):
+            try:
+                lease.expect_held()
+                write_index(self.path, content)
+            except CheckpointError:
+                folders.discard_uncommitted(self.path, self.mark)
+                raise
+            folders.retire(self.path, replaced, self.mark)
 
     def _parts(self) -> list[Any]:
         """Return each part of the model, as this folder's index describes it."""
@@ -220,15 +251,19 @@ def begin(request: SaveRequest, live: Live) -> SaveJob:
     for bucket in live.runtime.buckets:
         bucket.settle()
     own_values = find_own_values(live)
-    requests = gather_objects((new_mark(), request.tag, str(request.save_dir)), world)
-    mark, tag, _ = requests[0]
-    request = request._replace(tag=tag)
+    own_request = (new_mark(), request.tag, str(request.save_dir), request.jobs)
+    requests = gather_objects(own_request, world)
+    mark, tag, _, jobs = requests[0]
+    request = request._replace(tag=tag, jobs=jobs)
     what = f"checkpoint {request.save_dir / tag} was not saved"
     folder_ranks = tuple(range(world.size))
     # Some programs give each rank its own folder and merge the files afterwards.
-    has_several = live.rules.is_node_local or len({folder for _, _, folder in requests}) > 1
-    if has_several:
+    places = [place for _, _, place, _ in requests]
+    has_several = live.rules.is_node_local or len(set(places)) > 1
+    if has_several and isinstance(request.save_dir, Path):
         folder_ranks = _ranks_of_folder(request.save_dir, mark, world, what)
+    elif has_several:
+        folder_ranks = tuple(rank for rank, one in enumerate(places) if one == places[world.rank])
     # The ranks of this part that write into the same folder.
     holders = Holders(tuple(rank for rank in ranks.numbers if rank in folder_ranks), world.rank)
     with together(world, what):
@@ -250,7 +285,7 @@ def _ranks_of_folder(save_dir: Path, mark: str, world: Ranks, what: str) -> tupl
     """Return the ranks that see the same folder; each writes a file and looks for the others'."""
 
     def trace(rank: int) -> Path:
-        return folders.draft_of(save_dir, f"rank_{rank:05d}", mark)
+        return draft_of(save_dir / f"rank_{rank:05d}", mark)
 
     folder_ranks: list[int] = []
     try:
@@ -299,6 +334,7 @@ def _index(live: Live, request: SaveRequest, mark: str, client: Plain) -> dict[s
     return {
         "save": mark,
         "saved_at": time.time(),
+        JOBS: list(request.jobs),
         "was_latest": request.save_latest,
         "world_size": live.world.size,
         "stage": live.rules.stage,

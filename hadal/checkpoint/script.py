@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 from hadal.checkpoint.files import replace_file
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
 _TEXT = '''\
@@ -32,11 +33,15 @@ SCRIPTS = {
 _log = logging.getLogger(__name__)
 
 
-def place_scripts(save_dir: Path) -> None:
-    """Write the scripts that are missing from a folder of checkpoints; log a warning on failure.
+def place_scripts(save_dir: Location) -> None:
+    """Write the scripts that are missing from a directory of checkpoints; log a warning on failure.
+
+    Behind a URL there is nowhere to run them.
 
     They are not part of a checkpoint: nothing is read from them, and no checksum covers them.
     """
+    if not isinstance(save_dir, Path):
+        return
     for name, text in SCRIPTS.items():
         path = save_dir / name
         try:

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file: written chunk by chunk, read through a memory map.
+"""Tensors in a safetensors file: written chunk by chunk, read by their headers.
 
 The format is a length (8 bytes, little endian), a JSON header of that length, and all tensors one
 after the other. Hadal writes it itself, not through the library, so that no second copy of all
@@ -13,17 +13,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hadal.checkpoint.direct import read_on
-from hadal.checkpoint.files import Chunk, Seal, open_regular, parsing_errors, write_file
+from hadal.checkpoint.files import Seal, parsing_errors, storage_of, system_errors, write_file
 from hadal.checkpoint.index import strict_json
+from hadal.checkpoint.storage import Chunk, Location, StoredFile
 from hadal.errors import CheckpointError
+from hadal.offload.buffers import memory_of
 from hadal.offload.tensors import StoredSlice
 
 DTYPES = {
@@ -61,7 +60,7 @@ class Writing:
 
 
 def write_tensors(
-    path: Path,
+    path: Location,
     tensors: Mapping[str, Tensor | StoredSlice],
     texts: Mapping[str, str],
     writing: Writing | None = None,
@@ -76,29 +75,35 @@ def write_tensors(
     # Wide dtypes first, so that each tensor begins at a multiple of its elements' size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     writing = Writing() if writing is None else writing
-    chunks = _chunks(path, dict(ordered), texts, writing.buffer_nbytes)
+    rows = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in ordered]
+    chunks = _Chunks(header_of(path, rows, texts), dict(ordered), writing.buffer_nbytes)
     return write_file(path, chunks, doubled=writing.is_doubled)
 
 
-def _chunks(
-    path: Path, tensors: Mapping[str, Tensor | StoredSlice], texts: Mapping[str, str], nbytes: int
-) -> Iterator[Chunk]:
-    rows = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    yield header_of(path, rows, texts)
-    for tensor in tensors.values():
-        if not tensor.numel():
-            continue
-        if isinstance(tensor, Tensor):
-            flat = tensor.detach().reshape(-1)
-            pieces: Iterable[Tensor] = flat.split(max(1, nbytes // tensor.element_size()))
-        else:
-            # A chunk may still be being written when the next is read.
-            pieces = (part.clone() for part in tensor.parts(nbytes))
-        yield from map(bytes_of, pieces)
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The contents of a file; they can be iterated again, if a write has to be repeated."""
+
+    header: bytes
+    tensors: Mapping[str, Tensor | StoredSlice]
+    nbytes: int
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield self.header
+        for tensor in self.tensors.values():
+            if not tensor.numel():
+                continue
+            if isinstance(tensor, Tensor):
+                flat = tensor.detach().reshape(-1)
+                pieces: Iterable[Tensor] = flat.split(max(1, self.nbytes // tensor.element_size()))
+            else:
+                # A chunk may still be being written when the next is read.
+                pieces = (part.clone() for part in tensor.parts(self.nbytes))
+            yield from map(bytes_of, pieces)
 
 
 def header_of(
-    path: Path,
+    path: Location,
     rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
     texts: Mapping[str, str],
 ) -> bytes:
@@ -140,15 +145,14 @@ class Header(NamedTuple):
     rows: Mapping[str, HeaderRow]
 
 
-def read_header(path: Path, nbytes: int) -> Header:
+def read_header(path: Location, nbytes: int) -> Header:
     """Read a file's header, its first `nbytes`; nothing else is read, nor brought into the cache.
 
     Raises:
         CheckpointError: the file cannot be read, or its header is malformed.
     """
-    with open_regular(path) as file:
-        read_on(file.fileno(), False)
-        head = file.read(nbytes)
+    with system_errors(path, "read"):
+        head = storage_of(path).open(path).read(0, nbytes)
     with parsing_errors(f"{path} is damaged"):
         rows = strict_json(head[8:], path)
         texts = rows.pop("__metadata__", {})
@@ -165,17 +169,30 @@ def bytes_of(flat: Tensor) -> memoryview:
     return flat.cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a file's tensors, on the host and mapped if the system can, and its header's texts.
-
-    Callers must copy the tensors: mapped memory depends on the file.
+def read_tensors(path: Location) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a file's tensors, in host memory, and its header's texts.
 
     Raises:
         CheckpointError: the file cannot be read, or has another format.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, dict(file.metadata() or {})
-    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with system_errors(path, "read"):
+        file = storage_of(path).open(path)
+        length = int.from_bytes(file.read(0, min(8, file.nbytes)), "little")
+        if not 0 < length <= file.nbytes - 8:
+            raise CheckpointError(f"{path} cannot be read: it has no header of safetensors")
+    header = read_header(path, 8 + length)
+    with system_errors(path, "read"), parsing_errors(f"{path} is damaged"):
+        tensors = {name: _tensor_of(file, row) for name, row in header.rows.items()}
+        return tensors, dict(header.texts)
+
+
+def _tensor_of(file: StoredFile, row: HeaderRow) -> Tensor:
+    """Read a tensor, whose row must fit the file: a damaged header can claim any size."""
+    dtype = DTYPE_OF[row.dtype]
+    nbytes = prod(row.shape) * dtype.itemsize
+    if not 0 <= row.begin <= row.stop <= file.nbytes or nbytes != row.stop - row.begin:
+        raise ValueError(f"{nbytes} bytes at {row.begin} to {row.stop} of {file.nbytes}")
+    found = torch.empty(row.shape, dtype=dtype)
+    if nbytes:
+        file.read_into(memory_of(found.view(-1).view(torch.uint8)), row.begin)
+    return found

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import SavedGroup
+from hadal.checkpoint.storage import Location
 from hadal.zero.layout import Slot
 
 OWN = "hadal"
@@ -58,8 +58,6 @@ class Source(Protocol):
     of the optimizer's keys; state of another shape than its parameter's has that shape.
     """
 
-    path: Path
-    """The folder or file, for error messages."""
     entries: Mapping[tuple[str, str], Entry]
     aliases: Mapping[str, str]
     """Other names of tied parameters, mapped to their names in `entries`."""
@@ -125,6 +123,10 @@ class Source(Protocol):
 
     def client_state(self) -> dict[str, Any]:
         """Return the caller's own values, as copies."""
+
+    @property
+    def path(self) -> Location:
+        """The folder or file, for error messages."""
 
     def close(self) -> None:
         """Close all files."""

@@ -6,17 +6,14 @@ Tests: tests/checkpoint/test_loading.py, tests/checkpoint/test_reshard.py
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hadal.checkpoint.contents import (
@@ -28,21 +25,21 @@ from hadal.checkpoint.contents import (
     part_of_json,
     state_key,
 )
-from hadal.checkpoint.direct import Kept, blocks_of, read_into
-from hadal.checkpoint.files import Seal, check_file, open_regular, parsing_errors
-from hadal.checkpoint.folders import CLIENT, INDEX, rank_file
-from hadal.checkpoint.index import read_index, seals_of, strict_json
+from hadal.checkpoint.direct import Kept
+from hadal.checkpoint.files import Seal, check_file, exists, parsing_errors, storage_of
+from hadal.checkpoint.folders import CLIENT, rank_file
+from hadal.checkpoint.index import INDEX, mark_in, read_index, seals_of, strict_json
+from hadal.checkpoint.keep import JOBS
 from hadal.checkpoint.plain import decoded, decoded_state
-from hadal.checkpoint.planning import cuts_of
 from hadal.checkpoint.shards import DTYPES, Header, read_header, read_tensors
 from hadal.checkpoint.source import OWN, Entry, RankState
+from hadal.checkpoint.storage import Location, StoredFile
 from hadal.device.memory import is_host_memory
 from hadal.errors import CheckpointError
 from hadal.offload.buffers import memory_of
 from hadal.zero.layout import Slot
 from hadal.zero.views import shaped
 
-_OPEN_FILES = 16
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -58,6 +55,28 @@ class _Chunk(NamedTuple):
     """The stored dtype: the master's if the value is its rounding."""
 
 
+class Cut(NamedTuple):
+    """Consecutive elements to read from one chunk."""
+
+    chunk: int
+    """The chunk's number."""
+    start: int
+    """The first element, counted from the chunk's start."""
+    target: int
+    """The first element's position in the requested range."""
+    numel: int
+
+
+def cuts_of(chunks: Sequence[tuple[int, int]], start: int, stop: int) -> list[Cut]:
+    """Return the cuts that make up elements [start, stop); a chunk is (start, numel)."""
+    cuts = []
+    for number, (first, numel) in enumerate(chunks):
+        low, high = max(first, start), min(first + numel, stop)
+        if low < high:
+            cuts.append(Cut(number, low - first, low - start, high - low))
+    return cuts
+
+
 class StoredSource:
     """A checkpoint that `save_checkpoint` wrote, or one model-parallel part of it.
 
@@ -68,8 +87,10 @@ class StoredSource:
         CheckpointError: the index is missing, damaged, or inconsistent.
     """
 
-    def __init__(self, folder: Path, part: int = 0) -> None:
+    def __init__(self, folder: Location, part: int = 0) -> None:
         self.path = folder
+        self.home = folder
+        """The folder of the files."""
         content = read_index(folder)
         with self._reading(INDEX):
             self._read(content, part)
@@ -85,6 +106,10 @@ class StoredSource:
         self._seals = seals_of(content, names + [CLIENT] * has_client, self.path / INDEX)
         self._here = frozenset(map(str, content["here"]))
         self.mark = str(content["save"])
+        if (mark := mark_in(content)) is not None:
+            self.home = self.path / mark
+        self.jobs = tuple(map(str, content.get(JOBS, ())))
+        """The jobs of the run that saved it, the last of which did; see `keep.JOBS`."""
         self.stage = int(content["stage"])
         self.saved_at = float(content["saved_at"])
         self.optimizer = content["optimizer"]
@@ -103,7 +128,7 @@ class StoredSource:
             name: {key: decoded_state(value) for key, value in values.items()}
             for name, values in self.part.state.items()
         }
-        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._files: dict[str, StoredFile] = {}
         self._kept: dict[str, Kept] = {}
         self._looked_at: set[str] = set()
         self._headers: dict[str, Header] = {}
@@ -194,7 +219,7 @@ class StoredSource:
             self._expect_tensor(rank_file(self.part.ranks[chunk.rank]), chunk.tensor, chunk.stored)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return elements of a value; a view of the mapped file if one stored tensor holds them.
+        """Return elements of a value, in host memory.
 
         A value that was not saved in row-major order is read whole, and kept until the next one.
         """
@@ -238,15 +263,20 @@ class StoredSource:
 
     def _whole(self, name: str, tensor: str) -> Tensor:
         """Read a whole tensor of a file, in its shape."""
-        with self._reading(name), open_regular(self.path / name) as file:
+        with self._reading(name):
             row = self._header_of(name).rows[tensor]
             dtype = _TORCH_DTYPES[row.dtype]
             # Checked before allocating: a damaged header can claim any size.
             self._expect_tensor(name, tensor, dtype)
             found = torch.empty(row.shape, dtype=dtype)
-            out = memory_of(found.view(-1).view(torch.uint8))
-            read_into(out, file.fileno(), row.begin, self._kept.get(name))
+            self._fill(found.view(-1), name, row.begin)
             return found
+
+    def _fill(self, out: Tensor, name: str, begin: int) -> None:
+        """Fill a 1-D tensor of the host with the bytes of a file from `begin` on."""
+        if out.numel():
+            out_bytes = memory_of(out.view(torch.uint8))
+            self._open(name).read_into(out_bytes, begin, self._kept.get(name))
 
     def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
         """Return whether a bucket with the layout `slots` was saved; check its files' headers."""
@@ -273,15 +303,13 @@ class StoredSource:
     def _read_part(self, one: SavedSlice, first: int, out: Tensor) -> None:
         """Read elements of one rank's slice of a bucket, from `first` on."""
         name = self._file_of(one)
-        with self._reading(name), open_regular(self.path / name) as file:
+        with self._reading(name):
             low = self._begin_of(name, one.tensor) + (first - one.start) * one.stored.itemsize
             if is_host_memory(out.device) and out.dtype == one.dtype == one.stored:
-                read_into(
-                    memory_of(out.view(torch.uint8)), file.fileno(), low, self._kept.get(name)
-                )
+                self._fill(out, name, low)
                 return
             high, offset = low + out.numel() * one.stored.itemsize, 0
-            for block in blocks_of(file.fileno(), low, high, self._kept.get(name)):
+            for block in self._open(name).blocks(low, high, self._kept.get(name)):
                 values = torch.frombuffer(block, dtype=one.stored)
                 out[offset : offset + values.numel()].copy_(values.to(one.dtype))
                 offset += values.numel()
@@ -328,7 +356,7 @@ class StoredSource:
         """Return a file's header, which is read once."""
         if name not in self._headers:
             self._look_at(name)
-            self._headers[name] = read_header(self.path / name, self._seals[name].head_nbytes)
+            self._headers[name] = read_header(self.home / name, self._seals[name].head_nbytes)
         return self._headers[name]
 
     def _cuts(
@@ -344,24 +372,25 @@ class StoredSource:
         extents = [(chunk.start, chunk.numel) for chunk in chunks]
         return [
             (chunks[cut.chunk], chunks[cut.chunk].offset + cut.start, cut.target, cut.numel)
-            for cut in cuts_of(name, extents, start, stop - start)
+            for cut in cuts_of(extents, start, stop)
         ]
 
     def _cut(self, chunk: _Chunk, offset: int, numel: int) -> Tensor:
         path = rank_file(self.part.ranks[chunk.rank])
+        self._expect_tensor(path, chunk.tensor, chunk.stored)
         with self._reading(path):
-            stored = self._open(path).get_slice(chunk.tensor)
-            if len(stored.get_shape()) != 1:
-                whole: Tensor = self._open(path).get_tensor(chunk.tensor)
-                return whole.reshape(-1)[offset : offset + numel]
-            cut: Tensor = stored[offset : offset + numel]
+            row = self._header_of(path).rows[chunk.tensor]
+            if not 0 <= offset <= offset + numel <= prod(row.shape):
+                raise ValueError(f"{chunk.tensor} has no elements {offset} to {offset + numel}")
+            cut = torch.empty(numel, dtype=chunk.stored)
+            self._fill(cut, path, row.begin + offset * chunk.stored.itemsize)
             return cut
 
     def own(self, rank: int) -> RankState | None:
         """Return a rank's random generators, loader position and modules' extra state."""
         path = rank_file(self.part.ranks[rank])
         with self._reading(path):
-            saved = strict_json(self._header_of(path).texts[OWN], self.path / path)
+            saved = strict_json(self._header_of(path).texts[OWN], self.home / path)
             tensors = _LazyTensors(self._header_of(path).rows, partial(self._whole, path))
             values = [saved[key] for key in ("loader", "random")]
             # Earlier versions did not save these.
@@ -373,7 +402,7 @@ class StoredSource:
         tensors: Mapping[str, Tensor] = {}
         if CLIENT in self._seals:
             self._look_at(CLIENT)
-            tensors = read_tensors(self.path / CLIENT)[0]
+            tensors = read_tensors(self.home / CLIENT)[0]
         with self._reading(INDEX):
             return dict(decoded(self._client, tensors))
 
@@ -403,30 +432,26 @@ class StoredSource:
             self._look_at(name)
             with self._reading(name):
                 kept = Kept(room, self._remembered(name))
-            check_file(self.path / name, self._seals[name], whole=True, kept=kept)
+            check_file(self.home / name, self._seals[name], whole=True, kept=kept)
             room, kept.room = kept.room, 0
             self._kept[name] = kept
 
     def _look_at(self, name: str) -> None:
         if name not in self._looked_at:
-            if name not in self._here and not (self.path / name).exists():
+            if name not in self._here and not exists(self.home / name):
                 raise CheckpointError(
-                    f"{self.path / name} is on another node: the checkpoint was saved with"
+                    f"{self.home / name} is on another node: the checkpoint was saved with"
                     " checkpoint.use_node_local_storage. Load it with the same number of ranks on"
                     " the same nodes at the same stage, or copy all nodes' files into one folder"
                 )
-            check_file(self.path / name, self._seals[name], whole=False)
+            check_file(self.home / name, self._seals[name], whole=False)
             self._looked_at.add(name)
 
-    def _open(self, name: str) -> Any:
-        """Return an open, mapped file; only a few stay open."""
-        if name in self._files:
-            self._files.move_to_end(name)
-            return self._files[name]
-        self._look_at(name)
-        if len(self._files) >= _OPEN_FILES:
-            self._files.popitem(last=False)
-        self._files[name] = safe_open(self.path / name, "pt")
+    def _open(self, name: str) -> StoredFile:
+        """Return a file to read from."""
+        if name not in self._files:
+            self._look_at(name)
+            self._files[name] = storage_of(self.home).open(self.home / name)
         return self._files[name]
 
     def _expect_tensor(
@@ -449,10 +474,11 @@ class StoredSource:
                 )
 
     def _reading(self, name: str) -> AbstractContextManager[None]:
-        return parsing_errors(f"{self.path / name} is damaged", SafetensorError)
+        folder = self.path if name == INDEX else self.home
+        return parsing_errors(f"{folder / name} is damaged")
 
     def close(self) -> None:
-        """Close all files."""
+        """Free what is kept of the files."""
         self._files.clear()
         self._kept.clear()
         self._in_rows = None

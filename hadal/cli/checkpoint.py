@@ -133,8 +133,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run_export(parsed: argparse.Namespace) -> int:
     """Write a checkpoint in another format."""
+    from hadal.checkpoint.files import directory_of
     from hadal.checkpoint.opening import opened
 
+    parsed.out = directory_of(parsed.out)
     source = opened(parsed.dir, parsed.tag, parsed.part)
     written = _EXPORTS[parsed.format](source, parsed)
     source.close()

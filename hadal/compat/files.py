@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.folder import Files, files_of
+from hadal.checkpoint.index import INDEX
 from hadal.checkpoint.stored import StoredSource
 from hadal.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def _is_own(folder: str | Path) -> bool:
-    return Path(folder, folders.INDEX).is_file()
+    return Path(folder, INDEX).is_file()
 
 
 @cache
@@ -105,7 +105,7 @@ def _files(folder: str | Path) -> Files:
     found = files_of(path)
     if not found.model:
         raise CheckpointError(
-            f"{path} is not a checkpoint: it has neither {folders.INDEX} nor *_model_states.pt;"
+            f"{path} is not a checkpoint: it has neither {INDEX} nor *_model_states.pt;"
             " pass the directory of a checkpoint's tag"
         )
     return found

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from hadal.checkpoint.background import Saver
+from hadal.checkpoint.files import location_of, new_mark
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
+from hadal.checkpoint.opening import is_folder
 from hadal.checkpoint.saving import SaveRequest
 from hadal.checkpoint.together import compare_tags
 from hadal.comm.faults import told_to_all
@@ -28,6 +30,8 @@ from hadal.errors import CheckpointError
 from hadal.optim.loss_scale import ScaleState
 
 _log = logging.getLogger(__name__)
+# More restarts than this, and the checkpoints of the first ones stay.
+_REMEMBERED_JOBS = 64
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -37,6 +41,8 @@ class Checkpoints:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._saver = Saver(session.parts.world)
+        # The jobs whose checkpoints this one may remove: itself, and those it has resumed from.
+        self._jobs: tuple[str, ...] = (new_mark(),)
         self._has_told_of_residuals = False
 
     def save_checkpoint(
@@ -88,14 +94,19 @@ class Checkpoints:
                 name,
             )
         order = SaveRequest(
-            Path(save_dir), name, client_state or _NOTHING, save_latest, exclude_frozen_parameters
+            location_of(save_dir),
+            name,
+            client_state or _NOTHING,
+            save_latest,
+            exclude_frozen_parameters,
+            self._jobs,
         )
         world, where = self._session.parts.world, f"the save of checkpoint {name}"
         with told_to_all(world, where, CheckpointError):
             self._session.parts.runtime.check_freed()
         self._saver.save(order, self._session.live())
         for listener in self._session.listeners:
-            listener.after_save(Path(save_dir) / name, time.perf_counter() - began)
+            listener.after_save(location_of(save_dir) / name, time.perf_counter() - began)
         return True
 
     def _forget_residuals(self) -> None:
@@ -156,8 +167,9 @@ class Checkpoints:
         self._session.parts.runtime.meet_at_checkpoint()
         self._forget_residuals()
         self._saver.wait()
+        place = location_of(load_dir)
         folder = find(
-            Path(load_dir),
+            place,
             None if tag is None else str(tag),
             self._session.parts.world,
             prefers_universal=self._session.parts.saving.prefers_universal,
@@ -166,8 +178,8 @@ class Checkpoints:
             if self._session.parts.world.rank == 0:
                 _log.warning(
                     "engine.load_checkpoint: nothing to load in %s%s: training starts from scratch",
-                    Path(load_dir).absolute(),
-                    "" if Path(load_dir).is_dir() else " (no such directory)",
+                    place.absolute() if isinstance(place, Path) else place,
+                    "" if is_folder(place) else " (no such directory)",
                 )
             return None, None
         wanted = Wanted(
@@ -182,6 +194,8 @@ class Checkpoints:
             if self._session.parts.runtime.gradients:
                 self._session.expect_training()
             loaded = load(folder, self._session.live(), wanted)
+        if str(folder.parent) == str(place):
+            self._jobs = (*loaded.jobs[-_REMEMBERED_JOBS:], self._jobs[-1])
         if loaded.scalars is not None:
             # What an older version has not counted starts at its default.
             saved = loaded.scalars[COUNTERS]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
+from hadal.checkpoint.files import directory_of
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME
 from hadal.engine.session import Session
 from hadal.units import nbytes_of
@@ -54,6 +55,7 @@ class WeightsOut:
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
+            NotBuiltYetError: `save_dir` is a URL.
             ValueError: `max_shard_size` is not a size.
         """
         self._session.expect_alive()
@@ -70,7 +72,7 @@ class WeightsOut:
         live.runtime.meet_at_checkpoint()
         write_consolidated(
             live,
-            Path(save_dir),
+            directory_of(save_dir),
             save_filename,
             nbytes,
             exclude_frozen=exclude_frozen_parameters,

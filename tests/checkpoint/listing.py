@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from hadal.checkpoint.script import SCRIPTS
 def names_in(folder: str | Path) -> list[str]:
     """Return the names in a folder of checkpoints, without the scripts beside them."""
     return sorted(path.name for path in Path(folder).iterdir() if path.name not in SCRIPTS)
+
+
+def home_of(tag: Path) -> Path:
+    """Return the folder of a checkpoint's files, which its index names."""
+    home = tag / json.loads((tag / "index.json").read_text())["save"]
+    assert home.is_dir()
+    return home
 
 
 def link_files(folder: Path, blobs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections import Counter
@@ -16,8 +17,9 @@ from engine.toys import assert_equal, engine_of, train
 from ranks import RankPools
 from torch import nn
 
-from checkpoint.listing import names_in
+from checkpoint.listing import home_of, names_in
 from hadal import comm
+from hadal.checkpoint.index import read_index
 from hadal.checkpoint.keep import Keep, prune
 from hadal.errors import CheckpointError
 
@@ -182,11 +184,14 @@ def save_and_prune(folder: str) -> None:
     for tag in ("a", "b", "c"):
         engine.save_checkpoint(folder, tag)
     Path(folder, "latest").write_text("a")
-    Path(folder, "b", "rank_00000.safetensors").unlink()
+    (home_of(Path(folder, "b")) / "rank_00000.safetensors").unlink()
+    jobs = read_index(Path(folder, "c"))["jobs"]
     time.sleep(0.01)
-    prune(Path(folder), "c", Keep(last=1))
+    prune(Path(folder), "c", Keep(last=1), ["another"])
     assert names_in(folder) == ["a", "b", "c", "latest"]
-    prune(Path(folder), "a", Keep(hours=1e-9))
+    prune(Path(folder), "c", Keep(last=1), jobs)
+    assert names_in(folder) == ["a", "b", "c", "latest"]
+    prune(Path(folder), "a", Keep(hours=1e-9), jobs)
     assert names_in(folder) == ["a", "b", "latest"]
 
 
@@ -205,11 +210,13 @@ def replace_one(folder: str) -> None:
     comm.barrier()
     if comm.get_rank() == 0:
         (home / "tokenizer.txt").write_text("the user's own")
-        # As a kill between the two renames leaves it.
+        # As a kill of an earlier version leaves it, between two renames.
         home.rename(Path(folder, ".same.0123456789abcdef.old"))
         Path(folder, ".same.0123456789abcdef.partial").mkdir()
         Path(folder, ".latest.0123456789abcdef.partial").write_text("x")
         Path(folder, ".gone.0123456789abcdef.dead").mkdir()
+        for path in Path(folder).glob(".*.0*"):
+            os.utime(path, (0, 0))
     comm.barrier()
     train(engine, range(1))
     engine.load_checkpoint(folder)

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPools
 
+from checkpoint.listing import home_of
 from hadal import comm
 from hadal.checkpoint.index import read_index, write_index
 from hadal.checkpoint.plain import decoded, encoded
@@ -83,7 +84,13 @@ def harm_at_random(folder: str, times: int, stage: int) -> None:
     train(engine, range(1, 2))
     found = random.Random(11)
     tag = Path(folder, "global_step1")
-    paths = [tag / INDEX, tag / ONE, tag / TWO, tag / CLIENT, Path(folder, "latest")]
+    paths = [
+        tag / INDEX,
+        home_of(tag) / ONE,
+        home_of(tag) / TWO,
+        home_of(tag) / CLIENT,
+        Path(folder, "latest"),
+    ]
     for _ in range(times):
         path = found.choice(paths)
         data = path.read_bytes()
@@ -166,20 +173,23 @@ CLIMBING = {"../" + ONE: [1, 2, 3, 4], TWO: [1, 2, 3, 4], CLIENT: [1, 2, 3, 4]}
 OTHER = "global_step2"
 # What is done to a checkpoint's folder, and the file that must be named.
 PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "ranks swapped": (lambda tag: swap(tag / ONE, tag / TWO), ONE),
-    "checkpoints swapped": (lambda tag: swap(tag / TWO, tag.with_name(OTHER) / TWO), TWO),
+    "ranks swapped": (lambda tag: swap(home_of(tag) / ONE, home_of(tag) / TWO), ONE),
+    "checkpoints swapped": (
+        lambda tag: swap(home_of(tag) / TWO, home_of(tag.with_name(OTHER)) / TWO),
+        TWO,
+    ),
     "indices swapped": (lambda tag: swap(tag / INDEX, tag.with_name(OTHER) / INDEX), ONE),
-    "shape": (lambda tag: reheaded(tag / ONE, shape=[1, 1]), ONE),
-    "dtype": (lambda tag: reheaded(tag / TWO, dtype="I32"), TWO),
-    "huge shape": (lambda tag: reheaded(tag / ONE, shape=[1 << 62, 9]), ONE),
-    "huge header": (lambda tag: huge_header(tag / ONE), ONE),
-    "missing": (lambda tag: (tag / TWO).unlink(), TWO),
-    "missing client": (lambda tag: (tag / CLIENT).unlink(), CLIENT),
+    "shape": (lambda tag: reheaded(home_of(tag) / ONE, shape=[1, 1]), ONE),
+    "dtype": (lambda tag: reheaded(home_of(tag) / TWO, dtype="I32"), TWO),
+    "huge shape": (lambda tag: reheaded(home_of(tag) / ONE, shape=[1 << 62, 9]), ONE),
+    "huge header": (lambda tag: huge_header(home_of(tag) / ONE), ONE),
+    "missing": (lambda tag: (home_of(tag) / TWO).unlink(), TWO),
+    "missing client": (lambda tag: (home_of(tag) / CLIENT).unlink(), CLIENT),
     "missing index": (lambda tag: (tag / INDEX).unlink(), INDEX),
     "not finite": (lambda tag: not_finite(tag / INDEX), INDEX),
     "deep": (lambda tag: (tag / INDEX).write_text("[" * 100_000), INDEX),
-    "version": (lambda tag: (tag / INDEX).write_text('{"format": 9}'), "index.json has format 9"),
-    "sealed: version": (lambda tag: resealed(tag, format=8), "index.json has format 8"),
+    "version": (lambda tag: (tag / INDEX).write_text('{"format": 10}'), "index.json has format 10"),
+    "sealed: version": (lambda tag: resealed(tag, format=9), "index.json has format 9"),
     "sealed: world": (lambda tag: resealed(tag, world_size=10**30), "world_size"),
     "sealed: climbing": (lambda tag: resealed(tag, files=CLIMBING), INDEX),
     "sealed: sizes": (lambda tag: resealed(tag, files=SEALS), ONE),
@@ -202,15 +212,18 @@ PLANS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "latest is empty": (lambda tag: (tag.parent / "latest").write_text(""), "latest"),
     "latest is large": (lambda tag: (tag.parent / "latest").write_bytes(b"x" * 9999), "latest"),
     "latest is lost": (lambda tag: (tag.parent / "latest").write_text("global_step7"), "latest"),
-    "link to another": (lambda tag: linked(tag / ONE, tag.with_name(OTHER) / ONE), ONE),
-    "link to nothing": (lambda tag: linked(tag / TWO, tag / "nothing"), TWO),
-    "link to itself": (lambda tag: linked(tag / TWO, tag / TWO), TWO),
+    "link to another": (
+        lambda tag: linked(home_of(tag) / ONE, home_of(tag.with_name(OTHER)) / ONE),
+        ONE,
+    ),
+    "link to nothing": (lambda tag: linked(home_of(tag) / TWO, tag / "nothing"), TWO),
+    "link to itself": (lambda tag: linked(home_of(tag) / TWO, home_of(tag) / TWO), TWO),
     "index links to nothing": (lambda tag: linked(tag / INDEX, tag / "nothing"), INDEX),
     "latest links to itself": (
         lambda tag: linked(tag.parent / "latest", tag.parent / "latest"),
         "latest",
     ),
-    "pipe": (lambda tag: piped(tag / TWO), TWO),
+    "pipe": (lambda tag: piped(home_of(tag) / TWO), TWO),
 }
 
 
@@ -245,7 +258,7 @@ def skip_the_checksums(folder: str) -> None:
     """Without checksums a flipped bit in the weights goes undetected."""
     engine = engine_of(1, checkpoint={"verify_checksums": False})
     engine.save_checkpoint(folder)
-    path = Path(folder, "global_step0", ONE)
+    path = home_of(Path(folder, "global_step0")) / ONE
     data = path.read_bytes()
     on_one(lambda: path.write_bytes(data[:-1] + bytes([data[-1] ^ 1])))
     engine.load_checkpoint(folder)
@@ -267,18 +280,18 @@ def test_an_index_reads_as_it_was_written(content: dict[str, Any]) -> None:
 # ---- saves that are refused ----------------------------------------------------------------------
 
 
-def refuse(error: int, function: str, place: str, rank: int) -> Callable[..., Any]:
+def refuse(error: int, function: str, place: str, rank: int | None) -> Callable[..., Any]:
     real = getattr(os, function)
 
     def act(*args: Any, **options: Any) -> Any:
-        if comm.get_rank() == rank and any(place in str(arg) for arg in args):
+        if rank in (comm.get_rank(), None) and any(place in str(arg) for arg in args):
             raise OSError(error, os.strerror(error), str(args[0]))
         return real(*args, **options)
 
     return act
 
 
-def fail_to_save(folder: str, function: str, place: str, rank: int, named: str) -> None:
+def fail_to_save(folder: str, function: str, place: str, rank: int | None, named: str) -> None:
     """Fail a save: all ranks raise, the earlier checkpoint is kept, and the next save works.
 
     A limit on the size of files stands for a full disk.
@@ -321,12 +334,17 @@ def fail_to_save(folder: str, function: str, place: str, rank: int, named: str) 
     ("function", "place", "rank", "named"),
     [
         ("limit", "", 1, r"rank 1: .*rank_00001.safetensors cannot be written: File too large"),
-        ("mkdir", ".partial", 0, r"rank 0: .*\.partial cannot be written: Read-only file system"),
-        ("rename", ".partial", 0, r"rank 0: .* cannot be written: No space left on device"),
+        ("mkdir", "", None, r"rank 0: .* cannot be written: Read-only file system"),
+        (
+            "replace",
+            ".index.json",
+            0,
+            r"rank 0: .*index.json cannot be written: No space left on dev",
+        ),
         ("replace", ".latest", 0, r"latest cannot be written: No space left on device"),
     ],
 )
 def test_a_refused_save_leaves_what_was_there(
-    function: str, place: str, rank: int, named: str, ranks: RankPools, tmp_path: Path
+    function: str, place: str, rank: int | None, named: str, ranks: RankPools, tmp_path: Path
 ) -> None:
     ranks(2).run(fail_to_save, str(tmp_path), function, place, rank, named)

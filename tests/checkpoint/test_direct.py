@@ -21,7 +21,7 @@ BLOCK = 8192
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(direct, "BLOCK_NBYTES", BLOCK)
     monkeypatch.setattr(direct, "_DIRECT_NBYTES", 100)
     monkeypatch.setattr(direct, "_free", [])
     # So small ones take longer to keep than to read.

@@ -16,7 +16,7 @@ from hadal.checkpoint import folders, inspection
 from hadal.checkpoint.folders import INDEX
 from hadal.errors import CheckpointError
 
-from .listing import names_in
+from .listing import home_of, names_in
 from .test_contents import engine_of
 
 MARKS = ["0123456789abcde0", "0123456789abcde1"]
@@ -48,63 +48,80 @@ def first_then(act: Callable[[], object], plain: Callable[..., Any], *, after: b
 # ---- saves ---------------------------------------------------------------------------------------
 
 
+def half_saved(save_dir: Path, tag: str, mark: str) -> Path:
+    """Create a file of a save that was not committed; return the folder of its files."""
+    home = save_dir / tag / mark
+    home.mkdir(parents=True)
+    (home / "rank_00000.safetensors").touch()
+    return home
+
+
+def aged(path: Path, seconds: float) -> None:
+    for one in (path, *path.rglob("*")):
+        written = one.stat().st_mtime - seconds
+        os.utime(one, (written, written))
+
+
 def test_two_saves_of_a_process_leave_each_other_alone(tmp_path: Path) -> None:
-    drafts = [folders.begin(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
-    for draft in drafts:
-        (draft / INDEX).touch()
-        folders.commit(draft, tmp_path / draft.name[1])
-    assert names_in(tmp_path) == ["a", "b"]
-    # Neither is under way any more: such a name would be a dead save's.
-    drafts[0].mkdir()
+    leases = [folders.begin(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
+    homes = [half_saved(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
+    aged(tmp_path, 10_000)
     folders.sweep(tmp_path)
-    assert names_in(tmp_path) == ["a", "b"]
-
-
-def test_a_failed_save_is_no_longer_under_way(tmp_path: Path) -> None:
-    draft = folders.begin(tmp_path, "a", MARKS[0])
-    folders.discard(draft)
-    draft.mkdir()
+    assert all(home.is_dir() for home in homes)
+    for home, lease in zip(homes, leases, strict=True):
+        folders.end(home.parent, lease)
+    aged(tmp_path, 10_000)
+    # Neither is under way any more.
     folders.sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recent_draft_file_is_kept_for_an_hour(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    lease = folders.begin(tmp_path, "a", MARKS[0])
+    half_saved(tmp_path, "a", MARKS[0])
+    folders.discard(tmp_path / "a", MARKS[0])
+    folders.end(tmp_path / "a", lease)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_no_lease_is_kept_for_an_hour(tmp_path: Path) -> None:
+    """It may be an export's, or a checkpoint that is being copied here."""
     drafts = [tmp_path / f".model.safetensors.{mark}.partial" for mark in MARKS]
-    for draft, age in zip(drafts, (3000, 4200), strict=True):
+    homes = [half_saved(tmp_path, tag, mark) for tag, mark in zip("ab", MARKS, strict=True)]
+    for draft, home, age in zip(drafts, homes, (3000, 4200), strict=True):
         draft.touch()
-        written = draft.stat().st_mtime - age
-        os.utime(draft, (written, written))
+        aged(draft, age)
+        aged(home, age)
     folders.sweep(tmp_path)
-    assert [draft.exists() for draft in drafts] == [True, False]
+    assert [path.exists() for path in (*drafts, *homes)] == [True, False, True, False]
+    assert not (tmp_path / "b").exists()
 
 
-def test_latest_is_written_while_another_save_begins(tmp_path: Path) -> None:
-    left = tmp_path / f".latest.{MARKS[0]}.partial"
-    left.touch()
-    rename = first_then(lambda: folders.sweep(tmp_path), os.replace, after=False)
-    with patch.object(os, "replace", rename):
-        folders.set_latest(tmp_path, "a")
-    assert (tmp_path / "latest").read_text() == "a"
-    assert not left.exists()  # of a process that was killed
+def test_leftovers_of_earlier_versions_are_removed(tmp_path: Path) -> None:
+    old = complete(tmp_path, "a").rename(tmp_path / f".a.{MARKS[0]}.old")
+    partial = tmp_path / f".b.{MARKS[1]}.partial"
+    half_saved(tmp_path, partial.name, "x")
+    aged(tmp_path, 10_000)
+    folders.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [old]  # the only one of its tag
+    complete(tmp_path, "a")
+    folders.retire(tmp_path / "a", None, MARKS[1])
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_removal_by_another_process_is_no_error(tmp_path: Path) -> None:
-    draft = tmp_path / f".a.{MARKS[0]}.partial"
-    draft.mkdir()
-    (draft / "rank_00000.safetensors").touch()
-    rename = first_then(lambda: shutil.rmtree(draft), os.rename, after=False)
-    with patch.object(os, "rename", rename):
-        folders.sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    gone = complete(tmp_path, "gone")
+    home = half_saved(tmp_path, "a", MARKS[0])
+    aged(tmp_path, 10_000)
+    remove = shutil.rmtree
 
     def removed(path: Path) -> None:
         remove(path)
         raise FileNotFoundError(path)
 
-    remove = shutil.rmtree
     with patch.object(shutil, "rmtree", removed):
-        folders.remove(gone)
+        folders.sweep(tmp_path)
+        assert not home.exists()
+        folders.remove(complete(tmp_path, "gone"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,8 +150,8 @@ def test_a_tag_that_is_being_replaced_is_found(tmp_path: Path) -> None:
         complete(tmp_path, "a")
         shutil.rmtree(old)
 
-    leftovers = first_then(go_on, folders._leftovers, after=False)
-    with patch.object(folders, "_leftovers", leftovers):
+    drafts = first_then(go_on, folders._drafts, after=False)
+    with patch.object(folders, "_drafts", drafts):
         assert folders.find(tmp_path, "a") == tmp_path / "a"
 
 
@@ -168,7 +185,7 @@ def inspect_while_saving(folder: str) -> None:
     reports = inspected_while(prune, path)
     assert [(one.tag, one.is_latest, one.faults) for one in reports] == [("b", True, [])]
     # What is damaged, and stays, is told as before.
-    (path / "c" / "rank_00000.safetensors").write_bytes(b"")
+    (home_of(path / "c") / "rank_00000.safetensors").write_bytes(b"")
     reports = inspected_while(lambda: None, path)
     assert {one.tag: bool(one.faults) for one in reports} == {"b": False, "c": True}
     shutil.rmtree(path / "b")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hadal import comm
 from hadal.checkpoint import direct, loading
-from hadal.checkpoint.planning import cuts_of
+from hadal.checkpoint.stored import cuts_of
 from hadal.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from hadal.zero.place import place_of
 
@@ -161,7 +161,7 @@ def test_every_stage_and_world_size_loads_at_every_other(
 # ---- memory --------------------------------------------------------------------------------------
 
 
-_BLOCKS = (1 + direct._AHEAD) * direct._BLOCK_NBYTES
+_BLOCKS = (1 + direct._AHEAD) * direct.BLOCK_NBYTES
 
 
 class Anonymous:
@@ -228,7 +228,7 @@ def test_cuts_cover_every_element_once(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     found = [-1] * (stop - start)
-    for cut in cuts_of("x", chunks, start, stop - start):
+    for cut in cuts_of(chunks, start, stop):
         for step in range(cut.numel):
             assert found[cut.target + step] == -1
             found[cut.target + step] = chunks[cut.chunk][0] + cut.start + step

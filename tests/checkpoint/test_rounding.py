@@ -16,6 +16,7 @@ from ranks import RankPools
 from safetensors import safe_open
 from torch import Tensor
 
+from checkpoint.listing import home_of
 from checkpoint.test_damage import reparted
 from hadal import comm
 from hadal.checkpoint import collecting
@@ -59,7 +60,7 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 
 def weight_tensors(folder: Path) -> int:
     count = 0
-    for path in folder.glob("rank_*.safetensors"):
+    for path in folder.glob("*/rank_*.safetensors"):
         with safe_open(path, "pt") as file:
             count += sum(name.endswith(".weight") for name in file.keys())  # noqa: SIM118
     return count
@@ -116,6 +117,10 @@ def save_as_before(folder: str) -> None:
         engine.save_checkpoint(folder, "old")
     if comm.get_rank() == 0:
         index = Path(folder, "old")
+        home = home_of(index)
+        for path in home.iterdir():
+            path.rename(index / path.name)
+        home.rmdir()
         content = read_index(index)
         del content["format"], content["checksum"]
         for name, (nbytes, _, head, _) in content["files"].items():

@@ -14,6 +14,7 @@ from engine.toys import assert_equal, engine_of
 from ranks import RankPools
 from safetensors.torch import load_file
 
+from checkpoint.listing import home_of as home_of_tag
 from checkpoint.listing import names_in
 from checkpoint.test_reshard import Odd, trained
 from hadal import comm
@@ -44,8 +45,12 @@ def save_on_nodes(folder: str, nodes: tuple[int, ...], stage: int, also_async: b
     saved = engine.state_dict()
     mine = nodes[comm.get_rank()]
     here = {f"rank_{rank:05d}.safetensors" for rank, node in enumerate(nodes) if node == mine}
-    names = {path.name for path in (home / "two").iterdir()}
-    assert names == {"index.json", "client_state.safetensors", *here}
+    assert {path.name for path in (home / "two").iterdir()} == {
+        "index.json",
+        home_of_tag(home / "two").name,
+    }
+    names = {path.name for path in home_of_tag(home / "two").iterdir()}
+    assert names == {"client_state.safetensors", *here}
     assert set(names_in(home)) == {"one", "two", "latest"}
     trained(engine, range(3, 5))
     later = engine.state_dict()
@@ -89,7 +94,10 @@ def test_other_ranks_need_the_folders_of_all_nodes(ranks: RankPools, tmp_path: P
         assert isinstance(error, CheckpointError), repr(error)
         assert "rank_00001.safetensors" in str(error)
         assert "copy all nodes' files into one folder" in str(error)
-    shutil.copy(tmp_path / "node1/two/rank_00001.safetensors", tmp_path / "node0/two")
+    shutil.copy(
+        home_of_tag(tmp_path / "node1/two") / "rank_00001.safetensors",
+        home_of_tag(tmp_path / "node0/two"),
+    )
     ranks(3).run(load_joined, str(tmp_path))
 
 
@@ -105,7 +113,7 @@ def save_apart(folder: str) -> None:
 
 def test_files_of_separate_folders_can_be_merged(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(save_apart, str(tmp_path))
-    assert not (tmp_path / "node0/two/rank_00001.safetensors").exists()
+    assert not (home_of_tag(tmp_path / "node0/two") / "rank_00001.safetensors").exists()
     shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
     ranks(2).run(load_joined, str(tmp_path))
     ranks(3).run(load_joined, str(tmp_path))
@@ -253,7 +261,7 @@ def sizes_of_files(folder: str, stage: int, keys: dict[str, Any]) -> None:
     # What each rank has for itself, its random generators, is of other dtypes.
     nbytes = [
         sum(t.nbytes for t in load_file(path).values() if t.dtype == torch.float32)
-        for path in Path(folder, "global_step1").glob("rank*.safetensors")
+        for path in Path(folder, "global_step1").glob("*/rank*.safetensors")
     ]
     values = 3 * 4 * 65 * 64  # weights and two moments
     assert sum(nbytes) == values

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hadal.checkpoint.files import new_mark, sync_folder, system_errors
+from hadal.checkpoint.files import new_mark, system_errors
+from hadal.checkpoint.local import sync_folder
 from hadal.errors import CheckpointError
 
 

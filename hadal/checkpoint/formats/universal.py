@@ -64,7 +64,7 @@ def export_universal(
         CheckpointError: the checkpoint cannot be read, or the files cannot be written.
         NotBuiltYetError: it holds what the format has no place for.
     """
-    if is_universal(source.path):
+    if isinstance(source.path, Path) and is_universal(source.path):
         raise CheckpointError(f"{source.path} is in the universal format already")
     if not source.groups:
         raise CheckpointError(

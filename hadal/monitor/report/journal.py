@@ -56,7 +56,7 @@ class Journal(Listener):
         first, self._first = self._first, {}
         self._write(first)
 
-    def after_save(self, folder: Path, seconds: float) -> None:
+    def after_save(self, folder: Any, seconds: float) -> None:
         """Note the checkpoint."""
         self._append("checkpoint", {"path": str(folder), "step": self._updates, "seconds": seconds})
 

@@ -1,0 +1,310 @@
+"""URLs (`s3://`, `gs://`, `az://` and others) as a `Storage`, through the package fsspec.
+
+Credentials and timeouts come from where fsspec and its packages read them: the environment and
+their configuration files. A request that fails is repeated after a pause that doubles.
+
+Tests: tests/checkpoint/test_storage.py
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime
+from functools import cache, partial
+from itertools import islice
+from typing import Any, TypeVar
+
+from hadal.checkpoint.direct import BLOCK_NBYTES, Kept, kept_first
+from hadal.checkpoint.storage import Chunk, RemotePath, StorageItem
+from hadal.errors import CheckpointError
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+# The seconds before each further attempt, each changed by up to a half at random: ranks that were
+# throttled together do not come back together.
+PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
+_jitter = random.Random()
+# These do not go away by themselves.
+_FINAL = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ImportError)
+# The number of bytes of one request, and of requests at a time.
+_PART_NBYTES, _AT_ONCE = 1 << 23, 8
+# The number of bytes that a short read brings: the next one is often beside it.
+_WINDOW_NBYTES = 1 << 20
+_UPLOAD_NBYTES = 1 << 25
+# One request replaces an object. Any other file system may leave half a file, so it gets a draft.
+_OBJECT_STORES = frozenset(
+    [
+        "s3",
+        "s3a",
+        "gs",
+        "gcs",
+        "az",
+        "abfs",
+        "abfss",
+        "adl",
+        "oci",
+        "oss",
+        "r2",
+        "b2",
+        "tos",
+        "memory",
+    ],
+)
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+def check_remote(path: RemotePath) -> None:
+    """Check that the package for a URL's scheme is installed and can write; no request is sent.
+
+    Raises:
+        CheckpointError: it is not; the message names what to install.
+    """
+    _filesystem(path)
+
+
+def _filesystem(path: RemotePath) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is a URL, which needs the package fsspec; install it: pip install"
+            " 'hadal-train[remote]', and the package for the scheme, such as s3fs, gcsfs or adlfs"
+        ) from error
+    try:
+        found, inside = url_to_fs(path.url, use_listings_cache=False)
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} needs a package that is not installed: {error}; install it (s3fs for s3://,"
+            " gcsfs for gs://, adlfs for az://)"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} has a scheme that fsspec does not know ({error}); use s3://, gs://, az:// or"
+            " another of fsspec's, or a directory of this machine"
+        ) from error
+    except Exception as error:  # a wrong endpoint or wrong credentials, found by the package
+        raise CheckpointError(f"{path} cannot be used: {error!r}") from error
+    return found, str(inside)
+
+
+class _Requests:
+    """The requests to one file system, each repeated if it fails."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self.filesystem, self.inside = _filesystem(path)
+        self._path = path
+
+    def __call__(self, act: Callable[[], _T], *, again: bool = True) -> _T:
+        """Return what `act` returns; after failures call it again, unless `again` is false."""
+        for pause in PAUSES_S if again else ():
+            try:
+                return act()
+            except _FINAL:
+                raise
+            except Exception as error:  # each package has its own
+                _log.info("%s: %r; trying again in about %.1f s", self._path, error, pause)
+                time.sleep(pause * _jitter.uniform(0.5, 1.5))
+        try:
+            return act()
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class RemoteFile:
+    """An object; its ranges are fetched several at a time."""
+
+    def __init__(self, path: RemotePath, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._ask = _Requests(path)
+        self._window = (0, b"")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop); those that follow are kept for the next short read."""
+        first, found = self._window
+        if not first <= start <= stop <= first + len(found):
+            wanted = min(max(stop, start + _WINDOW_NBYTES), self.nbytes)
+            first, found = self._window = start, self._fetch(start, max(wanted, stop))
+        return found[start - first : stop - first]
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        if start == stop:
+            return b""
+
+        def fetch() -> bytes:
+            found: bytes = self._ask.filesystem.cat_file(self._ask.inside, start=start, end=stop)
+            if len(found) != stop - start:
+                raise OSError(f"{len(found)} bytes came of {stop - start}")
+            return found
+
+        return self._ask(fetch)
+
+    def blocks(self, start: int, stop: int, kept: Kept | None = None) -> Iterator[memoryview]:
+        """Yield bytes [start, stop) in order."""
+        return kept_first(self._blocks, start, stop, kept)
+
+    def _blocks(self, start: int, stop: int, kept: Kept | None) -> Iterator[memoryview]:
+        if stop - start <= _WINDOW_NBYTES:
+            if start < stop:
+                yield memoryview(bytearray(self.read(start, stop)))
+            return
+        places = iter(range(start, stop, _PART_NBYTES))
+        pool = _pool(os.getpid())
+        coming: deque[tuple[int, Future[bytes]]] = deque()
+
+        def ask(count: int) -> None:
+            for place in islice(places, count):
+                end = min(place + _PART_NBYTES, stop)
+                coming.append((place, pool.submit(self._fetch, place, end)))
+
+        ask(_AT_ONCE)
+        while coming:
+            place, pending = coming.popleft()
+            began = time.perf_counter()
+            found = memoryview(bytearray(pending.result()))
+            seconds = time.perf_counter() - began
+            ask(1)
+            for offset in range(0, len(found), BLOCK_NBYTES):
+                block = found[offset : offset + BLOCK_NBYTES]
+                yield block
+                if kept is not None:
+                    kept.take(block, place + offset, seconds)
+
+    def read_into(self, out: memoryview, start: int, kept: Kept | None = None) -> None:
+        """Fill `out` with the bytes from `start` on."""
+        done = 0
+        for block in self.blocks(start, start + len(out), kept):
+            out[done : done + len(block)] = block
+            done += len(block)
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Return the threads that fetch; a forked process gets its own."""
+    return ThreadPoolExecutor(_AT_ONCE, f"hadal-fetch-{process}")
+
+
+class FsspecStorage:
+    """Objects behind URLs, or files of any other file system that fsspec knows."""
+
+    def write(self, path: RemotePath, chunks: Iterable[Chunk], *, doubled: bool = False) -> None:
+        """Upload a file in parts; the package uploads several at a time if it can."""
+        del doubled  # the package has its own buffers
+        ask = _Requests(path)
+
+        def upload() -> None:
+            self._make_parent(ask, path)
+            file = ask.filesystem.open(ask.inside, "wb", **_upload_options(ask.filesystem))
+            try:
+                nbytes = 0
+                for chunk in chunks:
+                    nbytes += len(chunk)
+                    file.write(chunk)
+            except BaseException:
+                _abandon(file)
+                raise
+            file.close()
+            found = ask.filesystem.info(ask.inside)["size"]
+            if found != nbytes:
+                raise OSError(f"{found} bytes arrived of {nbytes}")
+
+        # Chunks that can be had only once allow one attempt.
+        ask(upload, again=iter(chunks) is not chunks)
+
+    def replace(self, path: RemotePath, content: bytes, mark: str = "") -> None:
+        """Replace an object by one request, or a file by a rename."""
+        ask = _Requests(path)
+        if path.scheme in _OBJECT_STORES:
+            ask(partial(ask.filesystem.pipe_file, ask.inside, content))
+            return
+        folder, _, name = ask.inside.rpartition("/")
+        draft = f"{folder}/.{name}.{mark or os.urandom(8).hex()}.partial"
+
+        def renamed() -> None:
+            self._make_parent(ask, path)
+            ask.filesystem.pipe_file(draft, content)
+            ask.filesystem.mv(draft, ask.inside)
+
+        ask(renamed)
+
+    def _make_parent(self, ask: _Requests, path: RemotePath) -> None:
+        if path.scheme not in _OBJECT_STORES:
+            ask.filesystem.makedirs(ask.inside.rpartition("/")[0], exist_ok=True)
+
+    def open(self, path: RemotePath) -> RemoteFile:
+        """Return an object to read ranges of."""
+        found = self.find(path)
+        if found is None or found.is_folder:
+            raise FileNotFoundError(f"No such file: {path}")
+        return RemoteFile(path, found.nbytes)
+
+    def find(self, path: RemotePath) -> StorageItem | None:
+        """Return the object at a URL, or the folder that objects below it make."""
+        ask = _Requests(path)
+        try:
+            return _item(path.name, ask(partial(ask.filesystem.info, ask.inside)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def items(self, path: RemotePath) -> list[StorageItem]:
+        """Return the objects and folders directly below a URL."""
+        ask = _Requests(path)
+        try:
+            rows = ask(partial(ask.filesystem.ls, ask.inside, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = [str(row["name"]).rstrip("/").rpartition("/")[2] for row in rows]
+        return sorted(
+            _item(name, row)
+            for name, row in zip(names, rows, strict=True)
+            # Some stores list the folder itself.
+            if name and str(row["name"]).strip("/") != ask.inside.strip("/")
+        )
+
+    def remove(self, path: RemotePath) -> None:
+        """Remove an object, or all below a URL."""
+        ask = _Requests(path)
+        with suppress(FileNotFoundError):
+            ask(partial(ask.filesystem.rm, ask.inside, recursive=True))
+
+
+def _item(name: str, row: Mapping[str, Any]) -> StorageItem:
+    is_folder = row.get("type") == "directory"
+    return StorageItem(
+        name, is_folder, 0 if is_folder else int(row.get("size") or 0), _modified(row)
+    )
+
+
+def _modified(row: Mapping[str, Any]) -> float:
+    for key in _MODIFIED:
+        value = row.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+def _upload_options(filesystem: Any) -> dict[str, Any]:
+    """Return the options of a file to upload: the size of its parts, if it has parts."""
+    return {"block_size": _UPLOAD_NBYTES} if getattr(filesystem, "async_impl", False) else {}
+
+
+def _abandon(file: Any) -> None:
+    """Give a file up without completing it: closing it would upload what there is so far."""
+    with suppress(Exception):
+        file.discard()
+    with suppress(Exception):
+        file.closed = True
