@@ -170,9 +170,14 @@ _ALIKE: dict[str, dict[str, str]] = {
         " estimate_zero2_model_states_mem_needs_all_live",
         _KINDS: "DeepSpeedZeroOptimizer",
     },
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        "hadal.sequence.groups": "get_sequence_data_parallel_group get_sequence_data_parallel_rank"
+        " get_sequence_data_parallel_world_size get_sequence_parallel_group"
+        " get_sequence_parallel_world_size initialize_sequence_parallel",
+    },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "hadal.sequence": "AutogradComputeMLP SequenceTiledCompute TiledFusedLogitsLoss TiledMLP"
-        " sequence_tiled_compute"
+        " UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute"
     },
     "deepspeed.runtime.zero.tiling": {"hadal.zero": "TiledLinear"},
     "deepspeed.sequence.cross_entropy": {"hadal.sequence": "vocab_sequence_parallel_cross_entropy"},
@@ -273,6 +278,10 @@ _OTHERS: dict[str, str] = {
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": f"{_KINDS}:OptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": f"{_KINDS}:SchedulerCallable",
     "deepspeed.runtime.zero.partition_parameters.is_zero_param": f"{_PARAMETERS}:is_zero_param",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp.get_model_parallel_rank": (
+        "hadal.sequence.groups:get_sequence_parallel_rank"
+    ),
+    "deepspeed.sequence.layer._SeqAllToAll": "hadal.sequence.attention:SeqAllToAll",
     "deepspeed.runtime.zero.utils.is_zero_param": f"{_PARAMETERS}:is_zero_param",
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": (
         "hadal.compat.optimizer:ParameterOffload"

@@ -14,6 +14,7 @@ from torch import Tensor
 from hadal.engine.newcomers import Newcomers
 from hadal.engine.session import Session
 from hadal.errors import HadalError, LossError, UsageError
+from hadal.sequence.loss import as_parts
 
 
 class Backwards:
@@ -32,6 +33,9 @@ class Backwards:
                 "engine.backward(loss) was refused or not called on another rank, whose error says"
                 " why; no rank has computed gradients",
             )
+            sequence = session.parts.topology.sequence_parallel
+            if sequence is not None:
+                loss = as_parts(loss, sequence.group)
             factor = session.scale.scale
             self._count_factor(factor)
             if divides:

@@ -177,6 +177,17 @@ def _recomputed(setting: Setting) -> Listener | None:
     return RecomputedModules(setting.model, modules, Recomputation(section, ranks))
 
 
+def _slices(setting: Setting) -> Listener | None:
+    topology, model = setting.topology, setting.model
+    if topology.sequence_parallel is None or topology.is_from_program:
+        return None
+    if not hasattr(getattr(model, "config", None), "_attn_implementation"):
+        return None  # the program splits sequences itself
+    from hadal.sequence.training import SequenceSlices  # for this alone
+
+    return SequenceSlices.of(model, topology.sequence_parallel.group)
+
+
 def _journal(setting: Setting) -> Listener | None:
     path = _reported(setting)
     if path is None:
@@ -240,5 +251,7 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "jsonl_monitor.report": _page,
     "flops_profiler": _profiler,
     "autotuning": _experiment,
+    # Last: what others change or count are whole sequences.
+    "sequence_parallel_size": _slices,
 }
 """By the section or key that asks for them, in call order."""

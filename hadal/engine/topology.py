@@ -42,6 +42,8 @@ class Topology:
     """Ranks that share each sequence; None if none do."""
     model_parallel: Ranks | None = None
     """Ranks that hold different parts of one model; None if every rank holds it all."""
+    is_from_program: bool = False
+    """True if the program's own object (`mpu`) names the ranks of a sequence."""
 
     @property
     def sharding(self) -> Ranks:
@@ -209,11 +211,12 @@ def _make_groups(wish: TopologyWish, config: Config, world: Ranks) -> Topology:
                 f"initialize(mpu=...): rank {world.rank} shares its sequence with ranks {mine};"
                 f" expected consecutive ranks, {sequence.numbers}"
             )
-    return Topology(Sharing.over(world), data, sequence)
+    return Topology(Sharing.over(world), data, sequence, is_from_program=wish.mpu is not None)
 
 
 def _topology_of_mpu(mpu: Any, shared: int) -> Topology:
     sharding, data = Ranks.of(sharing_group_of(mpu)), Ranks.of(data_group_of(mpu))
     sequence = Ranks.of(mpu.get_sequence_parallel_group()) if shared > 1 else None
     model = Ranks.of(model_group_of(mpu))
-    return Topology(Sharing.over(sharding), data, sequence, model if model.size > 1 else None)
+    parts = model if model.size > 1 else None
+    return Topology(Sharing.over(sharding), data, sequence, parts, is_from_program=True)

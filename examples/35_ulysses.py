@@ -1,0 +1,70 @@
+"""Ulysses: the tokens of each sequence split over ranks, for a model of transformers.
+
+    hadal run --num_accelerators 2 examples/35_ulysses.py
+
+One key splits sequences: every rank gives the engine the same batch, computes its half of the
+tokens, and attention exchanges heads. The losses are those of one process.
+"""
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hadal
+
+WORDS, LENGTH, STEPS = 100, 33, 4
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "sequence_parallel_size": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    tokens = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def main() -> None:
+    hadal.init_distributed()
+    engine, _, _, _ = hadal.initialize(model=make_model(), config=CONFIG)
+    found = []
+    for step in range(STEPS):
+        loss = engine(**batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+
+    alone, expected = make_model(), []
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(STEPS):
+        loss = alone(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    if hadal.comm.get_rank() == 0:
+        print(f"2 ranks on halves of {LENGTH} tokens: losses {found[0]:.4f} to {found[-1]:.4f}")
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Sequences split over ranks in an engine's training, for models of transformers.
+
+All ranks of a sequence give the engine the same batch. Each rank's model gets its slice; the loss
+has the value of whole sequences and the gradient of this rank's part.
+
+Tests: tests/sequence/test_training.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hadal.errors import SequenceError
+from hadal.listener import Forward, Listener
+from hadal.sequence.batches import is_cut, length_of, padded, slice_of_rank
+from hadal.sequence.huggingface import attach, detach, is_attached
+from hadal.sequence.loss import whole_value
+from hadal.sequence.tiles import IGNORED
+
+_LOSS = "ForCausalLM"
+
+
+class SequenceSlices(Listener):
+    """Gives a model this rank's slices of batches, and their loss the value of the whole.
+
+    In evaluation each rank computes whole sequences.
+    """
+
+    name = "hadal.sequence_slices"
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._model, self._group = model, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._is_loss_cut = False
+        attach(model, group, disable_in_eval=True)
+        self._handle: RemovableHandle = model.register_forward_hook(self._join_loss)
+
+    @classmethod
+    def of(cls, model: nn.Module, group: dist.ProcessGroup) -> SequenceSlices | None:
+        """Return the listener; None if the program has registered the model and splits batches."""
+        return None if is_attached(model) else cls(model, group)
+
+    def before_forward(self, forward: Forward) -> Forward | None:
+        """Cut the batch of a training forward."""
+        if not forward.is_training:
+            return None
+        batch = _by_name(self._model, forward)
+        if length_of(batch) is None:
+            raise SequenceError(
+                "sequence_parallel_size: the model's forward got no input_ids or inputs_embeds"
+                " [batch, length, ...] to split over the ranks; pass them by name"
+            )
+        labels = batch.get("labels")
+        self._check(batch, labels)
+        whole = padded(batch, self._size)
+        if isinstance(labels, Tensor):
+            targets = whole["shift_labels"]
+            whole["labels"] = targets
+            whole.setdefault("num_items_in_batch", (targets != IGNORED).sum().clamp(min=1))
+        self._is_loss_cut = isinstance(labels, Tensor)
+        mine = {
+            name: slice_of_rank(value, self._rank, self._size) if is_cut(value) else value
+            for name, value in whole.items()
+        }
+        return forward._replace(args=(), kwargs=mine)
+
+    def on_error(self, error: BaseException) -> None:
+        """Forget the batch."""
+        self._is_loss_cut = False
+
+    def close(self) -> None:
+        """Give the model its own attention back."""
+        self._handle.remove()
+        detach(self._model)
+
+    def _check(self, batch: Mapping[str, Any], labels: Any) -> None:
+        mask, length = batch.get("attention_mask"), length_of(batch)
+        if isinstance(mask, Tensor) and mask.dim() != 2:
+            raise SequenceError(
+                f"sequence_parallel_size: attention_mask has the shape {tuple(mask.shape)};"
+                " expected [batch, length], as masks between positions cannot be split over ranks"
+            )
+        kind = getattr(self._model, "loss_type", None)
+        if labels is not None and kind != _LOSS:
+            raise SequenceError(
+                f"sequence_parallel_size: the loss of {type(self._model).__name__} ({kind}) is not"
+                f" built for sequences split over ranks, only that of {_LOSS}; leave labels out and"
+                " compute the loss from this rank's logits with hadal.sequence.sequence_loss"
+            )
+        assert length is not None
+        if not any(getattr(one, "is_causal", True) is False for one in self._model.modules()):
+            return
+        if length % self._size or (isinstance(mask, Tensor) and not bool(mask.all())):
+            raise SequenceError(
+                f"sequence_parallel_size: {type(self._model).__name__} attends in both directions,"
+                f" so that padding would be seen; give batches without padding, of a length that"
+                f" {self._size} ranks divide (found {length})"
+            )
+
+    def _join_loss(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._is_loss_cut:
+            return None
+        self._is_loss_cut = False
+        if isinstance(output, tuple):
+            return (whole_value(output[0], self._group), *output[1:])
+        output["loss"] = whole_value(output["loss"], self._group)
+        return output
+
+
+def _by_name(model: nn.Module, forward: Forward) -> dict[str, Any]:
+    """Return the arguments of a forward by name; a mapping as its only one is a batch."""
+    if len(forward.args) == 1 and isinstance(forward.args[0], Mapping):
+        return {**forward.args[0], **forward.kwargs}
+    if not forward.args:
+        return dict(forward.kwargs)
+    names = list(inspect.signature(model.forward).parameters)
+    return {**dict(zip(names, forward.args, strict=False)), **forward.kwargs}

@@ -1,0 +1,138 @@
+"""Sequences split over ranks by Accelerate's ParallelismConfig and the Trainer, unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.nn.functional as collectives
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
+from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
+from sequence.models import llama, tokens
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from hadal.comm import get_world_size
+
+_SAMPLES, _ACCUMULATION, _CLIP, _RATE = 8, 2, 0.5, 0.2
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Always the same; the second half of each sequence is targets."""
+    return [
+        {name: value[0] for name, value in tokens(seed, rows=1).items()} for seed in range(_SAMPLES)
+    ]
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows of one length as a batch."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def plain(optimizer_kind: Any = torch.optim.SGD) -> dict[str, list[float]]:
+    """What one process gives for whole sequences."""
+    model = llama()
+    optimizer = optimizer_kind(model.parameters(), lr=_RATE)
+    losses, norms = [], []
+    for number, batch in enumerate(DataLoader(samples(), batch_size=1, collate_fn=collate)):
+        loss = model(**batch).loss
+        (loss / _ACCUMULATION).backward()
+        losses.append(loss.item())
+        if number % _ACCUMULATION == _ACCUMULATION - 1:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), _CLIP)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "norms": norms}
+
+
+def _parallelism() -> ParallelismConfig:
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=12, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    return ParallelismConfig(sp_backend="deepspeed", sp_size=get_world_size(), sp_handler=handler)
+
+
+def run(stage: int) -> dict[str, list[float]]:
+    """The loop of Accelerate's own script, with accumulation and clipping."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage,
+        gradient_accumulation_steps=_ACCUMULATION,
+        gradient_clipping=_CLIP,
+        zero3_init_flag=False,
+    )
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=_ACCUMULATION,
+        parallelism_config=_parallelism(),
+    )
+    inner = llama()
+    loader = DataLoader(samples(), batch_size=1, collate_fn=collate)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=_RATE)
+    model, optimizer, loader = accelerator.prepare(inner, optimizer, loader)
+    from deepspeed.utils import groups
+
+    group = groups._get_sequence_parallel_group()
+    assert len(loader) == _SAMPLES
+    losses, norms = [], []
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            labels = batch["shift_labels"]
+            logits = model(**batch).logits
+            loss = inner.loss_function(
+                logits=logits, labels=None, shift_labels=labels, vocab_size=inner.config.vocab_size
+            )
+            each = collectives.all_gather(loss, group=group)
+            good = collectives.all_gather((labels != -100).sum(), group=group)
+            total = sum(each[rank] * good[rank] for rank in range(len(each)) if good[rank] > 0)
+            loss = total / max(sum(good), 1)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % _ACCUMULATION == _ACCUMULATION - 1:
+                norms.append(float(model.get_global_grad_norm()))
+    model.destroy()
+    return {"losses": losses, "norms": norms}
+
+
+def train(folder: Path, stage: int) -> dict[str, Any]:
+    """The Trainer: its log of losses and norms."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=_ACCUMULATION,
+        max_steps=_SAMPLES // _ACCUMULATION,
+        max_grad_norm=_CLIP,
+        learning_rate=_RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        parallelism_config=_parallelism(),
+        deepspeed={
+            "train_micro_batch_size_per_gpu": "auto",
+            "train_batch_size": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=samples(), data_collator=collate)
+    trainer.train()
+    logs = [one for one in trainer.state.log_history if "loss" in one]
+    return {
+        "losses": [one["loss"] for one in logs],
+        "norms": [float(one["grad_norm"]) for one in logs],
+    }

@@ -1,0 +1,192 @@
+"""sequence_parallel_size alone: one process's losses, norms and weights, with any factors."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+from torch import nn
+
+import hadal
+from hadal import comm
+from hadal.errors import SequenceError
+from sequence.models import llama, tokens
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+UPDATES, CLIP, RATE = 3, 0.5, 0.2
+
+
+def batch(step: int, reader: int, length: int = 12) -> dict[str, Any]:
+    return tokens(10 * step + reader, length=length)
+
+
+def alone(readers: int, accumulation: int, length: int = 12) -> tuple[list[float], list[float]]:
+    """One process on whole sequences: the losses of the first reader, and the norms."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    losses, norms = [], []
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            for reader in range(readers):
+                loss = model(**batch(accumulation * update + micro, reader, length)).loss
+                (loss / (accumulation * readers)).backward()
+                if not reader:
+                    losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    return losses, norms
+
+
+def config_of(shared: int, stage: int, accumulation: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "sequence_parallel_size": shared,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {
+            "stage": stage,
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        },
+        **keys,
+    }
+
+
+def trained(
+    shared: int, stage: int, accumulation: int, length: int = 12, **keys: Any
+) -> tuple[list[float], list[float]]:
+    """The key alone: every rank of a sequence gives the engine the same whole batch."""
+    reader = comm.get_rank() // shared
+    engine = hadal.initialize(model=llama(), config=config_of(shared, stage, accumulation, **keys))[
+        0
+    ]
+    losses, norms = [], []
+    for step in range(UPDATES * accumulation):
+        loss = engine(**batch(step, reader, length)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if step % accumulation == accumulation - 1:
+            norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return losses, norms
+
+
+# Ranks that share a sequence, of how many; micro-steps; the first loss scale's power (fp16).
+FACTORS = [
+    (1, 1, 1, None),
+    (2, 2, 1, None),
+    (2, 2, 4, None),
+    (4, 4, 1, None),
+    (4, 4, 4, None),
+    (4, 2, 1, None),
+    (4, 2, 4, None),
+    (2, 2, 1, 4),
+    (2, 2, 4, 10),
+    (4, 4, 4, 10),
+]
+
+
+@pytest.mark.claims("sequence_parallel_size")
+@pytest.mark.parametrize(("world", "shared", "accumulation", "power"), FACTORS)
+def test_the_table_of_factors(
+    world: int, shared: int, accumulation: int, power: int | None, ranks: RankPools
+) -> None:
+    keys = {"fp16": {"enabled": True, "initial_scale_power": power}} if power else {}
+    losses, norms = alone(world // shared, accumulation)
+    for rank, found in enumerate(
+        ranks(world).run(_trained_with, shared, 1, accumulation, keys, timeout=120)
+    ):
+        near = {"rel": 2e-2} if power else {"rel": 2e-5}
+        if rank < shared:
+            assert found[0] == pytest.approx(losses, rel=5e-3 if power else 1e-5)
+        assert found[1] == pytest.approx(norms, **near)
+    assert max(norms) > CLIP
+
+
+def _trained_with(shared: int, stage: int, accumulation: int, keys: Any) -> Any:
+    return trained(shared, stage, accumulation, **keys)
+
+
+@pytest.mark.claims("sequence_parallel_size")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_stage(stage: int, ranks: RankPools) -> None:
+    losses, norms = alone(1, 2, 11)  # a length that two ranks do not divide
+    for found in ranks(2).run(trained, 2, stage, 2, 11):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(norms, rel=2e-5)
+
+
+def _evaluated() -> None:
+    engine = hadal.initialize(model=llama(), config=config_of(2, 2, 1))[0]
+    own, given = llama(), batch(0, 0)
+    engine.eval()
+    with torch.no_grad():
+        found, expected = engine(**given), own.eval()(**given)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    # A model of the same class beside it keeps its attention.
+    torch.testing.assert_close(own.train()(**given).loss, expected.loss)
+    engine.train()
+    del given["position_ids"]  # numbered from the slice's place
+    positional = engine(given["input_ids"], labels=given["labels"])
+    torch.testing.assert_close(positional.loss, expected.loss)
+    assert positional.logits.shape[1] == 6
+    as_mapping, as_tuple = engine(given), engine(**given, return_dict=False)
+    torch.testing.assert_close(as_mapping.loss, expected.loss)
+    torch.testing.assert_close(as_tuple[0], expected.loss)
+    given["labels"][:] = -100
+    assert engine(**given).loss == 0
+    module = engine.module
+    engine.destroy()
+    module.train()
+    torch.testing.assert_close(module(**batch(0, 0)).loss, expected.loss)
+
+
+def test_evaluation_and_other_models_are_whole(ranks: RankPools) -> None:
+    ranks(2).run(_evaluated)
+
+
+def _refused(kind: str) -> None:
+    model = llama(heads=1, key_heads=1) if kind == "heads" else llama()
+    if kind == "eager":
+        model.set_attn_implementation("eager")
+    if kind == "loss":
+        model.loss_type = "ForMaskedLM"
+    if kind == "both ways":
+        model.model.layers[0].self_attn.is_causal = False
+    engine = hadal.initialize(model=model, config=config_of(2, 1, 1))[0]
+    given = batch(0, 0, 11)
+    if kind == "mask":
+        given["attention_mask"] = torch.ones(2, 1, 11, 11)
+    if kind == "nothing":
+        del given["input_ids"]
+    if kind == "lengths":
+        given["labels"] = given["labels"][:, 1:]
+    engine(**given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("heads", "1 attention heads cannot be distributed over the 2 ranks"),
+        ("eager", "the attention 'eager' cannot be distributed"),
+        ("loss", r"LlamaForCausalLM \(ForMaskedLM\) is not built.*sequence_loss"),
+        ("both ways", "attends in both directions"),
+        ("mask", r"attention_mask has the shape \(2, 1, 11, 11\); expected \[batch, length\]"),
+        ("nothing", "got no input_ids or inputs_embeds"),
+        ("lengths", r"shift_labels has the shape \(2, 10\)"),
+    ],
+)
+def test_what_cannot_be_split_is_an_error(kind: str, message: str, ranks: RankPools) -> None:
+    for error in ranks(2).raises(_refused, kind):
+        assert isinstance(error, SequenceError), error
+        with pytest.raises(SequenceError, match=message):
+            raise error
