@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hadal.compat.efficiency import CurriculumScheduler, ProgressiveLayerDrop, layer_drop_of
+from hadal.compat.efficiency import (
+    CurriculumScheduler,
+    ProgressiveLayerDrop,
+    RandomLTDScheduler,
+    layer_drop_of,
+)
 from hadal.compat.placeholders import placeholder
 from hadal.compat.surface import NameKind
 from hadal.config.plain import plain
@@ -100,7 +105,7 @@ _UNBUILT = (
     " get_compile_time get_data_types get_deepcompile_backend get_deepspeed_compile_backend"
     " get_optimizer_configuration get_type get_wall_clock_timers is_deepcompile_active"
     " is_first_weights_partition_group load_module_state_dict load_moe_state_dict"
-    " optimizer_legacy_fusion print_forward_breakdown random_ltd_initialize register_compile_pass"
+    " optimizer_legacy_fusion print_forward_breakdown register_compile_pass"
     " set_data_post_process_func"
     " set_train_micro_batch_size sparse_all_gather sparse_allreduce sparse_allreduce_bucket"
     " sparse_allreduce_no_retain swap_tensor_config uses_parallelization_pass_only"
@@ -172,6 +177,16 @@ class Accessors(Engine):
         assert section.theta is not None  # the rules of the configuration check it
         assert section.gamma is not None
         return layer_drop_of(found, section.theta, section.gamma)
+
+    @property
+    def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
+        """The schedule of kept tokens, if `random_ltd` is on."""
+        return None if self.token_drop is None else RandomLTDScheduler(self.token_drop)
+
+    def random_ltd_initialize(self) -> None:
+        """Let the converted layers drop tokens, as `convert_to_random_ltd` does."""
+        if self.token_drop is not None:
+            self.token_drop.adopt(self.module)
 
     def get_pld_theta(self) -> float | None:
         """Return the keep probability after the last update; None without layer drop."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from hadal.config.curriculum_learning import CurriculumLearning
 from hadal.data_efficiency.layer_drop import LayerDrop, theta_at
 from hadal.data_efficiency.pacing import Pacer, pace_rule_of
+from hadal.data_efficiency.token_drop import TokenDrop, kept_at, layer_tokens_at
+from hadal.engine.engine import Engine
 from hadal.errors import UsageError
 
 
@@ -119,3 +123,52 @@ class _LayerDropOfEngine(ProgressiveLayerDrop):
 def layer_drop_of(listener: LayerDrop, theta: float, gamma: float) -> ProgressiveLayerDrop:
     """Return an engine's layer drop as programs see it."""
     return _LayerDropOfEngine(listener, theta, gamma)
+
+
+class RandomLTDScheduler:
+    """An engine's schedule of kept tokens."""
+
+    def __init__(self, listener: TokenDrop) -> None:
+        self._listener = listener
+        self.model_layer_num = listener.rule.layers
+        self.random_ltd_layer_num = listener.rule.dropping
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The numbers so far; programs read `state["consumed_layer_tokens"]`."""
+        return self.state_dict()
+
+    def get_current_seq(self) -> int:
+        """Return the tokens that dropping layers see."""
+        return self._listener.kept
+
+    def get_random_ltd_layer_num(self) -> int:
+        """Return the number of layers that drop tokens."""
+        return self.random_ltd_layer_num
+
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Return the tokens of all layers in the first `train_iters` updates."""
+        rule, samples = self._listener.rule, self._listener.samples
+        return samples * sum(layer_tokens_at(rule, update) for update in range(train_iters))
+
+    def update_seq(self, global_steps: int) -> int:
+        """Return the tokens that dropping layers see in an update, from 0; nothing changes."""
+        return kept_at(self._listener.rule, global_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has under `random_ltd`."""
+        return dict(self._listener.state_dict())
+
+    get_state = state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from the result of `state_dict`."""
+        self._listener.load_state_dict(state_dict)
+
+
+def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a converted model or engine, with the names of the model itself.
+
+    At stage 3 it is whole on every rank; all ranks must call it.
+    """
+    return model.module_state_dict() if isinstance(model, Engine) else model.state_dict()

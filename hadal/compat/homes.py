@@ -123,6 +123,10 @@ _ALIKE: dict[str, dict[str, str]] = {
         _CONFIG: "DeepSpeedConfig get_gradient_clipping get_log_level",
     },
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {_EFFICIENCY: "CurriculumScheduler"},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        "hadal.data_efficiency.token_drop": "convert_to_random_ltd",
+        _EFFICIENCY: "save_without_random_ltd",
+    },
     "deepspeed.runtime.dataloader": {"hadal": "RepeatingLoader"},
     "deepspeed.runtime.engine": {_ENGINE: "DeepSpeedEngine"},
     "deepspeed.runtime.fp16.fused_optimizer": {_KINDS: "FP16_Optimizer"},

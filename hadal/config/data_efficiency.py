@@ -10,7 +10,10 @@ from hadal.config.curriculum_learning import Pace, PaceConfig
 from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section, unbuilt_beside
 from hadal.config.values import Boolean, Integer, Integers, Text
 
-_MASTER = "Has no effect by itself: enable the techniques below one by one."
+_MASTER = (
+    "Does nothing by itself: enable the techniques below one by one. false is refused beside one"
+    " that is on."
+)
 _RESERVED = "Reserved."
 _SAMPLER = unbuilt_beside("data_sampling.curriculum_learning")
 
@@ -64,7 +67,7 @@ class DynamicBatching(Section):
 class DataSampling(Section):
     """Options of the sampler."""
 
-    enabled: Boolean = key(False, _MASTER, mark=NO_EFFECT)
+    enabled: Boolean = key(False, _MASTER)
     num_epochs: Integer = key(1000, "Maximum number of passes over the data.", ge=1, mark=_SAMPLER)
     num_workers: Integer = key(0, "Number of data-loading processes.", ge=0, mark=_SAMPLER)
     pin_memory: Boolean = key(False, "Load into pinned memory.", mark=_SAMPLER)
@@ -75,16 +78,20 @@ class DataSampling(Section):
 class LtdScheduleConfig(Section):
     """Pace at which the number of kept tokens grows."""
 
-    require_steps: Integer | None = key(None, "Updates until all tokens are kept.", gt=0)
-    seq_per_step: Integer | None = key(None, "The number of tokens is a multiple of this.", gt=0)
+    require_steps: Integer | None = key(None, "Updates until all tokens are kept. Required.", gt=0)
+    seq_per_step: Integer | None = key(
+        None, "The number of tokens is a multiple of this. Required.", gt=0
+    )
 
 
 class LtdSchedule(Section):
     """Schedule for the number of kept tokens."""
 
-    min_value: Integer | None = key(None, "Tokens kept at the start.")
-    max_value: Integer | None = key(None, "Tokens kept at the end: the whole sequence.")
-    schedule_type: Literal["fixed_linear"] | None = key(None, "Kind of schedule.")
+    min_value: Integer | None = key(None, "Tokens kept at the start. Required.", ge=1)
+    max_value: Integer | None = key(
+        None, "Tokens kept at the end: the whole sequence. Required.", ge=1
+    )
+    schedule_type: Literal["fixed_linear"] | None = key(None, "Kind of schedule. Required.")
     schedule_config: LtdScheduleConfig | None = key(None, "Settings of the schedule.")
 
 
@@ -102,18 +109,28 @@ class RandomLtd(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Drop tokens.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Drop tokens.")
     total_layer_num: Integer | None = key(None, "Number of layers in the model.", ge=1)
-    random_ltd_layer_num: Integer | None = key(None, "Number of layers that drop tokens.", ge=0)
-    random_ltd_layer_id: Integers | None = key(None, "Indices of these layers, ascending.")
-    model_mask_name: Text | None = key(None, "Name of the argument that holds the attention mask.")
+    random_ltd_layer_num: Integer | None = key(
+        None, "Number of layers that drop tokens: as many as random_ltd_layer_id has.", ge=0
+    )
+    random_ltd_layer_id: Integers | None = key(
+        None,
+        "Numbers of these layers, ascending: the last number in each one's full name. Required.",
+    )
+    model_mask_name: Text | None = key(
+        None, "Name of the layers' argument that holds the attention mask; null: there is none."
+    )
     model_type: Literal["encoder", "decoder"] | None = key(
-        None, "Kind of model, which decides how masks are sliced."
+        None,
+        "Kind of model; a decoder's mask may be one for all sequences, [length, length]. Required.",
     )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = key(
-        None, "Order of the hidden states' dimensions."
+        None, "Order of the hidden states' dimensions. Required."
     )
-    random_ltd_schedule: LtdSchedule | None = key(None, "Schedule for the number of kept tokens.")
+    random_ltd_schedule: LtdSchedule | None = key(
+        None, "Schedule for the number of kept tokens. Required."
+    )
     layer_token_lr_schedule: LayerTokenLrSchedule = section(LayerTokenLrSchedule, _RESERVED)
     global_batch_size: Integer | None = key(None, "Set from train_batch_size.", mark=NO_EFFECT)
     micro_batch_size: Integer | None = key(
@@ -124,7 +141,7 @@ class RandomLtd(Section):
 class DataRouting(Section):
     """Routing of tokens inside the model."""
 
-    enabled: Boolean = key(False, _MASTER, mark=NO_EFFECT)
+    enabled: Boolean = key(False, _MASTER)
     random_ltd: RandomLtd = section(RandomLtd, "Dropping tokens.")
 
 
@@ -136,7 +153,7 @@ class DataEfficiency(Section):
         "random_ltd": "data_efficiency.data_routing.random_ltd",
     }
 
-    enabled: Boolean = key(False, _MASTER, mark=NO_EFFECT)
+    enabled: Boolean = key(False, _MASTER)
     seed: Integer = key(1234, "Seed of the sampler.", mark=_SAMPLER)
     data_sampling: DataSampling = section(DataSampling, "The sampler.")
     data_routing: DataRouting = section(DataRouting, "Tokens inside the model.")

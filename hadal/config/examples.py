@@ -103,6 +103,27 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
             "schedule_config": {"total_curriculum_step": 10000, "difficulty_step": 8},
         },
     },
+    "data_efficiency": {
+        "data_efficiency": {
+            "data_routing": {
+                "random_ltd": {
+                    "enabled": True,
+                    "total_layer_num": 12,
+                    "random_ltd_layer_num": 10,
+                    "random_ltd_layer_id": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+                    "model_mask_name": "attention_mask",
+                    "model_type": "decoder",
+                    "hidden_state_order": "batch_seq_dim",
+                    "random_ltd_schedule": {
+                        "min_value": 128,
+                        "max_value": 1024,
+                        "schedule_type": "fixed_linear",
+                        "schedule_config": {"require_steps": 10000, "seq_per_step": 16},
+                    },
+                },
+            },
+        },
+    },
     "progressive_layer_drop": {
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
     },

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hadal.data_efficiency.layer_drop import LayerDrop
 from hadal.data_efficiency.seqlen import LengthCurriculum
+from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.device import give_back_freed_memory
 from hadal.engine.backward import Backwards
 from hadal.engine.base import EngineBase
@@ -404,6 +405,12 @@ class Engine(EngineBase):
     def layer_drop(self) -> LayerDrop | None:
         """The keep probability of layers, if `progressive_layer_drop` is on."""
         found: LayerDrop | None = self._named(LayerDrop.name)
+        return found
+
+    @property
+    def token_drop(self) -> TokenDrop | None:
+        """The schedule of kept tokens, if `data_efficiency.data_routing.random_ltd` is on."""
+        found: TokenDrop | None = self._named(TokenDrop.name)
         return found
 
     def _named(self, name: str) -> Any:

@@ -20,6 +20,7 @@ from hadal.comm.summary import end_of_log
 from hadal.config import Config
 from hadal.data_efficiency.layer_drop import LayerDrop
 from hadal.data_efficiency.seqlen import LengthCurriculum, Write
+from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.precision import scale_rule_of
@@ -27,7 +28,7 @@ from hadal.engine.progress import updates_of
 from hadal.engine.recomputed import recomputed_modules
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
-from hadal.errors import MonitorError
+from hadal.errors import MonitorError, UsageError
 from hadal.listener import Listener
 from hadal.monitor.jsonl_monitor import path_of
 from hadal.monitor.monitor import Monitor
@@ -108,6 +109,20 @@ def _layer_drop(setting: Setting) -> Listener | None:
     if section is None or not section.enabled:
         return None
     return LayerDrop(section, setting.model, _write(setting))
+
+
+def _token_drop(setting: Setting) -> Listener | None:
+    section = setting.config.data_efficiency.data_routing.random_ltd
+    if not section.enabled:
+        return None
+    if setting.topology.sequence_parallel_size > 1:
+        raise UsageError(
+            "data_efficiency.data_routing.random_ltd drops tokens of whole sequences, and"
+            f" {setting.topology.sequence_parallel_size} ranks share each one; switch one of the"
+            " two off"
+        )
+    rank, samples = setting.topology.data_parallel.rank, setting.batches.train
+    return TokenDrop(section, setting.model, samples, rank, _write(setting))
 
 
 def _clocks(setting: Setting) -> Listener | None:
@@ -243,6 +258,7 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "curriculum_learning": _lengths,
     "progressive_layer_drop": _layer_drop,
     "activation_checkpointing": _recomputed,
+    "data_efficiency.data_routing.random_ltd": _token_drop,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     # What a report has beside the scalars is written before the monitors close their files.

@@ -6,10 +6,16 @@ import pytest
 import torch
 from data_efficiency.test_layer_drop import Told as LayerTold
 from data_efficiency.test_seqlen import SECTION, Told, ids
+from data_efficiency.test_token_drop import Layer, Net, around, section
 from torch import nn
 
 from hadal.compat import engine as compat
-from hadal.compat.efficiency import CurriculumScheduler, ProgressiveLayerDrop
+from hadal.compat.efficiency import (
+    CurriculumScheduler,
+    ProgressiveLayerDrop,
+    save_without_random_ltd,
+)
+from hadal.data_efficiency.token_drop import convert_to_random_ltd
 from hadal.errors import UsageError
 
 METRIC = {name: value for name, value in SECTION.items() if name[0] != "e"}
@@ -76,3 +82,31 @@ def test_layer_drop():
     assert (engine.pld_enabled(), engine.pld_theta(), engine.pld_gamma()) == (True, 0.5, 0.1)
     assert engine.curriculum_scheduler_legacy is None
     engine.destroy()
+
+
+def test_random_token_dropping():
+    ltd = section(first=4)
+    model = Net()
+    names = list(model.state_dict())
+    engine = engine_of(model, data_efficiency=around(ltd))
+    assert convert_to_random_ltd(engine, Layer) is engine
+    engine.random_ltd_initialize()
+    assert engine.random_ltd_enabled() is True
+    scheduler = engine.random_ltd_scheduler
+    for _ in range(3):
+        engine.backward(engine(torch.randn(3, 16, 8)))
+        engine.step()
+    assert scheduler.get_current_seq() == 8
+    assert scheduler.state["consumed_layer_tokens"] == 3 * (40 + 40 + 48)
+    assert scheduler.get_total_layer_tokens(3) == scheduler.state["consumed_layer_tokens"]
+    assert (scheduler.model_layer_num, scheduler.get_random_ltd_layer_num()) == (4, 2)
+    assert scheduler.update_seq(4) == 16
+    state = scheduler.state_dict()
+    scheduler.load_state_dict({**state, "consumed_layer_tokens": 7})
+    assert scheduler.get_state() == {**state, "consumed_layer_tokens": 7}
+    assert list(save_without_random_ltd(engine)) == list(save_without_random_ltd(model)) == names
+    engine.destroy()
+    plain = engine_of(LayerTold())
+    assert plain.random_ltd_scheduler is None
+    plain.random_ltd_initialize()
+    plain.destroy()

@@ -25,7 +25,6 @@ UNBUILT = {
     },
     "data_efficiency": {
         "data_efficiency.data_sampling.curriculum_learning.enabled",
-        "data_efficiency.data_routing.random_ltd.enabled",
     },
     "many_sections": {
         "hybrid_engine.enabled",

@@ -295,12 +295,15 @@ def test_old_places_in_data_efficiency():
     assert only_fault(both)[0] == "data_efficiency.curriculum_learning"
 
 
-def test_the_inner_switches_decide_alone():
-    inner = {"random_ltd": {"enabled": True}}
-    source = {**BASE, "data_efficiency": {"enabled": False, "data_routing": inner}}
-    assert only_fault(source)[0] == "data_efficiency.data_routing.random_ltd.enabled"
-    config = load_config({**BASE, "data_efficiency": {"enabled": True}})
-    assert config.notes == ("data_efficiency.enabled: true has no effect",)
+def test_the_inner_switches_decide_but_for_an_outer_one_that_contradicts():
+    inner = {"dynamic_batching": {"enabled": True, "max_tokens": 8}}
+    source = {**BASE, "data_efficiency": {"data_sampling": inner}}
+    path = "data_efficiency.data_sampling.dynamic_batching.enabled"
+    assert only_fault(source)[0] == path
+    source["data_efficiency"]["enabled"] = False
+    faults = faults_of(source)
+    assert path in faults["data_efficiency.enabled"]
+    assert load_config({**BASE, "data_efficiency": {"enabled": True}}).notes == ()
 
 
 @pytest.mark.parametrize("section", ["amp", "curriculum_learning", "progressive_layer_drop"])

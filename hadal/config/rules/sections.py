@@ -11,7 +11,14 @@ from pathlib import PurePosixPath
 
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
-from hadal.config.data_efficiency import CurriculumMetric
+from hadal.config.data_efficiency import (
+    CurriculumMetric,
+    DataEfficiency,
+    DataRouting,
+    DataSampling,
+    LtdSchedule,
+    LtdScheduleConfig,
+)
 from hadal.config.elasticity import Elasticity
 from hadal.config.plain import shown
 from hadal.config.rules.rule import reading
@@ -20,6 +27,8 @@ from hadal.config.sparse_attention import SparseAttention
 from hadal.config.top_level import Config
 from hadal.errors import Fault
 
+_SAMPLING = "data_efficiency.data_sampling"
+_LTD = "data_efficiency.data_routing.random_ltd"
 _PACE_NEEDS = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
     "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
@@ -68,7 +77,7 @@ def _curriculum(config: Config) -> Iterator[Fault]:
 
 @reading("data_efficiency")
 def _sampling(config: Config) -> Iterator[Fault]:
-    path = "data_efficiency.data_sampling"
+    path = _SAMPLING
     sampling = config.data_efficiency.data_sampling
     curriculum, batching = sampling.curriculum_learning, sampling.dynamic_batching
     if curriculum.enabled:
@@ -81,13 +90,62 @@ def _sampling(config: Config) -> Iterator[Fault]:
 
 @reading("data_efficiency")
 def _token_dropping(config: Config) -> Iterator[Fault]:
-    ltd = config.data_efficiency.data_routing.random_ltd
-    ids, count = ltd.random_ltd_layer_id, ltd.random_ltd_layer_num
-    if ltd.enabled and ids is not None and count is not None and len(ids) != count:
-        yield Fault(
-            "data_efficiency.data_routing.random_ltd.random_ltd_layer_num",
-            f"{count} differs from the {len(ids)} layers of random_ltd_layer_id; give {len(ids)}",
-        )
+    ltd, path = config.data_efficiency.data_routing.random_ltd, _LTD
+    if not ltd.enabled:
+        return
+    yield from _missing(ltd, path, "random_ltd_layer_id", "model_type", "hidden_state_order")
+    yield from _missing(ltd, path, "random_ltd_schedule")
+    ids, count, total = ltd.random_ltd_layer_id, ltd.random_ltd_layer_num, ltd.total_layer_num
+    if ids is not None:
+        if count is not None and len(ids) != count:
+            yield Fault(
+                f"{path}.random_ltd_layer_num",
+                f"{count} differs from the {len(ids)} layers of random_ltd_layer_id;"
+                f" give {len(ids)}",
+            )
+        if not ids or min(ids) < 0 or any(a >= b for a, b in pairwise(ids)):
+            yield Fault(
+                f"{path}.random_ltd_layer_id",
+                f"expected ascending numbers of layers, got {shown(list(ids))}",
+            )
+        if total is not None and total < len(ids):
+            yield Fault(
+                f"{path}.total_layer_num",
+                f"{total} is less than the {len(ids)} layers of random_ltd_layer_id; raise it",
+            )
+    if ltd.random_ltd_schedule is not None:
+        yield from _kept_tokens(ltd.random_ltd_schedule, f"{path}.random_ltd_schedule")
+
+
+def _kept_tokens(schedule: LtdSchedule, path: str) -> Iterator[Fault]:
+    yield from _missing(schedule, path, "min_value", "max_value", "schedule_type")
+    pace, first, last = schedule.schedule_config, schedule.min_value, schedule.max_value
+    here = f"{path}.schedule_config"
+    yield from _missing(pace or LtdScheduleConfig(), here, "require_steps", "seq_per_step")
+    if first is not None and last is not None and first > last:
+        yield Fault(f"{path}.max_value", f"{last} is less than min_value {first}; raise it")
+
+
+@reading("data_efficiency")
+def _outer_switches(config: Config) -> Iterator[Fault]:
+    """Refuse a switch that is off around a technique that is on."""
+    outer = config.data_efficiency
+    sampling, routing = outer.data_sampling, outer.data_routing
+    inner: dict[str, tuple[DataSampling | DataRouting, bool]] = {
+        f"{_SAMPLING}.curriculum_learning": (sampling, sampling.curriculum_learning.enabled),
+        f"{_SAMPLING}.dynamic_batching": (sampling, sampling.dynamic_batching.enabled),
+        _LTD: (routing, routing.random_ltd.enabled),
+    }
+    for path, (middle, is_on) in inner.items():
+        around: tuple[tuple[str, DataEfficiency | DataSampling | DataRouting], ...]
+        around = (("data_efficiency", outer), (path.rpartition(".")[0], middle))
+        for where, section in around:
+            is_off = "enabled" in section.model_fields_set and not section.enabled
+            if is_on and is_off:
+                yield Fault(
+                    f"{where}.enabled",
+                    f"false contradicts {path}.enabled, which is true; change one of the two",
+                )
 
 
 @reading("progressive_layer_drop")
@@ -295,6 +353,7 @@ RULES = (
     _curriculum,
     _sampling,
     _token_dropping,
+    _outer_switches,
     _layer_drop,
     _profiled_steps,
     _contiguous_checkpoints,
