@@ -222,7 +222,15 @@ def test_named_files_exist(page: Path) -> None:
     "folder",
     [
         *("launcher", "comm", "offload", "zero", "monitor", "profiling"),
-        *("optim", "autotuning", "engine", "compat", "sparse_attention", "data_efficiency"),
+        *(
+            "optim",
+            "autotuning",
+            "engine",
+            "compat",
+            "sparse_attention",
+            "data_efficiency",
+            "compression",
+        ),
         "activation_checkpointing",
     ],
 )

@@ -72,6 +72,7 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COLLECTIVES,
     "deepspeed.comm.comm": _COLLECTIVES,
+    "deepspeed.compression.compress": {"hadal.compression": "init_compression redundancy_clean"},
     "deepspeed.compression.helper": {
         _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
     },
@@ -230,6 +231,9 @@ _ALIKE: dict[str, dict[str, str]] = {
 }
 # Names that differ here.
 _OTHERS: dict[str, str] = {
+    "deepspeed.compression.basic_layer.LinearLayer_Compress": (
+        "hadal.compression.layers:CompressedLinear"
+    ),
     **{
         f"deepspeed.{module}._CUDA_RNG_STATE_TRACKER": f"{_RANDOM_STATES}:TRACKER"
         for module in ("checkpointing", "runtime.activation_checkpointing.checkpointing")

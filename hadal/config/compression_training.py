@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import UNBUILT, Section, key, section
+from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section
 from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOrTexts, Texts, whole
 
 _Symmetry: TypeAlias = Literal["symmetric", "asymmetric"]
@@ -33,11 +33,11 @@ class LayerReduction(Section):
 
 
 class MixedQuantize(Section):
-    """A blend of fp16 and quantized weights."""
+    """A blend of weights as they are and quantized ones."""
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Blend.")
+    enabled: Boolean = key(False, "Blend; without quantize_weight_in_forward.")
     quantize_change_ratio: Number = key(
         0.001, "Growth of the quantized fraction per update.", gt=0, le=1
     )
@@ -48,9 +48,11 @@ class WeightQuantizationShared(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Quantize weights. Requires different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Quantize weights. Requires different_groups.")
     schedule_offset: Integer = key(0, _OFFSET, ge=0)
-    quantizer_kernel: Boolean = key(False, "Use a dedicated kernel.")
+    quantizer_kernel: Boolean = key(
+        False, "Use a dedicated kernel; Hadal has one path, in torch.", mark=NO_EFFECT
+    )
     quantize_groups: Integer = key(1, "Scales per weight.", ge=1)
     quantize_verbose: Boolean = key(False, "Log changes.")
     quantization_type: _Symmetry = key(
@@ -58,10 +60,12 @@ class WeightQuantizationShared(Section):
     )
     rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding mode.")
     quantize_weight_in_forward: Boolean = key(
-        False, "Quantize in the forward pass rather than in the update; required without fp16."
+        False,
+        "Quantize to target_bits at once. If false, the bits fall from start_bits to target_bits"
+        " (MoQ). Both happen in the forward pass, in every dtype.",
     )
     fp16_mixed_quantize: MixedQuantize = section(
-        MixedQuantize, "Blend of fp16 and quantized weights."
+        MixedQuantize, "Blend of weights as they are and quantized ones."
     )
 
 
@@ -72,7 +76,7 @@ class WeightQuantizationParams(Section):
     target_bits: Integer | None = key(None, "Bits at the end. Required.", ge=1)
     quantization_period: Integer = key(
         1,
-        "Updates until the bit width is reduced again; 0 if start_bits equals target_bits.",
+        "Updates until the bit width is reduced by one; doubles each time. 0: one bit per update.",
         ge=0,
     )
 
@@ -87,7 +91,7 @@ class WeightQuantizationGroup(_Scope):
     """One group of weights."""
 
     params: WeightQuantizationParams | None = key(None, "Bit widths.")
-    related_modules: _Related | None = key(None, _UNREAD)
+    related_modules: _Related | None = key(None, _UNREAD, mark=NO_EFFECT)
 
 
 class WeightQuantizationSection(Section):
@@ -106,7 +110,7 @@ class ActivationQuantizationShared(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Quantize activations. Requires different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Quantize activations. Requires different_groups.")
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
     quantization_type: _Symmetry = key(
         "symmetric", "Scales without (symmetric) or with an offset (asymmetric)."
@@ -128,7 +132,7 @@ class ActivationQuantizationGroup(_Scope):
     """One group of activations."""
 
     params: ActivationQuantizationParams | None = key(None, "Bit width.")
-    related_modules: _Related | None = key(None, _UNREAD)
+    related_modules: _Related | None = key(None, _UNREAD, mark=NO_EFFECT)
 
 
 class ActivationQuantizationSection(Section):

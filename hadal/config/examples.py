@@ -127,6 +127,23 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "progressive_layer_drop": {
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
     },
+    "compression_training": {
+        "compression_training": {
+            "weight_quantization": {
+                "shared_parameters": {"enabled": True, "quantize_groups": 64},
+                "different_groups": {
+                    "all": {
+                        "params": {"start_bits": 8, "target_bits": 4, "quantization_period": 200},
+                        "modules": ["attention", "mlp"],
+                    }
+                },
+            },
+            "activation_quantization": {
+                "shared_parameters": {"enabled": True, "schedule_offset": 200},
+                "different_groups": {"all": {"params": {"bits": 8}, "modules": ["mlp"]}},
+            },
+        },
+    },
     "elasticity": {
         "elasticity": {
             "enabled": True,

@@ -17,6 +17,8 @@ from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.comm.summary import end_of_log
+from hadal.compression.compress import is_on
+from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
 from hadal.data_efficiency.layer_drop import LayerDrop
 from hadal.data_efficiency.seqlen import LengthCurriculum, Write
@@ -123,6 +125,13 @@ def _token_drop(setting: Setting) -> Listener | None:
         )
     rank, samples = setting.topology.data_parallel.rank, setting.batches.train
     return TokenDrop(section, setting.model, samples, rank, _write(setting))
+
+
+def _compression(setting: Setting) -> Listener | None:
+    section = setting.config.compression_training
+    if not is_on(section):
+        return None
+    return CompressionTechniques(section, setting.model, setting.topology.sharding)
 
 
 def _clocks(setting: Setting) -> Listener | None:
@@ -259,6 +268,7 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     "progressive_layer_drop": _layer_drop,
     "activation_checkpointing": _recomputed,
     "data_efficiency.data_routing.random_ltd": _token_drop,
+    "compression_training": _compression,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     # What a report has beside the scalars is written before the monitors close their files.

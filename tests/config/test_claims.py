@@ -29,10 +29,16 @@ EVERYDAY = {
     "activation_checkpointing",
     *("comms_logger", "disable_python_gc", "compile", "checkpoint", "datastates_ckpt"),
     "sparse_attention",
+    "compression_training",
 }
 # Rows of these sections that belong to a feature of its own, by the feature.
 _ZERO = "zero_optimization."
+_COMPRESSION = "compression_training."
 OF_A_FEATURE = {
+    f"{_COMPRESSION}layer_reduction*": "layer reduction",
+    **{
+        f"{_COMPRESSION}{name}_pruning*": "pruning" for name in ("sparse", "row", "head", "channel")
+    },
     f"{_ZERO}pipeline_loading_checkpoint": "checkpoints",
     f"{_ZERO}offload_optimizer.super_offload": "offload",
     f"{_ZERO}offload_optimizer.cpuadam_cores_perc": "offload",

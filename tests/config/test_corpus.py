@@ -11,8 +11,6 @@ from hadal.errors import ConfigError, NotBuiltYetError, UnbuiltConfigError
 CORPUS = Path(__file__).with_name("corpus")
 LOADS = sorted((CORPUS / "loads").glob("*.json"))
 COMPRESSED = (
-    "weight_quantization",
-    "activation_quantization",
     "sparse_pruning",
     "row_pruning",
     "head_pruning",

@@ -322,6 +322,29 @@ def _bits_or_share(params: Section) -> tuple[str, ...]:
 
 
 @reading("compression_training")
+def _bits(config: Config) -> Iterator[Fault]:
+    section = config.compression_training.weight_quantization
+    shared, path = section.shared_parameters, "compression_training.weight_quantization"
+    if not shared.enabled:
+        return
+    for group, content in (section.different_groups or {}).items():
+        here, params = f"{path}.different_groups.{group}.params.target_bits", content.params
+        if params is None or params.start_bits is None or params.target_bits is None:
+            continue
+        if params.target_bits > params.start_bits:
+            yield Fault(here, f"{params.target_bits} is more than start_bits {params.start_bits}")
+        elif params.target_bits <= 2 and shared.quantization_type != "symmetric":
+            yield Fault(here, f'{params.target_bits} needs quantization_type "symmetric"')
+        elif params.target_bits <= 2 and shared.rounding != "nearest":
+            yield Fault(here, f'{params.target_bits} needs rounding "nearest"')
+    if shared.fp16_mixed_quantize.enabled and shared.quantize_weight_in_forward:
+        yield Fault(
+            f"{path}.shared_parameters.fp16_mixed_quantize.enabled",
+            "blends while the bits fall; set quantize_weight_in_forward to false",
+        )
+
+
+@reading("compression_training")
 def _pruning(config: Config) -> Iterator[Fault]:
     path = "compression_training"
     heads = config.compression_training.head_pruning.shared_parameters
@@ -362,6 +385,7 @@ RULES = (
     _compile_passes,
     _two_degrees,
     _compression_groups,
+    _bits,
     _pruning,
     _folders_of_monitors,
 )

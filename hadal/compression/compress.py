@@ -1,0 +1,272 @@
+"""Prepares a model for the techniques of `compression_training`, and finishes them.
+
+Tests: tests/compression/test_compress.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadal.compression.layers import (
+    Compressed,
+    RunningRange,
+    change,
+    change_back,
+    compressed_modules,
+)
+from hadal.compression.matching import Match, matches_of
+from hadal.compression.rules import ActivationRule, Bits, WeightRule
+from hadal.config.compression_training import CompressionTraining
+from hadal.config.load import load_config
+from hadal.config.report import written
+from hadal.errors import ConfigError, Fault, UsageError
+
+_log = logging.getLogger("hadal.compression")
+
+_WEIGHTS = (nn.Linear, nn.Conv2d, nn.Embedding)
+_INPUTS = (nn.Linear, nn.Conv2d)
+
+
+def section_of(config: Any) -> CompressionTraining:
+    """Return the section `compression_training` of a dict, a path or a section itself.
+
+    Raises:
+        ConfigError: it has faults, or requests something that is not built yet.
+    """
+    if isinstance(config, CompressionTraining):
+        return config
+    raw = config
+    if isinstance(config, (str, Path)):
+        try:
+            raw = json.loads(Path(config).read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{config}: {error.strerror}; give the path of the configuration, or a dict"
+            ) from error
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f"expected a dict or the path of a configuration, got {type(config).__name__}"
+        )
+    section = raw.get("compression_training", {})
+    loaded = load_config({"train_batch_size": 1, "compression_training": section})
+    return loaded.compression_training
+
+
+def is_on(section: CompressionTraining) -> bool:
+    """Return whether any technique is on."""
+    return section.weight_quantization.is_on or section.activation_quantization.is_on
+
+
+def prepare(model: nn.Module, section: CompressionTraining) -> None:
+    """Let a model's modules do what the techniques that are on ask of them.
+
+    Raises:
+        ConfigError: groups and modules do not fit; the message lists every fault.
+    """
+    faults: list[Fault] = []
+    weights = _matches(model, section, "weight_quantization", _WEIGHTS, faults)
+    inputs = _matches(model, section, "activation_quantization", _INPUTS, faults)
+    faults += _uneven(section, weights)
+    if faults:
+        told = tuple({fault.path: fault for fault in reversed(faults)}.values())[::-1]
+        raise ConfigError(written(f"the compression of {type(model).__name__}", told), told)
+    for match in weights:
+        change(match.module).compression.weight = _weight_rule(section, match)
+    for match in inputs:
+        rule = _activation_rule(section, match)
+        changed = change(match.module)
+        changed.compression.activation = rule
+        if rule.static and changed.activation_quantizer is None:
+            changed.activation_quantizer = _range_beside(match.module, rule)
+    _keep_calls(model)
+    advance(model, 0)
+
+
+def _matches(
+    model: nn.Module,
+    section: CompressionTraining,
+    technique: str,
+    kinds: tuple[type[nn.Module], ...],
+    faults: list[Fault],
+) -> list[Match]:
+    wanted = getattr(section, technique)
+    if not wanted.is_on:
+        return []
+    return matches_of(model, technique, wanted.different_groups or {}, kinds, faults)
+
+
+def _weight_rule(section: CompressionTraining, match: Match) -> WeightRule:
+    shared, params = section.weight_quantization.shared_parameters, match.params
+    mixed = shared.fp16_mixed_quantize
+    return WeightRule(
+        params.start_bits,
+        params.target_bits,
+        params.quantization_period,
+        shared.schedule_offset,
+        shared.quantize_groups,
+        shared.quantization_type == "symmetric",
+        shared.rounding == "stochastic",
+        shared.quantize_weight_in_forward,
+        mixed.quantize_change_ratio if mixed.enabled else None,
+    )
+
+
+def _activation_rule(section: CompressionTraining, match: Match) -> ActivationRule:
+    shared = section.activation_quantization.shared_parameters
+    return ActivationRule(
+        match.params.bits,
+        shared.schedule_offset,
+        shared.quantization_type == "symmetric",
+        shared.range_calibration == "static",
+    )
+
+
+def _uneven(section: CompressionTraining, weights: list[Match]) -> list[Fault]:
+    groups = section.weight_quantization.shared_parameters.quantize_groups
+    path = "compression_training.weight_quantization.shared_parameters.quantize_groups"
+    # Each row of an embedding is a group, whatever the number says.
+    others = [match for match in weights if not isinstance(match.module, nn.Embedding)]
+    sizes = {match.name: _numel(match.module) for match in others}
+    uneven = [f"{name} ({size:,})" for name, size in sizes.items() if size % groups]
+    if not uneven:
+        return []
+    more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
+    named = ", ".join(uneven[:3]) + more
+    return [Fault(path, f"{groups} does not divide the elements of the weight of {named}")]
+
+
+def _numel(module: nn.Module) -> int:
+    """Return the elements of a weight, which may be sharded."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings * module.embedding_dim
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features
+    assert isinstance(module, nn.Conv2d)
+    kernel = module.kernel_size[0] * module.kernel_size[1]
+    return module.out_channels * module.in_channels // module.groups * kernel
+
+
+def _range_beside(module: nn.Module, rule: ActivationRule) -> RunningRange:
+    """Return a running range on the device of a module, in its mode."""
+    found = RunningRange(quant_mode="symmetric" if rule.symmetric else "asymmetric")
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return found.to(weight.device).train(module.training)
+
+
+def _keep_calls(model: nn.Module) -> None:
+    """Let torch's transformer layers call their linear layers in evaluation too."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(compressed_modules(module)):
+            # torch's fused path reads weights without a forward of theirs, unless this is 0.
+            module.activation_relu_or_gelu = 0
+
+
+def advance(model: nn.Module, updates: int) -> None:
+    """Set all modules to a number of applied updates."""
+    for _, module in compressed_modules(model):
+        module.compression.advance(updates)
+
+
+def init_compression(
+    model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None
+) -> nn.Module:
+    """Prepare a model for compression, and return it. Call it before `initialize`.
+
+    Args:
+        model: the model, changed in place; if it has a `module`, that is changed.
+        deepspeed_config: a dict, or the path of a file, with a section `compression_training`.
+        teacher_model: the model whose layers a student takes over; unused without layer reduction.
+        mpu: accepted; modules are of this rank either way.
+
+    Raises:
+        ConfigError: the section has faults, or does not fit the model: patterns without a module,
+            modules of two groups, groups that do not divide a weight. The message lists them all.
+    """
+    del teacher_model, mpu
+    prepare(_inner(model), section_of(deepspeed_config))
+    return model
+
+
+@torch.no_grad()
+def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+    """Make the compressed weights the model's own after training, and return the model.
+
+    A quantized weight gets the values that it has with its target bits. Parameters are replaced by
+    new ones, so that the engine no longer trains them. A quantized input stays quantized.
+
+    Args:
+        model: the model or its engine, in the state to keep; changed in place.
+        deepspeed_config: the configuration that the model was trained with.
+        mpu: accepted, and unused.
+
+    Raises:
+        UsageError: the model was never prepared, or its weights are sharded.
+    """
+    del mpu
+    section, whole = section_of(deepspeed_config), _inner(model)
+    changed = list(compressed_modules(whole))
+    if is_on(section) and not changed:
+        raise UsageError(
+            f"redundancy_clean: {type(whole).__name__} has no compressed modules; call"
+            " init_compression before training"
+        )
+    made: dict[tuple[int, WeightRule], nn.Parameter] = {}
+    for name, module in changed:
+        _expect_whole(name, module)
+        rule = module.compression.weight
+        if rule is not None:
+            key = id(module.weight), rule
+            if key not in made:
+                made[key] = _final(module, rule)
+            # Weights that were tied, and were quantized alike, stay tied.
+            module.weight = made[key]
+            module.compression.weight = module.compression.bits = None
+    for _, module in changed:
+        if module.compression.activation is None:
+            change_back(module)
+    return model
+
+
+def _final(module: Compressed, rule: WeightRule) -> nn.Parameter:
+    values = module.quantized(Bits(rule.target_bits, 0.0))
+    return nn.Parameter(values, requires_grad=module.weight.requires_grad)
+
+
+def _expect_whole(name: str, module: Compressed) -> None:
+    if module.weight.numel() < _numel(module):
+        raise UsageError(
+            f"redundancy_clean: {name}.weight is sharded over ranks; load the engine's state dict"
+            " into a model of its own, prepared by init_compression, and clean that one"
+        )
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+class CompressionScheduler:
+    """Schedule of a model's techniques for programs that train it without an engine."""
+
+    def __init__(self, model: nn.Module, compression_config: Any) -> None:
+        section_of(compression_config)
+        self.model = model
+        self.training_steps = 0
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """Count an update that was applied; with `step_zero_check` only show the current state."""
+        if not step_zero_check:
+            self.training_steps += 1
+        self.check_all_modules()
+
+    def check_all_modules(self) -> None:
+        """Set all modules to the current number of updates."""
+        advance(_inner(self.model), self.training_steps)

@@ -1,0 +1,231 @@
+"""Modules that compute with effective weights and inputs, in place of torch's own classes.
+
+A module changes its class only: parameters, buffers, hooks, its mode and names in the state dict
+stay, and so does what `isinstance` says. The effective weight exists during a forward only, so
+sharded weights need nothing but their unit's gather.
+
+Tests: tests/compression/test_layers.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hadal.compression.quantizers import quantize, quantize_in_range, straight_through
+from hadal.compression.rules import ActivationRule, Bits, WeightRule
+from hadal.device import is_in_backward
+
+
+@dataclass(slots=True)
+class Compression:
+    """The techniques of one module, and their current state."""
+
+    weight: WeightRule | None = None
+    activation: ActivationRule | None = None
+    bits: Bits | None = None
+    """Bits of the weight in the next forward; None: it is used as it is."""
+    activation_is_on: bool = False
+
+    def advance(self, updates: int) -> None:
+        """Set the state to that after a number of applied updates."""
+        if self.weight is not None:
+            self.bits = self.weight.at(updates)
+        if self.activation is not None:
+            self.activation_is_on = updates >= self.activation.offset
+
+    @property
+    def settled(self) -> int:
+        """The number of applied updates after which nothing changes any more."""
+        rules = (self.weight, self.activation)
+        return max((rule.settled for rule in rules if rule is not None), default=0)
+
+
+class RunningRange(nn.Module):
+    """Quantizes to a running range of what it has seen in training.
+
+    The buffer `x_min_max` holds the range: the first batch's, then moved by each batch. A forward
+    that is repeated for the backward does not move it again.
+    """
+
+    x_min_max: Tensor
+
+    def __init__(self, act_range_momentum: float = 0.95, quant_mode: str = "symmetric") -> None:
+        super().__init__()
+        self.act_range_momentum = act_range_momentum
+        self.quant_mode = quant_mode
+        self.register_buffer("x_min_max", torch.zeros(2))
+
+    def forward(self, x: Tensor, num_bits: int) -> Tensor:
+        """Return `x` in the range's steps."""
+        if self.training and not is_in_backward():
+            self._move(x.detach())
+        low, high = self.x_min_max.unbind()
+        symmetric = self.quant_mode == "symmetric"
+        shown = quantize_in_range(x.detach(), num_bits, low, high, symmetric=symmetric)
+        return straight_through(x, shown)
+
+    @torch.no_grad()
+    def _move(self, x: Tensor) -> None:
+        seen = torch.stack(x.aminmax()).to(self.x_min_max)
+        old = torch.where(self.x_min_max[0] == self.x_min_max[1], seen, self.x_min_max)
+        momentum = self.act_range_momentum
+        # On the device: nothing is read back.
+        self.x_min_max.copy_(old * momentum + seen * (1 - momentum))
+
+
+class Compressed(nn.Module):
+    """The base of the classes below."""
+
+    plain: ClassVar[type[nn.Module]]
+    """The class that a module has again once nothing is left to do to it."""
+    compression: Compression
+    weight: Tensor
+    activation_quantizer: RunningRange | None
+
+    @property
+    def scale_groups(self) -> int:
+        """The number of groups of the weight."""
+        assert self.compression.weight is not None
+        return self.compression.weight.groups
+
+    def quantized(self, bits: Bits) -> Tensor:
+        """Return the weight in some bits, without a gradient."""
+        rule = self.compression.weight
+        assert rule is not None
+        weight = self.weight.detach()
+        found = quantize(
+            weight,
+            bits.bits,
+            self.scale_groups,
+            symmetric=rule.symmetric,
+            stochastic=rule.stochastic,
+        )
+        return found if bits.full == 0.0 else torch.lerp(found, weight, bits.full)
+
+    def effective_weight(self) -> Tensor:
+        """Return the weight that this forward computes with."""
+        bits = self.compression.bits
+        return self.weight if bits is None else straight_through(self.weight, self.quantized(bits))
+
+    def effective_input(self, x: Tensor) -> Tensor:
+        """Return the input that this forward computes with."""
+        rule = self.compression.activation
+        if rule is None or not self.compression.activation_is_on:
+            return x
+        if self.activation_quantizer is not None:
+            return self.activation_quantizer(x, rule.bits)  # type: ignore[no-any-return]
+        groups = self.input_groups(x)
+        shown = quantize(x.detach(), rule.bits, groups, symmetric=rule.symmetric)
+        return straight_through(x, shown)
+
+    def input_groups(self, x: Tensor) -> int:
+        """Return the number of groups of an input: one for each token."""
+        return x.numel() // x.shape[-1]
+
+    def begin(self) -> None:
+        """Have nothing to do yet."""
+        self.compression = Compression()
+        self.activation_quantizer = None
+
+
+class CompressedLinear(Compressed, nn.Linear):
+    """`nn.Linear` with an effective weight and input."""
+
+    plain = nn.Linear
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.begin()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product."""
+        return F.linear(self.effective_input(input), self.effective_weight(), self.bias)
+
+
+class CompressedConv2d(Compressed, nn.Conv2d):
+    """`nn.Conv2d` with an effective weight and input."""
+
+    plain = nn.Conv2d
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.begin()
+
+    def input_groups(self, x: Tensor) -> int:
+        """Return the number of groups of an input: one for each sample."""
+        return x.shape[0] if x.dim() == 4 else 1
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the convolution."""
+        x, weight = self.effective_input(input), self.effective_weight()
+        found: Tensor = self._conv_forward(x, weight, self.bias)
+        return found
+
+
+class CompressedEmbedding(Compressed, nn.Embedding):
+    """`nn.Embedding` with an effective weight: one group for each row."""
+
+    plain = nn.Embedding
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.begin()
+
+    @property
+    def scale_groups(self) -> int:
+        """The number of groups of the weight: one for each row."""
+        return self.num_embeddings
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows."""
+        weight = self.effective_weight()
+        scaled = self.scale_grad_by_freq
+        return F.embedding(input, weight, self.padding_idx, None, 2.0, scaled, self.sparse)
+
+
+KINDS: tuple[type[Compressed], ...] = (CompressedLinear, CompressedConv2d, CompressedEmbedding)
+
+
+def compressible(module: nn.Module) -> bool:
+    """Return whether a module is of a class that techniques know, by itself or as a subclass."""
+    return isinstance(module, tuple(kind.plain for kind in KINDS))
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return why a module's class cannot be changed; None if it can."""
+    if isinstance(module, Compressed) or type(module) in [kind.plain for kind in KINDS]:
+        is_bound = isinstance(module, nn.Embedding) and module.max_norm is not None
+        return "it has max_norm, which changes the weight itself" if is_bound else None
+    name = type(module).__name__
+    if name == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight without calling it"
+    return f"its class {name} may compute something else than torch's"
+
+
+def change(module: nn.Module) -> Compressed:
+    """Change a module's class in place, if it is not changed yet, and return it."""
+    if not isinstance(module, Compressed):
+        kind = next(kind for kind in KINDS if kind.plain is type(module))
+        module.__class__ = kind
+        assert isinstance(module, Compressed)
+        module.begin()
+    return module
+
+
+def change_back(module: Compressed) -> None:
+    """Give a module its own class again."""
+    del module.compression, module.activation_quantizer
+    module.__class__ = module.plain  # type: ignore[assignment]
+
+
+def compressed_modules(model: nn.Module) -> Iterator[tuple[str, Compressed]]:
+    """Yield the full names of a model's changed modules, and the modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, Compressed):
+            yield name, module

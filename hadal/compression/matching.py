@@ -1,0 +1,107 @@
+"""Which modules the groups of a technique name.
+
+Tests: tests/compression/test_matching.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from hadal.compression.layers import compressible, why_not
+from hadal.errors import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One module of a group."""
+
+    technique: str
+    group: str
+    """The group's name in the configuration."""
+    pattern: int
+    """Index of the pattern that named it."""
+    name: str
+    """The module's full name."""
+    module: nn.Module
+    params: Any
+    """The group's `params`."""
+
+    @property
+    def path(self) -> str:
+        """The group's JSON path."""
+        return f"compression_training.{self.technique}.different_groups.{self.group}"
+
+
+def matches_of(
+    model: nn.Module,
+    technique: str,
+    groups: Mapping[str, Any],
+    kinds: tuple[type[nn.Module], ...],
+    faults: list[Fault],
+) -> list[Match]:
+    """Return the modules that a technique's groups name; what is wrong with them goes to `faults`.
+
+    A pattern is searched in full names; `*` is every module of `kinds` that can be changed.
+    """
+    modules = [(name, module) for name, module in model.named_modules() if compressible(module)]
+    found: list[Match] = []
+    owners: dict[str, str] = {}
+    for group, section in groups.items():
+        for index, pattern in enumerate(section.modules):
+            where = f"compression_training.{technique}.different_groups.{group}.modules[{index}]"
+            named = list(_named(modules, pattern, kinds, where, faults))
+            for name, module in named:
+                if name in owners:
+                    faults.append(
+                        Fault(where, f"{pattern!r} names {name}, which {owners[name]} names too")
+                    )
+                    continue
+                owners[name] = f"{group!r}.modules[{index}]"
+                found.append(Match(technique, group, index, name, module, section.params))
+    return found
+
+
+def _named(
+    modules: list[tuple[str, nn.Module]],
+    pattern: str,
+    kinds: tuple[type[nn.Module], ...],
+    where: str,
+    faults: list[Fault],
+) -> Iterator[tuple[str, nn.Module]]:
+    if pattern == "*":
+        for name, module in modules:
+            if isinstance(module, kinds) and why_not(module) is None:
+                yield name, module
+        return
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        faults.append(Fault(where, f"{pattern!r} is not a regular expression: {error}"))
+        return
+    named = [(name, module) for name, module in modules if search(name)]
+    if not named:
+        faults.append(Fault(where, f"{pattern!r} names no module{_near(pattern, modules)}"))
+    for name, module in named:
+        reason = why_not(module)
+        if not isinstance(module, kinds):
+            known = ", ".join(kind.__name__ for kind in kinds)
+            reason = f"it is {type(module).__name__}; this technique knows {known}"
+        if reason is None:
+            yield name, module
+        else:
+            faults.append(Fault(where, f"{pattern!r} names {name}: {reason}"))
+
+
+def _near(pattern: str, modules: list[tuple[str, nn.Module]]) -> str:
+    names = [name for name, _ in modules]
+    leaf = pattern.rpartition(".")[2]
+    found = [name for name in names if name.rpartition(".")[2].startswith(leaf)] if leaf else []
+    found = found or get_close_matches(pattern, names, n=3, cutoff=0.4) or names
+    shown = ", ".join(found[:3])
+    return f"; some that can be named: {shown}" if shown else "; the model has none to name"

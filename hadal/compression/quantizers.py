@@ -1,0 +1,135 @@
+"""Values rounded to few bits, group by group; a gradient passes unchanged.
+
+An input is split evenly into groups in memory order, each with a scale of its own. Values are those
+of DeepSpeed, except for groups without a range, where it divides by zero: a group of zeros stays
+zero, and a constant one stays as it is.
+
+Tests: tests/compression/test_quantizers.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Integers up to 2 ** 8 are exact in bf16.
+_NARROW_BITS = 8
+
+
+def quantize(
+    x: Tensor, bits: int, groups: int = 1, *, symmetric: bool = True, stochastic: bool = False
+) -> Tensor:
+    """Return `x` with at most `2 ** bits` values per group, in its shape and dtype.
+
+    With 2 bits the values are -a, 0 and a; with 1 bit -a and a (and 0 for zeros). Both need
+    `symmetric`, and round to the nearest.
+
+    Args:
+        x: any shape, floating point; `groups` divides its elements.
+        bits: 1 or more.
+        groups: number of groups.
+        symmetric: scales without an offset.
+        stochastic: whether noise of at most half a step is added before rounding.
+    """
+    if bits <= 2:
+        return _ternary(x, groups) if bits == 2 else _binary(x, groups)
+    flat = x.reshape(groups, -1)
+    wide = flat.float() if bits > _NARROW_BITS and flat.element_size() < 4 else flat
+    if symmetric:
+        low, high = wide.new_zeros(()), wide.abs().amax(1, keepdim=True)
+    else:
+        low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
+    noise = torch.empty_like(wide).uniform_(-0.5, 0.5) if stochastic else None
+    found = _rounded(wide, bits, low, high, symmetric=symmetric, noise=noise)
+    return found.to(x.dtype).reshape(x.shape)
+
+
+def quantize_in_range(
+    x: Tensor, bits: int, low: Tensor, high: Tensor, *, symmetric: bool
+) -> Tensor:
+    """Return `x` with at most `2 ** bits` values in a range that was measured before.
+
+    Args:
+        x: any shape, floating point.
+        bits: 3 or more.
+        low: the smallest value, 0-dim.
+        high: the largest value, 0-dim.
+        symmetric: whether the range is that of the larger magnitude, around zero.
+    """
+    low, high = low.to(x.dtype), high.to(x.dtype)
+    if symmetric:
+        high = torch.maximum(low.abs(), high)
+    return _rounded(x, bits, low, high, symmetric=symmetric, noise=None)
+
+
+def _rounded(
+    x: Tensor, bits: int, low: Tensor, high: Tensor, *, symmetric: bool, noise: Tensor | None
+) -> Tensor:
+    steps: int = 2**bits
+    scale = 2 * high / steps if symmetric else (high - low) / steps
+    is_flat = scale == 0
+    divisor = torch.where(is_flat, torch.ones_like(scale), scale)
+    zero = torch.zeros_like(scale) if symmetric else (low / divisor).round() * scale
+    level = (x - zero) / divisor if not symmetric else x / divisor
+    if noise is not None:
+        level = level + noise
+    first, last = (-steps // 2, steps // 2 - 1) if symmetric else (0, steps - 1)
+    found = level.round().clamp(first, last) * scale
+    if symmetric:
+        return found
+    return torch.where(is_flat, x, found + zero)
+
+
+def _ternary(x: Tensor, groups: int) -> Tensor:
+    flat = x.reshape(groups, -1)
+    size = flat.abs()
+    is_kept = size > 0.7 * size.mean(1, keepdim=True)
+    count = is_kept.sum(1, keepdim=True).clamp(min=1)
+    alpha = (size * is_kept).sum(1, keepdim=True) / count
+    return (flat.sign() * is_kept * alpha).reshape(x.shape)
+
+
+def _binary(x: Tensor, groups: int) -> Tensor:
+    flat = x.reshape(groups, -1)
+    return (flat.sign() * flat.abs().mean(1, keepdim=True)).reshape(x.shape)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Replaces a tensor by another in forward; the gradient goes to the first one unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shown: Tensor) -> Tensor:
+        """Return `shown`."""
+        del ctx, x
+        return shown.view_as(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        """Return the gradient as that of `x`."""
+        del ctx
+        return gradients[0], None
+
+
+def straight_through(x: Tensor, shown: Tensor) -> Tensor:
+    """Return `shown`, whose gradient goes to `x`."""
+    found: Tensor = StraightThrough.apply(x, shown)  # type: ignore[no-untyped-call]
+    return found
+
+
+def largest(scores: Tensor, ratio: float) -> Tensor:
+    """Return 1.0 for the largest values and 0.0 for the rest, in shape and dtype of `scores`.
+
+    Args:
+        scores: any shape.
+        ratio: the fraction to keep, 0 to 1; the number is rounded up. Of equal values the earlier
+            ones are kept.
+    """
+    flat = scores.reshape(-1)
+    count = math.ceil(ratio * flat.numel())
+    order = flat.argsort(descending=True, stable=True)
+    mask = torch.zeros_like(flat)
+    mask[order[:count]] = 1.0
+    return mask.reshape(scores.shape)

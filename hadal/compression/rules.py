@@ -1,0 +1,86 @@
+"""Settings of one module's compression, and what they come to after a number of updates.
+
+Tests: tests/compression/test_rules.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Bits(NamedTuple):
+    """Bit width of a weight, and how far it counts."""
+
+    bits: int
+    full: float
+    """Fraction of the unquantized weight in the blend; 0.0 without a blend."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Settings of one weight's quantization."""
+
+    start_bits: int
+    target_bits: int
+    period: int
+    offset: int
+    groups: int
+    symmetric: bool
+    stochastic: bool
+    in_forward: bool
+    """True if the target applies at once; else the bits fall one by one."""
+    change_ratio: float | None
+    """The fall of the unquantized fraction with each update; None without a blend."""
+
+    def at(self, updates: int) -> Bits | None:
+        """Return the bits after a number of applied updates; None before the offset."""
+        steps = updates - self.offset
+        if steps < 0:
+            return None
+        if self.in_forward:
+            return Bits(self.target_bits, 0.0)
+        bits, since = self._fallen(steps)
+        full = 0.0
+        if self.change_ratio is not None:
+            full = max(0.0, 1.0 - self.change_ratio * (steps - since))
+        return Bits(bits, full)
+
+    @property
+    def settled(self) -> int:
+        """The number of applied updates after which nothing changes any more."""
+        if self.in_forward:
+            return self.offset
+        steps = self._fallen(None)[1]
+        if self.change_ratio is not None:
+            steps += int(1.0 / self.change_ratio) + 1
+        return self.offset + steps
+
+    def _fallen(self, steps: int | None) -> tuple[int, int]:
+        """The bits after `steps`, or at the end, and the step of the last change.
+
+        The period doubles with each bit, and at most one bit is lost per step.
+        """
+        bits, period, since = self.start_bits, self.period, 0
+        while bits > self.target_bits:
+            due = max(since + 1, period)
+            if steps is not None and due > steps:
+                break
+            bits, period, since = bits - 1, 2 * period, due
+        return bits, since
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRule:
+    """Settings of the quantization of one module's input."""
+
+    bits: int
+    offset: int
+    symmetric: bool
+    static: bool
+    """True for a running range; else it is measured per token or sample."""
+
+    @property
+    def settled(self) -> int:
+        """The number of applied updates after which nothing changes any more."""
+        return self.offset

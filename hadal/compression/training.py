@@ -1,0 +1,90 @@
+"""Compression during an engine's training: schedules, and ranges that all ranks share.
+
+Tests: tests/compression/test_training.py
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import sum_
+from hadal.compression.compress import advance, prepare
+from hadal.compression.layers import RunningRange, compressed_modules
+from hadal.config.compression_training import CompressionTraining
+from hadal.listener import Forward, Listener, Update
+
+_log = logging.getLogger("hadal.compression")
+_LABEL = "the ranges of activations"
+
+
+class CompressionTechniques(Listener):
+    """Moves the techniques of `compression_training` along with the applied updates.
+
+    The counters of the engine say everything, so there is no state of its own to save.
+    """
+
+    name = "compression_training"
+
+    def __init__(self, section: CompressionTraining, model: nn.Module, ranks: Ranks) -> None:
+        if not any(compressed_modules(model)):
+            prepare(model, section)
+        self._model = model
+        self._ranks = ranks
+        self._speaks = section.weight_quantization.shared_parameters.quantize_verbose
+        modules = [module for _, module in compressed_modules(model)]
+        self._settled = max((module.compression.settled for module in modules), default=0)
+        self._ranges = [part for part in model.modules() if isinstance(part, RunningRange)]
+        self._attempts = -1
+        self._applied = -1
+        self._engine: weakref.ref[Any] | None = None
+
+    def on_attach(self, engine: Any) -> None:
+        """Keep the engine for its counters."""
+        self._engine = weakref.ref(engine)
+
+    def before_forward(self, forward: Forward) -> None:
+        """Set the modules to the number of applied updates."""
+        engine = None if self._engine is None else self._engine()
+        attempts = forward.updates
+        is_over = self._applied >= self._settled and attempts >= self._attempts
+        if engine is None or attempts == self._attempts or is_over:
+            return
+        # May wait for the device to say whether the last update was skipped; not once all is over.
+        applied = attempts - engine.skipped_steps
+        self._attempts = attempts
+        if applied != self._applied:
+            before = self._bits()
+            advance(self._model, applied)
+            self._tell(before, applied)
+        self._applied = applied
+
+    def after_update(self, update: Update) -> None:
+        """Average the running ranges over the ranks, which have seen different samples."""
+        del update
+        if not self._ranges or self._ranks.size == 1:
+            return
+        with torch.no_grad():
+            both = torch.stack([part.x_min_max.float() for part in self._ranges])
+            total = both.flatten()
+            sum_(total, self._ranks, _LABEL)
+            for part, mean in zip(
+                self._ranges, total.view_as(both) / self._ranks.size, strict=True
+            ):
+                part.x_min_max.copy_(mean)
+
+    def _bits(self) -> dict[str, int | None]:
+        if not self._speaks or self._ranks.rank != 0:
+            return {}
+        found = {name: module.compression.bits for name, module in compressed_modules(self._model)}
+        return {name: bits and bits.bits for name, bits in found.items()}
+
+    def _tell(self, before: dict[str, int | None], applied: int) -> None:
+        for name, bits in self._bits().items():
+            if bits != before[name]:
+                _log.info("%s: %s bits after %d updates", name, bits, applied)

@@ -1,0 +1,98 @@
+"""Preparing a model, and making compressed weights its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compression.toys import TOKENS, Bert, config, inputs, weights
+from hadal.compression import CompressionScheduler, init_compression, redundancy_clean
+from hadal.compression.layers import Compressed, compressed_modules
+from hadal.errors import ConfigError, UnbuiltConfigError, UsageError
+
+NOW = {"quantize_weight_in_forward": True}
+
+
+@pytest.mark.parametrize("shared", [NOW, {}])
+def test_clean_weights_have_the_values_of_the_last_forward(shared):
+    wishes = config(weights(8, 4, 0, **shared), inputs(8, ["intermediate"]))
+    model = init_compression(Bert(), wishes)
+    scheduler = CompressionScheduler(model, wishes)
+    for _ in range(4):
+        scheduler.step()
+    model.eval()
+    before = model(TOKENS)
+    query = model.bert.encoder.layer[0].attention.self["query"]
+    assert query.weight.unique().numel() > 200
+    assert redundancy_clean(model, wishes) is model
+    assert torch.equal(model(TOKENS), before)
+    assert query.weight.unique().numel() <= 16
+    assert type(query) is nn.Linear
+    left = [module for _, module in compressed_modules(model)]
+    assert len(left) == 2  # inputs stay quantized
+    assert all(module.compression.weight is None for module in left)
+
+
+def test_weights_that_were_tied_stay_tied():
+    model = Bert()
+    model.head = nn.Linear(16, 12, bias=False)
+    model.head.weight = model.bert.embeddings["word_embeddings"].weight
+    model.other = nn.Linear(16, 12, bias=False)
+    model.other.weight = model.head.weight
+    wishes = config(weights(4, 4, modules=["head", "other"]))
+    redundancy_clean(init_compression(model, wishes), wishes)
+    assert model.head.weight is model.other.weight
+    assert model.head.weight.unique().numel() <= 16
+
+
+def test_a_configuration_without_techniques_changes_nothing(tmp_path: Path):
+    model = Bert()
+    kinds = [type(module) for module in model.modules()]
+    off = weights(8, 8)
+    off["weight_quantization"]["shared_parameters"]["enabled"] = False
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(off)))
+    for wishes in ({}, config(), str(path)):
+        assert redundancy_clean(init_compression(model, wishes), wishes) is model
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_what_cannot_be_done_is_told():
+    with pytest.raises(UsageError, match="Bert has no compressed modules; call init_compression"):
+        redundancy_clean(Bert(), config(weights(8, 8)))
+    with pytest.raises(
+        ConfigError, match="expected a dict or the path of a configuration, got int"
+    ):
+        init_compression(Bert(), 3)
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        init_compression(Bert(), "/nope.json")
+    with pytest.raises(UnbuiltConfigError, match=r"layer_reduction.enabled +true is not built yet"):
+        init_compression(Bert(), config({"layer_reduction": {"enabled": True}}))
+
+
+@pytest.mark.claims(
+    "compression_training.weight_quantization.different_groups.<group>.params.start_bits"
+)
+@pytest.mark.parametrize(
+    ("shared", "bits", "message"),
+    [
+        ({}, (4, 8), "8 is more than start_bits 4"),
+        ({"quantization_type": "asymmetric"}, (8, 2), 'needs quantization_type "symmetric"'),
+        ({"rounding": "stochastic"}, (8, 1), 'needs rounding "nearest"'),
+        ({**NOW, "fp16_mixed_quantize": {"enabled": True}}, (8, 4), "blends while the bits fall"),
+    ],
+)
+def test_bits_that_contradict_each_other_are_refused(shared, bits, message):
+    with pytest.raises(ConfigError, match=message):
+        init_compression(Bert(), config(weights(*bits, **shared)))
+
+
+def test_a_wrapped_model_is_changed_inside():
+    outer = nn.Module()
+    outer.module = Bert()
+    assert init_compression(outer, config(weights(8, 8))) is outer
+    assert isinstance(outer.module.bert.encoder.layer[0].attention.self["key"], Compressed)

@@ -1,0 +1,160 @@
+"""Techniques in an engine: schedules, resumed runs, and every stage alike."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from engine.toys import engine_of
+from ranks import RankPools
+
+from compression.toys import TOKENS, Bert, config, inputs, weights
+from hadal import comm
+from hadal.compression import init_compression
+from hadal.compression.layers import compressed_modules
+
+FALLING = weights(8, 3, 1, schedule_offset=1)
+
+
+def engine_with(*sections, stage: int = 0, prepared: bool = True, **changes):
+    model, wishes = Bert(), config(*sections)
+    if prepared:
+        init_compression(model, wishes)
+    return engine_of(stage, model, **wishes, **changes)
+
+
+def train(engine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = (TOKENS + step + comm.get_rank()) % 12
+        loss = engine(tokens).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def bits_of(engine) -> list[int | None]:
+    modules = [module for _, module in compressed_modules(engine.module)]
+    return [module.compression.bits and module.compression.bits.bits for module in modules]
+
+
+@pytest.mark.claims(
+    "compression_training.weight_quantization.shared_parameters.schedule_offset",
+    "compression_training.weight_quantization.shared_parameters.quantize_verbose",
+    "compression_training.weight_quantization.shared_parameters.quantizer_kernel",
+    "compression_training.weight_quantization.different_groups.<group>.params.quantization_period",
+    "compression_training.activation_quantization.shared_parameters.schedule_offset",
+)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_bits_fall_with_the_applied_updates(caplog, prepared):
+    caplog.set_level(logging.INFO, logger="hadal.compression")
+    verbose = weights(8, 3, 1, schedule_offset=1, quantize_verbose=True, quantizer_kernel=True)
+    late = inputs(8, ["intermediate"], schedule_offset=2)
+    engine = engine_with(verbose, late, prepared=prepared, gradient_accumulation_steps=2)
+    seen, on = [], []
+    intermediate = engine.module.bert.encoder.layer[0].intermediate["dense"]
+    for step in range(10):
+        train(engine, range(step, step + 1))
+        seen.append(bits_of(engine)[0])
+        on.append(intermediate.compression.activation_is_on)
+    assert seen == [None, None, 8, 8, 7, 7, 6, 6, 6, 6]
+    assert on == [False] * 4 + [True] * 6
+    told = "bert.encoder.layer.0.attention.self.query: 7 bits after 2 updates"
+    assert told in caplog.messages
+    engine.destroy()
+
+
+@pytest.mark.claims(
+    "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize",
+    "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize.enabled",
+    "compression_training.weight_quantization.shared_parameters.fp16_mixed_quantize"
+    ".quantize_change_ratio",
+)
+def test_a_blend_moves_from_the_weights_to_the_quantized_ones():
+    mixed = {"enabled": True, "quantize_change_ratio": 0.5}
+    engine = engine_with(weights(4, 4, 0, fp16_mixed_quantize=mixed))
+    _, module = next(compressed_modules(engine.module))
+    sizes = []
+    for step in range(3):
+        train(engine, range(step, step + 1))
+        found = module.quantized(module.compression.bits)
+        plain = module.weight.detach()
+        sizes.append((found - plain).abs().max().item())
+    assert sizes[0] == 0.0
+    assert 0.0 < sizes[1] < sizes[2]
+    engine.destroy()
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path):
+    sections = (FALLING, inputs(8, ["intermediate"], schedule_offset=4, range_calibration="static"))
+    engine = engine_with(*sections)
+    train(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    expected = train(engine, range(3, 8))
+    bits = bits_of(engine)
+    engine.load_checkpoint(tmp_path)  # back to fewer updates
+    assert train(engine, range(3, 8)) == expected
+    engine.destroy()
+    engine = engine_with(*sections)
+    engine.load_checkpoint(tmp_path)
+    assert train(engine, range(3, 8)) == expected
+    assert bits_of(engine) == bits
+    engine.destroy()
+
+
+def test_updates_that_overflow_do_not_count():
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    engine = engine_with(weights(8, 3, 1), fp16=fp16)
+    train(engine, range(12))
+    assert 0 < engine.skipped_steps < 12
+    applied = engine.global_steps - engine.skipped_steps
+    train(engine, range(1))
+    _, module = next(compressed_modules(engine.module))
+    assert module.compression.bits == module.compression.weight.at(applied)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_stage_trains_alike(ranks: RankPools, dtype):
+    found = [ranks(2).run(losses_of, stage, dtype) for stage in range(4)]
+    assert all(each == found[0] for each in found)
+
+
+def losses_of(stage: int, dtype: str) -> list[float]:
+    static = inputs(8, ["intermediate"], range_calibration="static")
+    changes = {} if dtype == "fp32" else {"bf16": {"enabled": True}}
+    engine = engine_with(FALLING, static, stage=stage, **changes)
+    losses = train(engine, range(5))
+    ranges = engine.module.bert.encoder.layer[0].intermediate["dense"].activation_quantizer
+    mine = ranges.x_min_max.float().tolist()
+    # Ranks saw different samples.
+    total = ranges.x_min_max.float().clone()
+    comm.all_reduce(total)
+    assert (total / comm.get_world_size()).tolist() == pytest.approx(mine)
+    engine.destroy()
+    return losses
+
+
+def test_the_weights_of_stage_3_are_taken_into_a_model_that_is_cleaned(ranks: RankPools):
+    ranks(2).run(take_out)
+
+
+def take_out() -> None:
+    from hadal.compression import redundancy_clean
+    from hadal.errors import UsageError
+
+    engine = engine_with(FALLING, stage=3)
+    train(engine, range(2))
+    wishes = config(FALLING)
+    with pytest.raises(UsageError, match=r"query.weight is sharded over ranks; load the engine's"):
+        redundancy_clean(engine, wishes)
+    model = init_compression(Bert(), wishes)
+    model.load_state_dict(engine.module.state_dict())
+    redundancy_clean(model, wishes)
+    weight = model.bert.encoder.layer[0].attention.self["query"].weight
+    assert weight.unique().numel() <= 8
+    assert isinstance(weight, torch.nn.Parameter)
+    engine.destroy()
