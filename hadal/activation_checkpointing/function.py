@@ -5,7 +5,7 @@ Tests: tests/activation_checkpointing/test_keeping.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -40,7 +40,19 @@ class Recomputation:
         )
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `function(*args, **kwargs)`, and recompute it in backward; see `run`."""
+        return self.run(function, args, kwargs)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        around: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None,
+    ) -> Any:
         """Return `function(*args, **kwargs)`, and recompute it in backward.
+
+        `around` returns a context of the recomputation, from the tensors that are stored.
 
         Tensors among `args`, and those in `kwargs` that require gradients, are stored as the
         options say; what is inside lists, tuples and dicts stays as it is.
@@ -60,6 +72,8 @@ class Recomputation:
             given = [block.entered(v) if isinstance(v, Tensor) else v for v in given]
 
         count = len(args)
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        context = None if around is None else around(tensors)
 
         # Refers to no tensor that is stored: autograd alone does.
         def run(*values: Any) -> Any:
@@ -67,9 +81,9 @@ class Recomputation:
             return function(*values[:count], **others, **named)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext() if block is None else block.forward(), _Again(block)
+            return nullcontext() if block is None else block.forward(), _Again(block, context)
 
-        with self._keeper.around([value for value in given if isinstance(value, Tensor)]):
+        with self._keeper.around(tensors):
             return _checkpoint(run, *given, use_reentrant=False, context_fn=contexts)
 
     def reset(self) -> None:
@@ -97,15 +111,20 @@ class _Again:
     It may be entered again, if the graph is retained.
     """
 
-    def __init__(self, block: BlockBoundaries | None) -> None:
+    def __init__(
+        self, block: BlockBoundaries | None, context: AbstractContextManager[Any] | None
+    ) -> None:
         self._states = TRACKER.get_states()
         self._block = block
+        self._context = context
         self._inside = ExitStack()
 
     def __enter__(self) -> None:
         if self._block is not None:
             self._block.begin_backward()
         self._inside = ExitStack()
+        if self._context is not None:
+            self._inside.enter_context(self._context)
         if self._states:
             self._inside.enter_context(recomputing_from(self._states))
 

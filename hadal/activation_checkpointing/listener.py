@@ -6,16 +6,36 @@ Tests: tests/activation_checkpointing/test_modules.py
 from __future__ import annotations
 
 import inspect
+import logging
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hadal.activation_checkpointing.budget import (
+    MeasuredBackward,
+    MeasuredStep,
+    ModuleChoice,
+    Verdict,
+    choose,
+    table,
+)
 from hadal.activation_checkpointing.function import Recomputation
+from hadal.activation_checkpointing.measuring import CallMeter, Meter, meter_of
 from hadal.activation_checkpointing.modules import Recomputed, recomputed_elsewhere
+from hadal.comm import Ranks
+from hadal.comm.collectives import gather_objects
+from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.device import is_host_memory
 from hadal.errors import UsageError
-from hadal.listener import Forward, Listener
+from hadal.listener import Forward, Listener, Update
+
+_log = logging.getLogger(__name__)
+
+# The update that is measured: the first makes optimizer state, and finds the order of uses.
+_MEASURED = 1
 
 
 class RecomputedModules(Listener):
@@ -62,6 +82,154 @@ class RecomputedModules(Listener):
         for one in self._placed:
             one.remove()
         self._recomputation.reset()
+
+
+class Surroundings(NamedTuple):
+    """Device, ranks and size of a budget."""
+
+    device: torch.device
+    world: Ranks
+    budget: int
+    """The most bytes in use on each rank's device."""
+
+
+class BudgetedModules(RecomputedModules):
+    """Recomputes as few modules as a memory budget allows, from one measured update.
+
+    Every module is recomputed in the first two updates; the second is measured, as the first makes
+    optimizer state and plans. All ranks choose alike. A later update shows whether the peak is as
+    promised; if it is above the budget, more is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        options: ActivationCheckpointing,
+        ranks: Ranks | None,
+        around: Surroundings,
+    ) -> None:
+        """Set the modules, the section and the tensor-parallel ranks."""
+        super().__init__(model, modules, Recomputation(options, ranks))
+        self._around = around
+        self._offloading: Recomputation | None = None
+        if not options.cpu_checkpointing and not is_host_memory(around.device):
+            on_host = options.model_copy(update={"cpu_checkpointing": True})
+            self._offloading = Recomputation(on_host, ranks)
+        self._meter: Meter | None = None
+        self._calls: CallMeter | None = None
+        self._backwards: list[MeasuredBackward] = []
+        self._steps: list[MeasuredStep] = []
+        self._checked = -1
+        self._budget = around.budget
+        self.verdict: Verdict | None = None
+        """The choice, once it is made; None before."""
+
+    @property
+    def _measures(self) -> bool:
+        """True in the update that is measured to choose; False in one that checks the choice."""
+        return self.verdict is None
+
+    def on_attach(self, engine: Any) -> None:
+        """Place recomputation over the modules' forwards."""
+        super().on_attach(engine)
+        self._engine = weakref.ref(engine)
+
+    def before_forward(self, forward: Forward) -> Forward | None:
+        """Measure a forward of the updates that are measured."""
+        engine = self._engine()
+        is_eager = engine is not None and not engine.is_compiled
+        if is_eager and forward.is_training and torch.is_grad_enabled():
+            if forward.updates in (_MEASURED, self._checked) and self._meter is None:
+                self._meter = meter_of(self._around.device)
+                self._meter.take_peak()
+            if self._meter is not None:
+                self._meter.start()
+                if self._measures and self._calls is None:
+                    self._calls = CallMeter(self._meter, self._around.device)
+                    for one in self._placed:
+                        one.around = self._calls.around
+        return super().before_forward(forward)
+
+    def after_forward(self, output: Any) -> None:
+        """End the measurement of a forward."""
+        self._stop()
+
+    def before_backward(self) -> None:
+        """Measure a backward."""
+        if self._meter is not None:
+            self._meter.start()
+
+    def after_backward(self, loss: Tensor | None) -> None:
+        """End the measurement of a backward."""
+        self._stop()
+        if self._calls is not None:
+            self._backwards.append(self._calls.result())
+            self._calls = None
+            for one in self._placed:
+                one.around = None
+
+    def before_update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Measure the update of the weights."""
+        self.before_backward()
+
+    def after_update(self, update: Update) -> None:
+        """Choose after the measured update; compare with the promise after the one that checks."""
+        if self._meter is None:
+            if update.number == _MEASURED + 1:
+                self._tell("a compiled model is not measured; every module is recomputed")
+            return
+        self._stop()
+        peak, self._meter = self._meter.take_peak(), None
+        if self._measures:
+            mine = MeasuredStep(tuple(self._backwards), peak)
+            self._steps = gather_objects(mine, self._around.world)
+            self._backwards = []
+            self._checked = update.number + 1
+            self._choose()
+        else:
+            self._check(max(gather_objects(peak, self._around.world)))
+
+    def _choose(self) -> None:
+        if not any(one.calls for step in self._steps for one in step.backwards):
+            self._tell("no module was recomputed in eager mode; memory_budget has no effect")
+            self._checked = -1
+            return
+        names, offloads = list(self._modules), self._offloading is not None
+        self.verdict = choose(self._steps, names, self._budget, offloads=offloads)
+        ways = {
+            ModuleChoice.RECOMPUTED: self._recomputation,
+            ModuleChoice.OFFLOADED: self._offloading,
+        }
+        for one in self._placed:
+            one.recomputation = ways.get(self.verdict.choices[one.name])
+        self._tell("\n".join(table(self._steps, self.verdict)))
+
+    def _check(self, peak: int) -> None:
+        assert self.verdict is not None  # it was chosen
+        promised, self._checked = self.verdict.peak, -1
+        self._tell(
+            f"peak measured: {peak / 2**20:,.1f} MiB, {peak / promised - 1:+.1%} of the table's"
+        )
+        if peak > self._around.budget >= promised:
+            self._budget -= peak - self._around.budget
+            self._choose()
+
+    def _tell(self, message: str) -> None:
+        if self._around.world.rank == 0:
+            _log.info("activation_checkpointing.memory_budget: %s", message)
+
+    def _stop(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+
+    def on_error(self, error: BaseException) -> None:
+        """End a measurement; the next update is measured instead."""
+        self._stop()
+        self._meter = self._calls = None
+        self._backwards = []
+        for one in self._placed:
+            one.around = None
 
 
 def _takes_cache(model: nn.Module) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hadal.activation_checkpointing.function import Recomputation, call_compiled
 from hadal.device import is_in_node, saved_tensors_hooks_here
@@ -125,6 +126,8 @@ class Recomputed:
         self.name = name
         self.recomputation: Recomputation | None = recomputation
         """How the module is recomputed; None: it is not."""
+        self.around: Callable[[str, list[Tensor]], AbstractContextManager[Any]] | None = None
+        """Makes a context of each recomputation, from the module's name and its inputs."""
         self._is_told = False
         self._module = module
         self._before = module.__dict__.get("forward")
@@ -151,7 +154,8 @@ class Recomputed:
                 f"{self.name} is recomputed twice: {PATH} chooses it, and the model calls it inside"
                 " torch.utils.checkpoint; leave it out of the patterns, or remove that call"
             )
-        return self.recomputation.call(self._forward, *args, **kwargs)
+        around = None if self.around is None else functools.partial(self.around, self.name)
+        return self.recomputation.run(self._forward, args, kwargs, around)
 
     def _tell_inside(self) -> None:
         if self._is_told:

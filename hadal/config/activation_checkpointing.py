@@ -3,10 +3,12 @@
 Tests: tests/config/test_every_key.py, tests/activation_checkpointing/test_keeping.py
 """
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Gt
 
 from hadal.config.section import Section, key
-from hadal.config.values import Boolean, Integer, Texts
+from hadal.config.values import Boolean, Integer, Number, Texts
 
 
 class ActivationCheckpointing(Section):
@@ -21,6 +23,12 @@ class ActivationCheckpointing(Section):
         '("model.layers.*") and class names ("LlamaDecoderLayer"). Hadal\'s own.',
     )
 
+    memory_budget: Annotated[Number, Gt(0)] | None = key(
+        None,
+        "The most memory in use on each device: a share of it up to 1, or bytes. Of `modules` (by "
+        "default the units), only as many are recomputed, or their inputs stored on the host, as a "
+        "measured update needs. Hadal's own.",
+    )
     partition_activations: Boolean = key(
         False, "Shard the stored inputs over the tensor-parallel ranks of an mpu."
     )

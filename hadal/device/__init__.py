@@ -40,6 +40,7 @@ from hadal.device.kernels import (
 from hadal.device.memory import (
     MemoryThere,
     MemoryUse,
+    allocated_host_nbytes,
     give_back_freed_memory,
     host_empty,
     is_host_memory,
@@ -71,6 +72,7 @@ __all__ = [
     "SideStream",
     "Stamp",
     "accelerator_kind",
+    "allocated_host_nbytes",
     "at_end_of_backward",
     "backward_watched",
     "before_compiling",

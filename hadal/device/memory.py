@@ -60,6 +60,30 @@ def memory_use(device: torch.device) -> MemoryUse:
     )
 
 
+def allocated_host_nbytes() -> int:
+    """Return the bytes that this process has allocated and not freed.
+
+    Resident memory contains what was freed and is kept for reuse. Without glibc's figures it is
+    returned nevertheless.
+    """
+    library = _glibc()
+    if library is None or not hasattr(library, "mallinfo2"):
+        return _resident_nbytes()
+    library.mallinfo2.restype = _MallInfo
+    found = library.mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _MallInfo(ctypes.Structure):
+    """The result of mallinfo2(3)."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
 class MemoryThere(NamedTuple):
     """The total and the free bytes of a device."""
 

@@ -27,7 +27,7 @@ from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
-from hadal.engine.recomputed import recomputed_modules
+from hadal.engine.recomputed import budget_of, recomputed_modules
 from hadal.engine.report import Reporter
 from hadal.engine.topology import Topology
 from hadal.errors import MonitorError, UsageError
@@ -196,9 +196,13 @@ def _recomputed(setting: Setting) -> Listener | None:
     modules = recomputed_modules(setting.config, setting.model)
     if not modules:
         return None
-    from hadal.activation_checkpointing import Recomputation, RecomputedModules  # for this alone
+    from hadal import activation_checkpointing as wing  # for this alone
 
-    return RecomputedModules(setting.model, modules, Recomputation(section, ranks))
+    budget = budget_of(setting.config, setting.device)
+    if budget is not None:
+        around = wing.Surroundings(setting.device, setting.world, budget)
+        return wing.BudgetedModules(setting.model, modules, section, ranks, around)
+    return wing.RecomputedModules(setting.model, modules, wing.Recomputation(section, ranks))
 
 
 def _slices(setting: Setting) -> Listener | None:

@@ -60,6 +60,8 @@ def open_log(config: Config, rank: int) -> None:
         config.log_level
         or config.steps_per_print
         or config.dump_state
+        or config.activation_checkpointing.profile
+        or config.activation_checkpointing.memory_budget
         or config.wall_clock_breakdown
         or config.memory_breakdown
         or (config.comms_logger is not None and config.comms_logger.verbose)

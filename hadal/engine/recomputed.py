@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from hadal.config import Config
 from hadal.config.report import written
+from hadal.device import total_memory
 from hadal.errors import ConfigError, Fault
 from hadal.zero.grouping import repeated_blocks
 
@@ -24,7 +26,8 @@ def recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module]
     Raises:
         ConfigError: a pattern matches nothing, or a module would be recomputed twice.
     """
-    wish = config.activation_checkpointing.modules
+    section = config.activation_checkpointing
+    wish = "units" if section.modules is None and section.memory_budget else section.modules
     if wish is None:
         return {}
     from hadal.activation_checkpointing import chosen, recomputed_elsewhere  # for this alone
@@ -35,6 +38,14 @@ def recomputed_modules(config: Config, model: nn.Module) -> dict[str, nn.Module]
     if faults:
         raise ConfigError(written("the configuration", tuple(faults)), tuple(faults))
     return found
+
+
+def budget_of(config: Config, device: torch.device) -> int | None:
+    """Return the bytes that may be in use on a device; None if nothing limits them."""
+    budget = config.activation_checkpointing.memory_budget
+    if budget is None:
+        return None
+    return int(budget * total_memory(device).total) if budget <= 1 else int(budget)
 
 
 def tell_recomputed(config: Config, found: dict[str, nn.Module]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,12 @@ from ranks import RankPools
 
 import npu
 from hadal.device import current_device
+
+_FILE = Path(__file__).parents[2] / "benchmarks/activation_checkpointing.py"
+_SPEC = importlib.util.spec_from_file_location("gpt_benchmark", _FILE)
+assert _SPEC is not None and _SPEC.loader is not None
+gpt = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(gpt)
 
 
 def _same_late(options: dict[str, Any]) -> None:
@@ -59,3 +68,28 @@ def _modules(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_modules_of_an_engine(npus: RankPools, stage: int) -> None:
     npus(2).run(_modules, stage)
+
+
+def _budget() -> None:
+    """The peak of an update is what the table promised, within 5 %, at every budget."""
+    arguments = argparse.Namespace(
+        layers=12, length=128, width=32, heads=2, vocabulary=64, batch=4, stage=2, bf16=False
+    )
+    nothing, units = (gpt.train(arguments, section) for section in ({}, {"modules": "units"}))
+    assert units["losses"] == nothing["losses"] and units["peak"] < 0.6 * nothing["peak"]
+    for share in (0.0, 0.3, 0.7, 1.1):
+        budget = int(units["peak"] * 1.01 + share * (nothing["peak"] - units["peak"]))
+        found = gpt.train(arguments, {"memory_budget": budget})
+        assert found["losses"] == nothing["losses"]
+        assert abs(found["peak"] / found["promised"] - 1) < 0.05, found
+        assert found["peak"] <= budget, (found, budget)
+        count = found["choices"].count("STORED")
+        assert share < 1 or count == 12
+        assert abs(count / 12 - min(share, 1)) < 0.2
+    few = gpt.train(arguments, {"memory_budget": int(units["peak"] * 0.95)})
+    assert "OFFLOADED" in few["choices"] and few["losses"] == nothing["losses"]
+    assert abs(few["peak"] / few["promised"] - 1) < 0.05, found
+
+
+def test_a_budget_is_kept(npus: RankPools) -> None:
+    npus(1).run(_budget)

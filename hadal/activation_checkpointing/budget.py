@@ -1,0 +1,182 @@
+"""Which modules to recompute so that a step fits into a memory budget: arithmetic on measurements.
+
+A step is measured while every module is recomputed. Each recomputed call begins a part of backward;
+the peak of each part, and the bytes that its activations would take, give the peak of any choice:
+stored activations add to all parts before their own backward, and inputs that are on the host are
+missing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean
+
+_MIB = 2**20
+
+
+class ModuleChoice(Enum):
+    """The fate of a module's activations."""
+
+    STORED = "stored"
+    RECOMPUTED = "recomputed"
+    OFFLOADED = "recomputed, input on the host"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCall:
+    """One recomputed call of a measured step."""
+
+    module: str
+    stored_nbytes: int
+    """Bytes that its activations would take until its backward, beside its input."""
+    input_nbytes: int
+    """Bytes of its inputs that could be on the host."""
+    seconds: float
+    """Duration of the recomputation."""
+    peak: int
+    """Peak bytes from its recomputation to the next one's, or to the end of backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBackward:
+    """One forward and backward, with every module recomputed."""
+
+    forward_peak: int
+    """Peak bytes from the beginning of forward to the first recomputation."""
+    calls: tuple[MeasuredCall, ...]
+    """In the order of their recomputation."""
+
+    def peak(self, choices: Mapping[str, ModuleChoice]) -> int:
+        """Return the peak bytes with these choices."""
+        stored = [c.stored_nbytes * (choices[c.module] is ModuleChoice.STORED) for c in self.calls]
+        absent = [
+            c.input_nbytes * (choices[c.module] is ModuleChoice.OFFLOADED) for c in self.calls
+        ]
+        # What is waiting for its own backward; the next input to be used is already there again.
+        peaks = [self.forward_peak + sum(stored) - sum(absent)]
+        for place, call in enumerate(self.calls):
+            waiting = sum(stored[place + 1 :]) - sum(absent[place + 2 :])
+            peaks.append(call.peak + waiting)
+        return max(peaks)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One update on one rank, with every module recomputed."""
+
+    backwards: tuple[MeasuredBackward, ...]
+    update_peak: int
+    """Peak bytes from the end of the last backward to the end of the update."""
+
+    def peak(self, choices: Mapping[str, ModuleChoice]) -> int:
+        """Return the peak bytes of an update with these choices."""
+        return max(self.update_peak, *(one.peak(choices) for one in self.backwards))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The choice for each module, by full name, and the peak bytes that it will have."""
+
+    choices: Mapping[str, ModuleChoice]
+    peak: int
+    budget: int
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak is within the budget."""
+        return self.peak <= self.budget
+
+
+def choose(
+    steps: Sequence[MeasuredStep], modules: Sequence[str], budget: int, *, offloads: bool
+) -> Verdict:
+    """Return the choice that recomputes least within a budget.
+
+    Modules whose recomputation takes longest for the bytes that it saves are stored first; of equal
+    ones the last, whose activations live shortest. If recomputing all of them does not suffice,
+    inputs go to the host, the first module's first, which wait longest.
+
+    Args:
+        steps: the measured step of each rank; the largest peak counts.
+        modules: full names, in the order of forward.
+        budget: bytes.
+        offloads: True if inputs may be moved to the host.
+    """
+
+    def peak(choices: Mapping[str, ModuleChoice]) -> int:
+        return max(step.peak(choices) for step in steps)
+
+    choices = dict.fromkeys(modules, ModuleChoice.RECOMPUTED)
+    if peak(choices) > budget:
+        for name in modules if offloads else ():
+            if peak(choices) <= budget:
+                break
+            choices[name] = ModuleChoice.OFFLOADED
+        return Verdict(choices, peak(choices), budget)
+    costs = costs_of(steps)
+    alike: dict[int, list[float]] = {}
+    for seconds, nbytes, _ in costs.values():
+        alike.setdefault(nbytes, []).append(seconds)
+
+    def worth(name: str) -> tuple[float, int]:
+        _, nbytes, _ = costs.get(name, (0.0, 0, 0))
+        # Blocks of the same size take the same time: what differs is the measurement.
+        return fmean(alike.get(nbytes, [0.0])) / max(nbytes, 1), modules.index(name)
+
+    for name in sorted(modules, key=worth, reverse=True):
+        wider = {**choices, name: ModuleChoice.STORED}
+        if peak(wider) <= budget:
+            choices = wider
+    return Verdict(choices, peak(choices), budget)
+
+
+def costs_of(steps: Iterable[MeasuredStep]) -> dict[str, tuple[float, int, int]]:
+    """Return each module's seconds, activation bytes and input bytes, the most of any rank."""
+    found: dict[str, tuple[float, int, int]] = {}
+    for step in steps:
+        for backward in step.backwards:
+            mine: dict[str, tuple[float, int, int]] = {}
+            for call in backward.calls:
+                seconds, stored, inputs = mine.get(call.module, (0.0, 0, 0))
+                mine[call.module] = (
+                    seconds + call.seconds,
+                    stored + call.stored_nbytes,
+                    inputs + call.input_nbytes,
+                )
+            for name, cost in mine.items():
+                before = found.get(name, (0.0, 0, 0))
+                found[name] = (
+                    max(before[0], cost[0]),
+                    max(before[1], cost[1]),
+                    max(before[2], cost[2]),
+                )
+    return found
+
+
+def table(steps: Sequence[MeasuredStep], verdict: Verdict) -> Iterator[str]:
+    """Yield the lines of a table: what each module would take, and what was chosen."""
+    costs = costs_of(steps)
+    width = max(len(name) for name in verdict.choices)
+    yield f"{'module':<{width}}  activations MiB  input MiB  recomputation ms  choice"
+    for name, choice in verdict.choices.items():
+        seconds, stored, inputs = costs.get(name, (0.0, 0, 0))
+        yield (
+            f"{name:<{width}}  {stored / _MIB:15.1f}  {inputs / _MIB:9.1f}"
+            f"  {seconds * 1000:16.2f}  {choice.value}"
+        )
+    each = {
+        one: dict.fromkeys(verdict.choices, one)
+        for one in (ModuleChoice.RECOMPUTED, ModuleChoice.STORED)
+    }
+    least, most = (max(step.peak(all_of) for step in steps) for all_of in each.values())
+    yield (
+        f"peak: {verdict.peak / _MIB:,.1f} MiB of {verdict.budget / _MIB:,.1f} MiB"
+        f" (all recomputed {least / _MIB:,.1f}, all stored {most / _MIB:,.1f})"
+    )
+    if not verdict.fits:
+        yield (
+            "no choice fits into activation_checkpointing.memory_budget: raise it to at least"
+            f" {verdict.peak}, or reduce the micro-batch"
+        )

@@ -1,0 +1,205 @@
+"""Memory in use and its peaks during a measured step: from the allocator, or by operation.
+
+Tests: tests/activation_checkpointing/test_budget.py
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hadal.activation_checkpointing.budget import MeasuredBackward, MeasuredCall
+from hadal.device import (
+    allocated_host_nbytes,
+    memory_in_use,
+    peak_memory,
+    reset_peak_memory,
+    synchronize,
+)
+
+
+class Meter(Protocol):
+    """Memory in use on a device, and its peak since the last look."""
+
+    def start(self) -> None:
+        """Begin a phase of the step."""
+
+    def stop(self) -> None:
+        """End it."""
+
+    def in_use(self) -> int:
+        """Return the bytes in use now."""
+
+    def take_peak(self) -> int:
+        """Return the peak bytes since the last call."""
+
+
+class AllocatorMeter:
+    """The figures of an accelerator's allocator, whose peak is reset at each look."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """Begin a phase of the step."""
+
+    def stop(self) -> None:
+        """End it."""
+
+    def in_use(self) -> int:
+        """Return the bytes in use now."""
+        return memory_in_use(self._device)
+
+    def take_peak(self) -> int:
+        """Return the peak bytes since the last call."""
+        found = peak_memory(self._device)
+        reset_peak_memory(self._device)
+        return found
+
+
+class HostMeter(TorchDispatchMode):
+    """The bytes that the process has allocated; between two looks, those of tensors.
+
+    The C library knows no peak. Each operation's results count from then on, until their storage
+    dies; what an operation uses inside is not seen. Operations are slower meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = self._peak = 0
+        self._known: set[int] = set()
+        self._is_running = False
+
+    def start(self) -> None:
+        """Begin a phase of the step."""
+        self._is_running = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._now = allocated_host_nbytes()
+        self._peak = max(self._peak, self._now)
+
+    def stop(self) -> None:
+        """End it."""
+        if self._is_running:
+            self._is_running = False
+            self._peak = max(self._peak, allocated_host_nbytes())
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def in_use(self) -> int:
+        """Return the bytes in use now."""
+        return allocated_host_nbytes()
+
+    def take_peak(self) -> int:
+        """Return the peak bytes since the last call."""
+        found = self._peak
+        self._now = self._peak = allocated_host_nbytes()
+        return max(found, self._now)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count the storages that it made."""
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor) and _key(leaf) not in given:
+                self._count(leaf)
+        return found
+
+    def _count(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known.add(key)
+        self._now += nbytes
+        self._peak = max(self._peak, self._now)
+        weakref.finalize(storage, self._forget, key, nbytes).atexit = False
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def meter_of(device: torch.device) -> Meter:
+    """Return the meter of a device."""
+    return HostMeter() if device.type == "cpu" else AllocatorMeter(device)
+
+
+class CallMeter:
+    """The recomputed calls of one forward and backward, measured one by one."""
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter = meter
+        self._device = device
+        self._forward_peak: int | None = None
+        self._open: tuple[str, int, int, float] | None = None
+        self._calls: list[MeasuredCall] = []
+
+    def around(self, module: str, inputs: Sequence[Tensor]) -> Recomputing:
+        """Return the context of one call's recomputation."""
+        nbytes = sum(one.untyped_storage().nbytes() for one in inputs if one.requires_grad)
+        return Recomputing(self, module, nbytes)
+
+    def begin(self) -> tuple[int, float]:
+        """Begin a recomputation: a part of backward ends here."""
+        synchronize(self._device, "the measurement of a recomputed block")
+        self.end_part()
+        return self._meter.in_use(), time.perf_counter()
+
+    def end(self, module: str, inputs: int, begun: tuple[int, float]) -> None:
+        """End the recomputation."""
+        synchronize(self._device, "the measurement of a recomputed block")
+        stored = max(0, self._meter.in_use() - begun[0])
+        self._open = module, stored, inputs, time.perf_counter() - begun[1]
+
+    def end_part(self) -> None:
+        """End the part of forward or backward since the last recomputation began."""
+        peak = self._meter.take_peak()
+        if self._open is not None:
+            module, stored, inputs, seconds = self._open
+            self._calls.append(MeasuredCall(module, stored, inputs, seconds, peak))
+            self._open = None
+        elif self._forward_peak is None:
+            self._forward_peak = peak
+
+    def result(self) -> MeasuredBackward:
+        """Return what was measured, at the end of the backward."""
+        self.end_part()
+        return MeasuredBackward(self._forward_peak or 0, tuple(self._calls))
+
+
+class Recomputing:
+    """The context of one measured recomputation."""
+
+    def __init__(self, calls: CallMeter, module: str, inputs: int) -> None:
+        self._calls = calls
+        self._module = module
+        self._inputs = inputs
+        self._begun = (0, 0.0)
+
+    def __enter__(self) -> None:
+        self._begun = self._calls.begin()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if trace is not None:
+            # torch stops a recomputation by an exception, which keeps the block's own variables.
+            traceback.clear_frames(trace)
+        self._calls.end(self._module, self._inputs, self._begun)
