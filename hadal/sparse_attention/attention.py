@@ -70,10 +70,6 @@ class BlockLayout:
         """The number of tokens."""
         return self.layout.shape[1] * self.block
 
-    def cut(self, count: int) -> BlockLayout:
-        """Return the layout of the first `count` blocks."""
-        return BlockLayout(self.layout[:, :count, :count], self.block)
-
     def chunks(
         self, shape: torch.Size, device: torch.device, *, is_causal: bool, splits: bool
     ) -> list[list[Group]]:
@@ -97,7 +93,7 @@ class BlockLayout:
         batch, heads, _, width = shape
         count, own = self.layout.shape[1], len(self.layout)
         repeats = batch * heads // own
-        first = torch.arange(repeats)[:, None, None] * (own * count)
+        first = torch.arange(repeats, device="cpu")[:, None, None] * (own * count)
         rows = (group.rows + first).flatten(0, 1).to(device)
         columns = (group.columns + first).flatten(0, 1).to(device)
         widest = max(rows.shape[1], columns.shape[1]) * self.block * width
@@ -194,7 +190,7 @@ def _dense(
 ) -> Tensor:
     """Return the attention by one call with a mask of [heads, rows, L]."""
     rows, length = query.shape[2], key.shape[2]
-    places = torch.arange(length - rows, length)
+    places = torch.arange(length - rows, length, device="cpu")
     added = masks.of_tokens(places.to(query.device), length, query)
     if layout.is_dense and added is None and (rows == length or not masks.is_causal):
         return functional.scaled_dot_product_attention(
@@ -215,7 +211,7 @@ def _token_mask(layout: BlockLayout, rows: Tensor, length: int, *, is_causal: bo
         blocks = layout.layout[:, rows // layout.block]
         found = blocks.repeat_interleave(layout.block, 2)[..., :length]
         if is_causal:
-            found &= torch.arange(length) <= rows[:, None]
+            found &= torch.arange(length, device="cpu") <= rows[:, None]
         kept = layout.kept["tokens"] = key, found  # one at a time
     mask: Tensor = kept[1]
     return mask

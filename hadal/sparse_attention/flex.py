@@ -81,10 +81,10 @@ def coarse(
     heads, count, _ = layout.shape
     squares = -(-length // edge)
     # The blocks that each square touches, as a range; both sizes may divide the other or neither.
-    starts = torch.arange(squares) * edge
+    starts = torch.arange(squares, device=layout.device) * edge
     first = starts // block
     last = (torch.clamp(starts + edge, max=length) - 1) // block
-    sums = torch.zeros(heads, count + 1, count + 1, dtype=torch.int64)
+    sums = layout.new_zeros(heads, count + 1, count + 1, dtype=torch.int64)
     lower = layout.tril() if is_causal else layout
     sums[:, 1:, 1:] = lower.long().cumsum(1).cumsum(2)
 

@@ -24,6 +24,7 @@ from hadal.config.sparse_attention import SparseAttention
 from hadal.device import is_host_memory
 from hadal.errors import MissingPackageError, ModelError, NotBuiltYetError, UsageError
 from hadal.sparse_attention.attention import BlockLayout, sparse_attention
+from hadal.sparse_attention.layouts import SparsityConfig
 from hadal.sparse_attention.masks import Masks, PairMask, key_mask
 from hadal.sparse_attention.modules import SparseSelfAttention
 from hadal.sparse_attention.settings import from_config, get_sparse_attention_config
@@ -211,11 +212,15 @@ def _made(written: str, heads: int, length: int, layer: int) -> BlockLayout:
     if not pattern.is_random and (layer or length != padded):
         return _made(written, heads, padded, 0)  # one for all layers
     pattern.draws = random.Random(layer)
-    return BlockLayout(pattern.distinct_layout(padded), pattern.block)
+    # A short prompt has fewer blocks than a window: it sees the first ones of a longer layout.
+    fits = max(padded, pattern.fewest_blocks * pattern.block)
+    layout = pattern.distinct_layout(fits)
+    count = padded // pattern.block
+    return BlockLayout(layout[:, :count, :count], pattern.block)
 
 
 @lru_cache(maxsize=32)
-def _pattern(written: str, heads: int) -> Any:
+def _pattern(written: str, heads: int) -> SparsityConfig:
     return from_config(json.loads(written), heads)
 
 

@@ -73,6 +73,11 @@ class SparsityConfig:
             )
         return seq_len // self.block
 
+    @property
+    def fewest_blocks(self) -> int:
+        """The shortest sequence that the pattern fits."""
+        return max(1, *self.sizes().values(), 1)
+
     def setup_layout(self, seq_len: int) -> Tensor:
         """Return an empty layout: int64 zeros of shape [num_heads, n, n] on the CPU.
 
@@ -105,11 +110,17 @@ class SparsityConfig:
             ModelError: the pattern does not fit the length.
         """
         count = self.blocks_of(seq_len)
-        self.check_fits(count)
+        for name, number in self.sizes().items():
+            if number > count:
+                raise ModelError(
+                    f"{name} is {number}, but the sequence has only {count} blocks of"
+                    f" {self.block} tokens; lower it or use longer sequences"
+                )
         return torch.stack([self.head_layout(count, head) for head in range(self.num_layout_heads)])
 
-    def check_fits(self, count: int) -> None:
-        """Check that the pattern fits `count` blocks; raise ModelError otherwise."""
+    def sizes(self) -> dict[str, int]:
+        """Return numbers of blocks, by name, that a sequence must have at least."""
+        return {}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -117,14 +128,6 @@ class SparsityConfig:
             f"{type(self).__name__} has no layout; use one of its subclasses"
             " (FixedSparsityConfig, ...) or define make_layout"
         )
-
-    def _check_at_most(self, count: int, **numbers: int) -> None:
-        for name, number in numbers.items():
-            if number > count:
-                raise ModelError(
-                    f"{name} is {number}, but the sequence has only {count} blocks of"
-                    f" {self.block} tokens; lower it or use longer sequences"
-                )
 
     def _random_blocks(self, layout: Tensor, number: int, *, before: bool = False) -> None:
         """Set `number` random blocks in each row; with `before`, none beyond the row itself."""
@@ -317,9 +320,9 @@ class VariableSparsityConfig(SparsityConfig):
         """True if two layouts of one length may differ."""
         return self.num_random_blocks > 0
 
-    def check_fits(self, count: int) -> None:
-        """Check that the pattern fits `count` blocks; raise ModelError otherwise."""
-        self._check_at_most(count, num_random_blocks=self.num_random_blocks)
+    def sizes(self) -> dict[str, int]:
+        """Return numbers of blocks, by name, that a sequence must have at least."""
+        return {"num_random_blocks": self.num_random_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -371,14 +374,13 @@ class BigBirdSparsityConfig(SparsityConfig):
         """True if two layouts of one length may differ."""
         return self.num_random_blocks > 0
 
-    def check_fits(self, count: int) -> None:
-        """Check that the pattern fits `count` blocks; raise ModelError otherwise."""
-        self._check_at_most(
-            count,
-            num_random_blocks=self.num_random_blocks,
-            num_sliding_window_blocks=self.num_sliding_window_blocks,
-            num_global_blocks=self.num_global_blocks,
-        )
+    def sizes(self) -> dict[str, int]:
+        """Return numbers of blocks, by name, that a sequence must have at least."""
+        return {
+            "num_random_blocks": self.num_random_blocks,
+            "num_sliding_window_blocks": self.num_sliding_window_blocks,
+            "num_global_blocks": self.num_global_blocks,
+        }
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -423,9 +425,9 @@ class BSLongformerSparsityConfig(SparsityConfig):
         self.attention = attention
         self._globals = _ranges(global_block_indices, global_block_end_indices)
 
-    def check_fits(self, count: int) -> None:
-        """Check that the pattern fits `count` blocks; raise ModelError otherwise."""
-        self._check_at_most(count, num_sliding_window_blocks=self.num_sliding_window_blocks)
+    def sizes(self) -> dict[str, int]:
+        """Return numbers of blocks, by name, that a sequence must have at least."""
+        return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""
@@ -458,9 +460,9 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.attention = attention
 
-    def check_fits(self, count: int) -> None:
-        """Check that the pattern fits `count` blocks; raise ModelError otherwise."""
-        self._check_at_most(count, num_sliding_window_blocks=self.num_sliding_window_blocks)
+    def sizes(self) -> dict[str, int]:
+        """Return numbers of blocks, by name, that a sequence must have at least."""
+        return {"num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def head_layout(self, count: int, head: int) -> Tensor:
         """Return one head's layout over `count` blocks: bool, [count, count]."""

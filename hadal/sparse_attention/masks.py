@@ -8,8 +8,10 @@ Tests: tests/sparse_attention/test_attention.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch.nn import functional
 
 from hadal.errors import ModelError, NotBuiltYetError
 from hadal.sparse_attention.plan import Group
+
+_log = logging.getLogger("hadal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,21 @@ def key_mask(given: Tensor, mode: str, query: Tensor) -> Tensor:
     if mode == "mul" or found.dtype is torch.bool:
         zero = torch.zeros_like(found, dtype=query.dtype)
         found = zero.masked_fill(found == 0, -torch.inf)
-    # Programs pad their inputs to the block but not the mask: what they added is padding.
+    if found.shape[1] < length:
+        # Programs pad their inputs to the block but not the mask: what they added is padding.
+        _tell_short(found.shape[1], length)
     return functional.pad(found.to(query.dtype), (0, length - found.shape[1]), value=-torch.inf)
+
+
+@cache
+def _tell_short(columns: int, length: int) -> None:
+    """Log it once for each pair of lengths."""
+    _log.info(
+        "key_padding_mask has %d columns for %d keys: the last %d keys are masked",
+        columns,
+        length,
+        length - columns,
+    )
 
 
 def pair_mask(given: Tensor, mode: str, query: Tensor, name: str = "attn_mask") -> PairMask:

@@ -22,7 +22,7 @@ class SparseSelfAttention(nn.Module):
     The layout for `max_seq_length` is the buffer `master_layout`, which is saved with the model. A
     pattern with random blocks, or of a class of your own, uses its first rows and columns at every
     length, so that the blocks stay the same over training, checkpoints and ranks (`initialize`
-    sends rank 0's buffers). Hadal's other patterns make a layout for each length.
+    sends rank 0's buffers). Hadal's other patterns make a layout for each length that they fit.
 
     Args:
         sparsity_config: the pattern; a FixedSparsityConfig of 4 heads by default.
@@ -88,7 +88,7 @@ class SparseSelfAttention(nn.Module):
         """Return the same as booleans, with one head if all share a layout."""
         config = self.sparsity_config
         count = config.blocks_of(seq_len)
-        if not self._is_drawn:
+        if not self._is_drawn and count >= config.fewest_blocks:
             return _layout_of(config, seq_len)
         if count > self.master_layout.shape[1]:
             raise ModelError(

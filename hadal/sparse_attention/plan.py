@@ -71,7 +71,7 @@ def _common(layout: Tensor, block: int, *, is_causal: bool) -> Iterator[tuple[ra
     """
     heads, count, _ = layout.shape
     tile, fewest = max(1, _TILE // block), max(1, _FEWEST // block)
-    places = torch.arange(count)
+    places = torch.arange(count, device=layout.device)
     for head in range(heads):
         shared = layout[head].clone()
         if is_causal:
@@ -100,7 +100,12 @@ def _grouped(entries: list[tuple[range, Tensor]]) -> Iterator[Group]:
     for rows, columns in entries:
         shapes.setdefault((len(rows), len(columns)), []).append((rows, columns))
     for several in shapes.values():
-        places = torch.stack([torch.arange(rows.start, rows.stop) for rows, _ in several])
+        places = torch.stack(
+            [
+                torch.arange(rows.start, rows.stop, device=several[0][1].device)
+                for rows, _ in several
+            ]
+        )
         yield Group(places, torch.stack([columns for _, columns in several]))
 
 
@@ -110,21 +115,21 @@ def _runs(layout: Tensor, block: int, *, is_causal: bool) -> Iterator[Group]:
     flat = layout.reshape(heads * count, count)
     # The length of the run that starts in each row; 0 where none does.
     longest = max(1, _RUN // block)
-    differs = torch.ones(heads * count, dtype=torch.bool)
+    differs = torch.ones(heads * count, dtype=torch.bool, device=layout.device)
     differs[1:] = (flat[1:] != flat[:-1]).any(-1)
     differs[::count] = True
     on_diagonal = flat.view(heads, count, count).diagonal(dim1=1, dim2=2).flatten()
     if is_causal:
         differs[1:] |= on_diagonal[:-1]  # only one row of an entry is masked inside
     starts = _split_long(differs.nonzero().flatten(), heads * count, longest)
-    ends = torch.cat([starts[1:], torch.tensor([heads * count])])
+    ends = torch.cat([starts[1:], starts.new_tensor([heads * count])])
     widths = flat[starts].sum(-1)
     shapes = torch.stack([ends - starts, widths, (on_diagonal[starts] & is_causal).long()], 1)
     for length, width, ends_there in torch.unique(shapes, dim=0).tolist():
         if width == 0:
             continue
-        chosen = starts[(shapes == torch.tensor([length, width, ends_there])).all(1)]
-        rows = chosen[:, None] + torch.arange(length)
+        chosen = starts[(shapes == shapes.new_tensor([length, width, ends_there])).all(1)]
+        rows = chosen[:, None] + torch.arange(length, device=chosen.device)
         columns = flat[chosen].nonzero()[:, 1].view(len(chosen), width)
         columns = columns + (chosen // count * count)[:, None]
         yield Group(rows, columns, bool(ends_there))
@@ -132,8 +137,8 @@ def _runs(layout: Tensor, block: int, *, is_causal: bool) -> Iterator[Group]:
 
 def _split_long(starts: Tensor, total: int, longest: int) -> Tensor:
     """Return the starts of runs, and of further runs inside those that are too long."""
-    lengths = torch.diff(starts, append=torch.tensor([total]))
+    lengths = torch.diff(starts, append=starts.new_tensor([total]))
     pieces = (lengths + longest - 1) // longest
     first = torch.repeat_interleave(starts, pieces)
     before = torch.repeat_interleave(pieces.cumsum(0) - pieces, pieces)
-    return first + (torch.arange(len(first)) - before) * longest
+    return first + (torch.arange(len(first), device=first.device) - before) * longest

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hadal.config import load_config
+from hadal.config.reading import read
 from hadal.config.sparse_attention import SparseAttention
 from hadal.errors import UsageError
 from hadal.sparse_attention.layouts import (
@@ -74,7 +75,7 @@ def _section_of(source: Any) -> Any:
             return source.get("sparse_attention")
         return source
     if isinstance(source, str) or hasattr(source, "__fspath__"):
-        return load_config(source, allow_unbuilt=True).sparse_attention
+        return read(source)[1].get("sparse_attention")
     # An engine holds its configuration, which has the attribute.
     held = getattr(source, "config", source)
     return getattr(held, "sparse_attention", None)

@@ -329,6 +329,24 @@ def test_a_deterministic_pattern_takes_any_length():
         torch.testing.assert_close(module(*operands), written_out(*operands, layout, Masks()))
 
 
+def test_a_sequence_shorter_than_a_window_sees_the_first_blocks_of_a_longer_one():
+    module = SparseSelfAttention(BSLongformerSparsityConfig(4), max_seq_length=64)
+    operands = operands_of(20)
+    dense = torch.nn.functional.scaled_dot_product_attention(*operands)
+    torch.testing.assert_close(module(*operands), dense)
+
+
+def test_the_default_device_of_a_program_does_not_matter(path):
+    config = FixedSparsityConfig(4, attention="unidirectional")
+    operands = [each.requires_grad_() for each in operands_of(176)]
+    expected = SparseSelfAttention(config, max_seq_length=176)(*operands)
+    with torch.device("meta"):
+        module = SparseSelfAttention(config, max_seq_length=176)
+        found = module(*operands)
+        found.sum().backward()
+    assert found.equal(expected)
+
+
 def test_a_class_of_ones_own_has_a_layout_with_views():
     class Diagonal(SparsityConfig):
         def make_layout(self, seq_len):

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import hadal
+from hadal.config import load_config
 from hadal.errors import ModelError, UsageError
 from hadal.sparse_attention import (
     BertSparseSelfAttention,
@@ -18,6 +19,8 @@ from hadal.sparse_attention import (
     DenseSparsityConfig,
     FixedSparsityConfig,
     SparseAttentionUtils,
+    SparseSelfAttention,
+    give_pattern,
     use_sparse_attention,
 )
 from hadal.sparse_attention.huggingface import _made
@@ -158,6 +161,29 @@ def test_generation_sees_what_one_forward_sees():
     # A sample without padding sees, token by token, what one forward over all of it shows.
     last = model(out.sequences[:1, :-1]).logits[:, -1]
     torch.testing.assert_close(out.logits[-1][:1], last, rtol=1e-4, atol=1e-5)
+
+
+def test_a_short_prompt_has_fewer_blocks_than_a_window():
+    model = use_sparse_attention(llama(), {"mode": "bigbird", "num_random_blocks": 1})
+    assert model.generate(tokens(3), max_new_tokens=2, pad_token_id=0).shape == (2, 5)
+    found = model(tokens(20)).logits
+    torch.testing.assert_close(found, llama()(tokens(20)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_section_that_nothing_reads_is_told(caplog):
+    model = nn.Linear(2, 2)
+    with caplog.at_level("INFO", logger="hadal"):
+        give_pattern(
+            model, load_config({"train_batch_size": 1, "sparse_attention": {}}).sparse_attention
+        )
+    assert "no part of Linear uses it" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="hadal"):
+        give_pattern(
+            nn.Sequential(SparseSelfAttention()),
+            load_config({"train_batch_size": 1, "sparse_attention": {}}).sparse_attention,
+        )
+    assert caplog.text == ""
 
 
 def test_packed_sequences_stay_apart():
