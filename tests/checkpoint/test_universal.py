@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickletools
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hadal.compat import surface
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 ROOT = Path(__file__).parents[2]
+DEEPSPEED = ROOT / ".venv-deepspeed/bin/python"
 
 
 def plain(value: Any) -> Any:
@@ -283,3 +285,69 @@ def save_taken(folder: str) -> None:
     train(engine, range(1))
     engine.save_checkpoint(folder, client_state={"module": 1})
     engine.destroy()
+
+
+# ---- DeepSpeed itself ----------------------------------------------------------------------------
+
+THEIRS = """
+import sys, torch, deepspeed, os
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+import toy
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+deepspeed.init_distributed("gloo")
+stage = int(sys.argv[2])
+model = toy.Toy()
+config = {**toy.config_of(stage, "bf16"), "checkpoint": {"load_universal": True}}
+del config["scheduler"]
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=toy.groups_of(model), config=config
+)
+path, client_state = engine.load_checkpoint(sys.argv[1])
+assert "step3_universal" in path, path
+assert client_state["epoch"] == 4 and engine.global_steps == 3
+def values():
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            found[name] = safe_get_full_fp32_param(parameter).clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    return found
+before = values()
+for step in (3, 4):
+    tokens = toy.batch_of(step, engine.global_rank)
+    engine.backward(toy.loss_of(engine(tokens), tokens))
+    engine.step()
+after = values()
+if engine.global_rank == 0:
+    torch.save((before, after), sys.argv[1] + f"/theirs{stage}.pt")
+sys.stdout.flush()
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not DEEPSPEED.exists(), reason="DeepSpeed is not there: benchmarks/step.py --install-deepspeed"
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_goes_on_from_it(stage: int, own: tuple[Path, Any], tmp_path: Path) -> None:
+    """With the same bits of state, at each of its stages."""
+    folder, exact = own
+    export_universal(opened(folder), tmp_path / "step3_universal")
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    data = str(ROOT / "tests/data/deepspeed")
+    command = [str(DEEPSPEED), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(tmp_path / "theirs.py"), str(tmp_path), str(stage), data]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = torch.load(tmp_path / f"theirs{stage}.pt")
+    assert before.keys() == exact.keys()
+    for name, value in exact.items():
+        assert torch.equal(before[name].view_as(value), value), name
+    moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert 0.001 < moved < 0.1  # two updates, at rates of 0.01 and 0.02
