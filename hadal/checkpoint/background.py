@@ -5,10 +5,15 @@ Tests: tests/checkpoint/test_async.py
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401 - see `_finish_all`
 import logging
+import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +27,8 @@ from hadal.device import current_device, synchronize
 from hadal.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
+_FAILED = 1
+"""The exit code of a program whose last save failed."""
 
 
 @dataclass(slots=True)
@@ -66,14 +73,19 @@ class Saver:
         self._fault: CheckpointError | None = None
         self._staging = _Staging()
         self._has_told = False
+        _finish_at_exit()
 
     def save(self, request: SaveRequest, live: Live) -> None:
         """Save; with `Rules.is_async`, return once all is copied. All ranks must call it.
 
+        A save before it that failed in the background has been logged; this one goes on.
+
         Raises:
-            CheckpointError: on every rank: this save failed, or the one before it did.
+            CheckpointError: on every rank: this save failed, or cannot begin.
         """
-        self.wait()
+        self._join()
+        self._fault = None
+        _failed.discard(self)
         job = begin(request, live)
         is_async = live.rules.is_async and not live.loads_on_use
         if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
@@ -91,6 +103,7 @@ class Saver:
         self._thread = threading.Thread(
             target=self._write, args=(job, self._apart), name="hadal-checkpoint"
         )
+        _running.add(self)
         self._thread.start()
 
     def _detached(self, job: SaveJob) -> SaveJob:
@@ -121,6 +134,15 @@ class Saver:
             self._fault = CheckpointError(f"checkpoint {job.path} was not saved: {error!r}")
         if self._fault is not None:
             _log.error("%s", self._fault)
+            _failed.add(self)
+        _running.discard(self)
+
+    def _join(self) -> bool:
+        """Wait for the thread; return whether there was one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        return thread is not None
 
     def wait(self) -> None:
         """Wait for the save under way. All ranks must call it.
@@ -128,11 +150,49 @@ class Saver:
         Raises:
             CheckpointError: on every rank: it failed.
         """
-        if self._thread is None:
+        if not self._join():
             return
-        self._thread.join()
-        self._thread = None
         fault, self._fault = self._fault, None
+        _failed.discard(self)
         with together(self._world, "the checkpoint saved in the background"):
             if fault is not None:
                 raise fault
+
+
+# ---- the end of the program ----------------------------------------------------------------------
+
+# The savers with a save under way, and those whose last save failed without anybody waiting for it.
+_running: set[Saver] = set()
+_failed: set[Saver] = set()
+
+
+def _finish_all() -> None:
+    """Wait for all saves.
+
+    Python calls this before it stops its pools of threads, with which packages upload: functions
+    are called in the reverse order of their registration, and the pools' was registered first.
+    """
+    for saver in list(_running):
+        saver._join()
+
+
+def _leave() -> None:
+    """End the program with an exit code that says that its last save was lost.
+
+    It was logged as an error. What was registered with `atexit` before Hadal was imported does not
+    run: there is no other way to change the exit code by then.
+    """
+    if _failed:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(_FAILED)
+
+
+@cache
+def _finish_at_exit() -> None:
+    atexit.register(_leave)
+    # Without it the program waits for the threads all the same, but later.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_finish_all)

@@ -3,7 +3,7 @@
 Credentials and timeouts come from where fsspec and its packages read them: the environment and
 their configuration files. A request that fails is repeated after a pause that doubles.
 
-Tests: tests/checkpoint/test_storage.py
+Tests: tests/checkpoint/test_storage.py, tests/checkpoint/test_s3.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, Im
 _PART_NBYTES, _AT_ONCE = 1 << 23, 8
 # The number of bytes that a short read brings: the next one is often beside it.
 _WINDOW_NBYTES = 1 << 20
-_UPLOAD_NBYTES = 1 << 25
+# The same for uploads, whose parts are in memory meanwhile; S3 takes 10,000 of them per object.
+_UPLOAD_NBYTES, _AT_ONCE_UP = 1 << 25, 4
 # One request replaces an object. Any other file system may leave half a file, so it gets a draft.
 _OBJECT_STORES = frozenset(
     [
@@ -203,16 +204,16 @@ class FsspecStorage:
 
         def upload() -> None:
             self._make_parent(ask, path)
-            file = ask.filesystem.open(ask.inside, "wb", **_upload_options(ask.filesystem))
+            file = _upload_to(ask)
             try:
                 nbytes = 0
                 for chunk in chunks:
                     nbytes += len(chunk)
                     file.write(chunk)
+                file.close()
             except BaseException:
                 _abandon(file)
                 raise
-            file.close()
             found = ask.filesystem.info(ask.inside)["size"]
             if found != nbytes:
                 raise OSError(f"{found} bytes arrived of {nbytes}")
@@ -297,9 +298,61 @@ def _modified(row: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _upload_options(filesystem: Any) -> dict[str, Any]:
-    """Return the options of a file to upload: the size of its parts, if it has parts."""
-    return {"block_size": _UPLOAD_NBYTES} if getattr(filesystem, "async_impl", False) else {}
+def _upload_to(ask: _Requests) -> Any:
+    """Return a file to write to; it is complete once it is closed."""
+    if hasattr(ask.filesystem, "call_s3"):
+        return _S3Upload(ask)
+    has_parts = getattr(ask.filesystem, "async_impl", False)
+    options = {"block_size": _UPLOAD_NBYTES} if has_parts else {}
+    return ask.filesystem.open(ask.inside, "wb", **options)
+
+
+class _S3Upload:
+    """An upload to S3 in parts, several at a time; s3fs itself sends one after the other."""
+
+    def __init__(self, ask: _Requests) -> None:
+        bucket, key, _ = ask.filesystem.split_path(ask.inside)
+        self._call = partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
+        self._ask = ask
+        self._upload: str | None = None
+        self._parts: list[Future[dict[str, Any]]] = []
+        self._rest = bytearray()
+        self._pool = ThreadPoolExecutor(_AT_ONCE_UP, "hadal-upload")
+
+    def write(self, chunk: Chunk) -> None:
+        """Take bytes, and send a part once it is full."""
+        self._rest += chunk
+        if len(self._rest) >= _UPLOAD_NBYTES:
+            self._send()
+
+    def _send(self) -> None:
+        if self._upload is None:
+            self._upload = self._call("create_multipart_upload")["UploadId"]
+        if len(self._parts) >= _AT_ONCE_UP:
+            self._parts[-_AT_ONCE_UP].result()  # no more than these are in memory
+        body, self._rest = bytes(self._rest), bytearray()
+        self._parts.append(self._pool.submit(self._part, len(self._parts) + 1, body))
+
+    def _part(self, number: int, body: bytes) -> dict[str, Any]:
+        send = partial(self._call, "upload_part", UploadId=self._upload, PartNumber=number)
+        return {"PartNumber": number, "ETag": self._ask(partial(send, Body=body))["ETag"]}
+
+    def close(self) -> None:
+        """Send the rest, and complete the object."""
+        if self._upload is None:
+            self._call("put_object", Body=bytes(self._rest))
+        else:
+            self._send()
+            parts = {"Parts": [part.result() for part in self._parts]}
+            complete = partial(self._call, "complete_multipart_upload", UploadId=self._upload)
+            complete(MultipartUpload=parts)
+        self._pool.shutdown()
+
+    def discard(self) -> None:
+        """Remove the parts that were sent."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._upload is not None:
+            self._call("abort_multipart_upload", UploadId=self._upload)
 
 
 def _abandon(file: Any) -> None:

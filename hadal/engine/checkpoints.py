@@ -74,8 +74,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the directory cannot be written, or `client_state` cannot be saved; on
-                every rank, with the file and the reason. Also if the previous save failed after
-                it had returned; this one is then not started.
+                every rank, with the file and the reason.
             MismatchError: another rank continues without saving.
             ShardedAccessError: a sharded weight was written to on this rank (on the others it is a
                 `CheckpointError` that says so).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     ranks(2).run(train_meanwhile, str(tmp_path), stage, keys)
 
 
+TOLD = r"rank 1: .*rank_00001.* cannot be written"
+
+
 def fail_meanwhile(folder: str, waits: bool) -> None:
     """One rank cannot write: every rank raises once, and the next save works."""
     engine = engine_of(1, **ASYNC)
@@ -100,16 +104,17 @@ def fail_meanwhile(folder: str, waits: bool) -> None:
         engine.save_checkpoint(folder, "bad")
         train(engine, range(1))
         gate.opened.set()
-        with pytest.raises(CheckpointError, match=r"rank 1: .*rank_00001.* cannot be written"):
-            if waits:
+        if waits:
+            with pytest.raises(CheckpointError, match=TOLD):
                 engine.wait_for_checkpoint()
-            else:
-                engine.save_checkpoint(folder, "next")
-    assert len(errors) == 1
+            engine.wait_for_checkpoint()  # it is told once
+        else:
+            engine._checkpoints._saver._join()  # so that the disk is whole again for the next one
+    assert len(errors) == 1 and re.search(TOLD, errors[0])
     assert Path(folder, "latest").read_text() == "good"
     comm.barrier()
     assert names_in(folder) == ["good", "latest"]
-    engine.wait_for_checkpoint()  # it is told once
+    comm.barrier()
     engine.save_checkpoint(folder, "next")
     engine.wait_for_checkpoint()
     assert Path(folder, "latest").read_text() == "next"
@@ -146,3 +151,36 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     assert done.stdout == "the end\n"
     assert (tmp_path / "latest").read_text() == "global_step0"
     assert (tmp_path / "global_step0" / "index.json").is_file()
+
+
+LARGE = SCRIPT.replace("model=torch.nn.Linear(2, 2)", "model=Told(2, 2)").replace(
+    "config = {",
+    """
+class Told(torch.nn.Linear):
+    def get_extra_state(self):
+        return "x" * 400_000
+    def set_extra_state(self, state):
+        pass
+config = {""",
+)
+
+
+def test_the_end_of_the_program_waits_for_a_large_head(tmp_path: Path) -> None:
+    done = forks.run(["-c", LARGE, str(tmp_path)], env=os.environ, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "global_step0" / "index.json").is_file()
+
+
+def test_a_last_save_that_fails_is_the_exit_code(tmp_path: Path) -> None:
+    failing = SCRIPT.replace("return real(*args)", 'raise OSError("the disk is gone")')
+    done = forks.run(["-c", failing, str(tmp_path)], env=os.environ, timeout=300)
+    assert done.returncode == 1
+    assert done.stdout == "the end\n"
+    assert "was not saved" in done.stderr and "the disk is gone" in done.stderr
+    # Who has waited for it knows, and decides.
+    waited = failing.replace(
+        'print("the end")',
+        "try: engine.wait_for_checkpoint()\nexcept OSError: print('the end')",
+    )
+    done = forks.run(["-c", waited, str(tmp_path)], env=os.environ, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

@@ -1,0 +1,115 @@
+"""Checkpoints on an S3 server that throttles, drops connections, stalls and confuses its ETags."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import often
+from engine.toys import assert_equal, engine_of, train
+from ranks import RankPools
+
+from hadal import comm
+from hadal.checkpoint import remote
+from hadal.checkpoint.files import check_file, location_of, storage_of, write_file
+from hadal.checkpoint.inspection import inspected
+
+from .s3_server import FAULTS
+
+NEEDED = ("s3fs", "moto", "flask_cors")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs the packages {', '.join(MISSING)}")
+
+
+@contextmanager
+def server(fault: str, every: int = 9) -> Iterator[str]:
+    """Run a server; yield its address."""
+    program = str(Path(__file__).with_name("s3_server.py"))
+    command = [sys.executable, "-W", "ignore", program, fault, str(every)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def use(address: str, bucket: str) -> str:
+    """Let s3fs find the server as users do, by the environment; return the URL of a new bucket."""
+    import fsspec
+    import s3fs
+
+    os.environ.update(
+        AWS_ENDPOINT_URL=address,
+        AWS_ACCESS_KEY_ID="testing",
+        AWS_SECRET_ACCESS_KEY="testing",
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    fsspec.config.conf["s3"] = {"config_kwargs": {"read_timeout": 1}}
+    s3fs.S3FileSystem.clear_instance_cache()
+    if comm.get_rank() == 0:
+        remote._Requests(location_of(f"s3://{bucket}")).filesystem.mkdir(bucket)
+    if comm.is_initialized():
+        comm.barrier()
+    return f"s3://{bucket}/run"
+
+
+def save_and_load(address: str, bucket: str, also_async: bool) -> None:
+    url = use(address, bucket)
+    engine = engine_of(2, checkpoint={"keep_last": 2, "async_save": also_async})
+    for step in range(3):
+        train(engine, range(step, step + 1))
+        engine.save_checkpoint(url, client_state={"step": step, "ema": torch.ones(3)})
+    engine.wait_for_checkpoint()
+    saved = engine.state_dict()
+    other = engine_of(3)
+    path, client_state = other.load_checkpoint(url)
+    assert path == f"{url}/global_step3"
+    assert client_state["step"] == 2
+    assert_equal(other.state_dict(), saved)
+    if comm.get_rank() == 0:
+        assert [(one.tag, one.faults) for one in inspected(url)] == [
+            ("global_step2", []),
+            ("global_step3", []),
+        ]
+        names = [item.name for item in storage_of(location_of(url)).items(location_of(url))]
+        assert names == ["global_step2", "global_step3", "latest"]
+    comm.barrier()
+    engine.destroy(), other.destroy()
+
+
+@pytest.mark.parametrize("fault", often(FAULTS, "throttle"))
+def test_engines_save_and_load_on_s3(fault: str, ranks: RankPools) -> None:
+    with server(fault) as address:
+        ranks(2).run(save_and_load, address, fault, fault != "none", timeout=300)
+
+
+def upload_in_parts(address: str) -> None:
+    place = location_of(use(address, "parts")) / "file"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "_UPLOAD_NBYTES", 5 << 20)
+        patch.setattr(remote, "PAUSES_S", (0.1,) * 5)
+        content = os.urandom(5 << 20) * 4 + b"the end"
+        seal = write_file(place, [content[:100], content[100:]])
+    check_file(place, seal, whole=True)
+    found = storage_of(place).find(place)
+    assert found is not None and found.nbytes == len(content)
+    # What a failed attempt leaves behind is removed.
+    requests: Any = remote._Requests(place)
+    uploads = requests.filesystem.call_s3("list_multipart_uploads", Bucket="parts")
+    assert not uploads.get("Uploads")
+
+
+@pytest.mark.parametrize("fault", often(FAULTS, "none", "etag"))
+def test_large_files_are_uploaded_in_parts(fault: str, ranks: RankPools) -> None:
+    with server(fault, 7) as address:
+        ranks(1).run(upload_in_parts, address, timeout=300)
