@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -330,14 +331,27 @@ def _attend(
         return attn(module, *local, mask, *args, **kwargs)
     rows = []
     for row, lengths in enumerate(documents):
-        parts = zip(*(one[row : row + 1].split(lengths, dim=2) for one in local), strict=True)
-        rows.append(
-            torch.cat(
-                [attn(module, *p, _window_mask(p[0], window), *args, **kwargs)[0] for p in parts],
-                dim=1,
-            )
-        )
-    return torch.cat(rows), None
+        parts = []
+        for start, length, count in _equal_neighbours(lengths):
+            stop = start + length * count
+            few = [one[row, :, start:stop].unflatten(1, (count, length)) for one in local]
+            few = [one.transpose(0, 1) for one in few]  # documents of one length are one batch
+            mask = _window_mask(few[0], window)
+            parts.append(attn(module, *few, mask, *args, **kwargs)[0].flatten(0, 1))
+        rows.append(torch.cat(parts))
+    return torch.stack(rows), None
+
+
+def _equal_neighbours(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Return the start, the length and the number of neighbouring documents of one length.
+
+    Padding, whose positions are often 0 throughout, is many documents of length 1.
+    """
+    start = 0
+    for length, same in groupby(lengths):
+        count = len(list(same))
+        yield start, length, count
+        start += length * count
 
 
 def _window_mask(query: Tensor, window: int | None) -> Tensor | None:

@@ -33,7 +33,7 @@ def test_documents_begin_where_positions_do() -> None:
 
 def packed() -> Tensor:
     """Two rows of packed documents, some of which cross from one rank's slice to the next."""
-    rows = [[5, 4, 3], [1, 9, 2]]
+    rows = [[5, 2, 2, 3], [1, 8, 1, 1, 1]]
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
 
 
