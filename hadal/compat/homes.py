@@ -72,7 +72,9 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COLLECTIVES,
     "deepspeed.comm.comm": _COLLECTIVES,
-    "deepspeed.compression.compress": {"hadal.compression": "init_compression redundancy_clean"},
+    "deepspeed.compression.compress": {
+        "hadal.compression": "init_compression redundancy_clean student_initialization"
+    },
     "deepspeed.compression.helper": {
         _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
     },

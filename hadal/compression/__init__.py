@@ -11,6 +11,16 @@ The trained weights stay as they are until `redundancy_clean`. A module of the m
 parameters, hooks and place; only its class becomes a subclass that computes with effective weights.
 """
 
-from hadal.compression.compress import CompressionScheduler, init_compression, redundancy_clean
+from hadal.compression.compress import (
+    CompressionScheduler,
+    init_compression,
+    redundancy_clean,
+    student_initialization,
+)
 
-__all__ = ["CompressionScheduler", "init_compression", "redundancy_clean"]
+__all__ = [
+    "CompressionScheduler",
+    "init_compression",
+    "redundancy_clean",
+    "student_initialization",
+]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hadal.compression.layers import (
 )
 from hadal.compression.matching import Match, matches_of
 from hadal.compression.rules import ActivationRule, Bits, WeightRule
+from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.load import load_config
 from hadal.config.report import written
@@ -32,6 +34,7 @@ _log = logging.getLogger("hadal.compression")
 
 _WEIGHTS = (nn.Linear, nn.Conv2d, nn.Embedding)
 _INPUTS = (nn.Linear, nn.Conv2d)
+_students: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def section_of(config: Any) -> CompressionTraining:
@@ -60,7 +63,7 @@ def section_of(config: Any) -> CompressionTraining:
 
 
 def is_on(section: CompressionTraining) -> bool:
-    """Return whether any technique is on."""
+    """Return whether any technique is on that changes modules."""
     return section.weight_quantization.is_on or section.activation_quantization.is_on
 
 
@@ -183,16 +186,51 @@ def init_compression(
     Args:
         model: the model, changed in place; if it has a `module`, that is changed.
         deepspeed_config: a dict, or the path of a file, with a section `compression_training`.
-        teacher_model: the model whose layers a student takes over; unused without layer reduction.
+        teacher_model: the model whose layers the student takes over; only for `layer_reduction`.
         mpu: accepted; modules are of this rank either way.
 
     Raises:
         ConfigError: the section has faults, or does not fit the model: patterns without a module,
             modules of two groups, groups that do not divide a weight. The message lists them all.
+        ModelError: student and teacher do not fit together.
+        UsageError: `layer_reduction` is on, and there is no teacher.
     """
-    del teacher_model, mpu
-    prepare(_inner(model), section_of(deepspeed_config))
+    del mpu
+    section = section_of(deepspeed_config)
+    if section.layer_reduction.is_on:
+        if teacher_model is None:
+            raise UsageError(
+                "init_compression: layer_reduction is on, but there is no teacher_model; give it as"
+                " the third argument"
+            )
+        student_initialization(model, teacher_model, section)
+    prepare(_inner(model), section)
     return model
+
+
+def student_initialization(
+    student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any
+) -> None:
+    """Copy the layers and modules that `layer_reduction` names from a teacher into a student.
+
+    Raises:
+        ConfigError: the section has faults.
+        ModelError: student and teacher do not fit together; nothing is copied.
+    """
+    section = section_of(deepspeed_config).layer_reduction
+    student = _inner(student_model)
+    take_over_layers(student, _inner(teacher_model), section)
+    _students.add(student)
+
+
+def tell_missing_teacher(model: nn.Module, section: CompressionTraining) -> None:
+    """Warn of a student that has not taken over any layers in this process."""
+    if section.layer_reduction.is_on and model not in _students:
+        _log.warning(
+            "compression_training.layer_reduction is on, but this model has taken over no layers;"
+            " call init_compression(model, config, teacher_model) before initialize, unless its"
+            " weights come from a checkpoint"
+        )
 
 
 @torch.no_grad()

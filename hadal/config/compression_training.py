@@ -25,10 +25,14 @@ class LayerReduction(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Build a student model.", mark=UNBUILT)
-    keep_number_layer: Integer | None = key(None, "Number of layers in the student.", ge=1)
-    module_name_prefix: Text | None = key(None, "Name of the list of layers.")
-    teacher_layer: Integers | None = key(None, "Teacher layers to copy, in order.")
+    enabled: Boolean = key(
+        False, "Let `init_compression` copy the teacher's layers into the student."
+    )
+    keep_number_layer: Integer | None = key(
+        None, "Number of layers in the student, as many as in teacher_layer.", ge=1
+    )
+    module_name_prefix: Text | None = key(None, "Name of the list of layers. Required.")
+    teacher_layer: Integers | None = key(None, "Teacher layers to copy, from 0. Required.")
     other_module_name: Texts | None = key(None, "Other modules to copy.")
 
 

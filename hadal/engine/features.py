@@ -17,7 +17,7 @@ from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.comm.summary import end_of_log
-from hadal.compression.compress import is_on
+from hadal.compression.compress import is_on, tell_missing_teacher
 from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
 from hadal.data_efficiency.layer_drop import LayerDrop
@@ -129,6 +129,7 @@ def _token_drop(setting: Setting) -> Listener | None:
 
 def _compression(setting: Setting) -> Listener | None:
     section = setting.config.compression_training
+    tell_missing_teacher(setting.model, section)
     if not is_on(section):
         return None
     return CompressionTechniques(section, setting.model, setting.topology.sharding)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compression.toys import TOKENS, Bert, config, inputs, weights
+from compression.toys import TOKENS, Bert, config, inputs, section, weights
 from hadal.compression import CompressionScheduler, init_compression, redundancy_clean
 from hadal.compression.layers import Compressed, compressed_modules
 from hadal.errors import ConfigError, UnbuiltConfigError, UsageError
@@ -70,8 +70,9 @@ def test_what_cannot_be_done_is_told():
         init_compression(Bert(), 3)
     with pytest.raises(ConfigError, match="No such file or directory"):
         init_compression(Bert(), "/nope.json")
-    with pytest.raises(UnbuiltConfigError, match=r"layer_reduction.enabled +true is not built yet"):
-        init_compression(Bert(), config({"layer_reduction": {"enabled": True}}))
+    with pytest.raises(UnbuiltConfigError, match=r"row_pruning.*enabled +true is not"):
+        ratio = {"dense_ratio": 0.5}
+        init_compression(Bert(), config(section("row_pruning", {}, ratio)))
 
 
 @pytest.mark.claims(

@@ -35,7 +35,6 @@ EVERYDAY = {
 _ZERO = "zero_optimization."
 _COMPRESSION = "compression_training."
 OF_A_FEATURE = {
-    f"{_COMPRESSION}layer_reduction*": "layer reduction",
     **{
         f"{_COMPRESSION}{name}_pruning*": "pruning" for name in ("sparse", "row", "head", "channel")
     },

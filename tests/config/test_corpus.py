@@ -18,7 +18,6 @@ COMPRESSED = (
 )
 UNBUILT = {
     "compression": {
-        "compression_training.layer_reduction.enabled",
         *(f"compression_training.{name}.shared_parameters.enabled" for name in COMPRESSED),
     },
     "data_efficiency": {

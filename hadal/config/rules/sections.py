@@ -322,6 +322,20 @@ def _bits_or_share(params: Section) -> tuple[str, ...]:
 
 
 @reading("compression_training")
+def _layer_reduction(config: Config) -> Iterator[Fault]:
+    path = "compression_training.layer_reduction"
+    section = config.compression_training.layer_reduction
+    if not section.enabled:
+        return
+    yield from _missing(section, path, "module_name_prefix", "teacher_layer")
+    kept, chosen = section.keep_number_layer, section.teacher_layer
+    if kept is not None and chosen is not None and kept != len(chosen):
+        yield Fault(
+            f"{path}.keep_number_layer", f"{kept}, but teacher_layer names {len(chosen)} layers"
+        )
+
+
+@reading("compression_training")
 def _bits(config: Config) -> Iterator[Fault]:
     section = config.compression_training.weight_quantization
     shared, path = section.shared_parameters, "compression_training.weight_quantization"
@@ -385,6 +399,7 @@ RULES = (
     _compile_passes,
     _two_degrees,
     _compression_groups,
+    _layer_reduction,
     _bits,
     _pruning,
     _folders_of_monitors,
