@@ -110,6 +110,10 @@ class Preemption:
             wait()
         if self._is_speaker:
             _log.warning("%s: saved; leaving with exit code %d", self._notice.word, EXIT_PREEMPTED)
+        for number in self._before:
+            # A launcher ends the others once a rank has left. The interpreter's end takes handlers
+            # away, and a late signal would then be the exit code.
+            signal.signal(number, signal.SIG_IGN)
         raise SystemExit(EXIT_PREEMPTED)
 
     def close(self) -> None:
