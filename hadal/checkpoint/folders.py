@@ -104,6 +104,18 @@ def _found(load_dir: Location, tag: str | None) -> Location | None:
     return folder
 
 
+def why_none(load_dir: Location) -> str:
+    """Return why `find` has found no latest checkpoint, with a remedy if one is there."""
+    if isinstance(load_dir, Path) and not load_dir.is_dir():
+        return f"{load_dir} is not a directory" if load_dir.exists() else f"no directory {load_dir}"
+    if is_complete(load_dir):
+        return (
+            f"{load_dir} is itself a checkpoint; to load it, call"
+            f" load_checkpoint({str(load_dir.parent)!r}, {load_dir.name!r})"
+        )
+    return f"{load_dir} has no file {LATEST!r}; {_others(load_dir)}"
+
+
 def _is_there(path: Location) -> bool:
     """Return whether there is a file, or a link that leads nowhere."""
     return os.path.lexists(path) if isinstance(path, Path) else exists(path)
@@ -111,6 +123,8 @@ def _is_there(path: Location) -> bool:
 
 def _others(load_dir: Location) -> str:
     """Return the part of a message that lists the checkpoints of a directory."""
+    if isinstance(load_dir, Path) and not load_dir.is_dir():
+        return "there is no such directory"
     tags = [folder.name for folder in all_of(load_dir)]
     return f"complete checkpoints there: {few(tags)}" if tags else "it has no complete checkpoint"
 

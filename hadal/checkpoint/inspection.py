@@ -63,10 +63,20 @@ class CheckpointReport:
     faults: list[str] = field(default_factory=list)
 
 
+Tell = Callable[[int], object]
+"""Gets the bytes of each file that was compared with its checksum."""
+
+
+def _nobody(nbytes: int) -> None:
+    """Nobody is told."""
+
+
 def inspected(
-    path: Given, tag: str | None = None, *, verify: bool = True
+    path: Given, tag: str | None = None, *, verify: bool = True, tell: Tell = _nobody
 ) -> list[CheckpointReport]:
     """Inspect one checkpoint, or all in a folder in the order of their steps.
+
+    `tell` is called after each file that was compared with its checksum.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -74,14 +84,14 @@ def inspected(
     path = location_of(path)
     if tag is not None or is_checkpoint(path):
         folder = folder_of(path, tag)
-        return [_report(folder, _latest(folder.parent), verify)]
+        return [_report(folder, _latest(folder.parent), verify, tell)]
     if not is_folder(path):
         raise CheckpointError(
             f"{path} is not a directory; pass the directory given to save_checkpoint"
         )
     names = [item.name for item in items_of(path) if not item.name.startswith(".")]
     found = [path / name for name in names if is_checkpoint(path / name)]
-    reports = [report for folder in found if (report := _stable_report(folder, verify))]
+    reports = [report for folder in found if (report := _stable_report(folder, verify, tell))]
     if not reports:
         folder_of(path)  # raises with the reason
         raise CheckpointError(f"{path} holds no checkpoint")
@@ -96,11 +106,11 @@ def inspected(
     return sorted(reports, key=lambda report: (report.global_steps or 0, report.tag))
 
 
-def _stable_report(folder: Location, verify: bool) -> CheckpointReport | None:
+def _stable_report(folder: Location, verify: bool, tell: Tell) -> CheckpointReport | None:
     """Inspect a folder again if another replaces it meanwhile; None if it was removed."""
     while True:
         before = _identity_of(folder)
-        report = _report(folder, None, verify)
+        report = _report(folder, None, verify, tell)
         if before is None or not report.faults:
             break
         if _identity_of(folder) == before:
@@ -122,7 +132,7 @@ def _latest(folder: Location) -> str | None:
     return folders.latest_tag(folder)
 
 
-def _report(folder: Location, latest: str | None, verify: bool) -> CheckpointReport:
+def _report(folder: Location, latest: str | None, verify: bool, tell: Tell) -> CheckpointReport:
     report = CheckpointReport(folder.name, str(folder), folder.name == latest)
     try:
         source = open_source(folder)
@@ -132,7 +142,7 @@ def _report(folder: Location, latest: str | None, verify: bool) -> CheckpointRep
     try:
         _describe(report, source)
         if verify:
-            report.faults += _damage(source)
+            report.faults += _damage(source, tell)
             report.checked = True
     finally:
         source.close()
@@ -191,18 +201,20 @@ def _paths(source: StoredSource | DeepSpeedSource | DcpSource) -> list[Location]
     return [source.home / name for name in source.files]
 
 
-def _damage(source: StoredSource | DeepSpeedSource | DcpSource) -> Iterator[str]:
-    """Yield the fault of each file that is missing or damaged."""
-    checks: list[Callable[[], None]] = []
+def _damage(source: StoredSource | DeepSpeedSource | DcpSource, tell: Tell) -> Iterator[str]:
+    """Yield the fault of each file that is missing or damaged; `tell` is called after each."""
+    checks: list[tuple[Callable[[], None], int]] = []
     if isinstance(source, DcpSource):
-        checks = [source.verify]
+        checks.append((source.verify, 0))
     elif isinstance(source, DeepSpeedSource):
-        checks = [partial(check_pickle, path) for path in source.files]
+        checks += [(partial(check_pickle, path), path.stat().st_size) for path in source.files]
     else:
         for name, seal in source.files.items():
-            checks.append(partial(check_file, source.home / name, seal, whole=True))
-    for check in checks:
+            path = source.home / name
+            checks.append((partial(check_file, path, seal, whole=True), seal.nbytes))
+    for check, nbytes in checks:
         try:
             check()
         except CheckpointError as error:
             yield str(error)
+        tell(nbytes)

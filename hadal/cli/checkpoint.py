@@ -1,4 +1,4 @@
-"""`hadal checkpoint export|to-fp32|inspect`: what to do with a checkpoint without training."""
+"""`hadal checkpoint`: what to do with a checkpoint, or a pickle, without training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hadal.cli.terminal import (
     byte_progress,
     heading,
     key,
+    progress,
     show,
     show_json,
     table,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hadal.checkpoint.inspection import CheckpointReport
+    from hadal.checkpoint.scanning import Scan
     from hadal.checkpoint.source import Source
 
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -40,9 +42,9 @@ def add_to(group: Any) -> None:
     parser = add_command(
         group,
         "checkpoint",
-        help="Export, convert or inspect checkpoints",
-        description="Export, convert or inspect checkpoints of Hadal and of DeepSpeed, without the"
-        " program that wrote them.",
+        help="Inspect, verify, export or convert checkpoints; scan pickles",
+        description="Inspect, verify, export or convert checkpoints of Hadal and of DeepSpeed"
+        " without the program that wrote them, and scan other pickles for code.",
         examples=("hadal checkpoint inspect checkpoints",),
     )
     own = add_group(parser, "action")
@@ -98,6 +100,37 @@ def add_to(group: Any) -> None:
         "--quick", action="store_true", help="Do not compare every byte with its checksum"
     )
     inspecting.set_defaults(run=run_inspect)
+    _add_checks(own)
+
+
+def _add_checks(own: Any) -> None:
+    verifying = add_command(
+        own,
+        "verify",
+        help="Compare every byte of checkpoints with their checksums",
+        description="Compare every byte of a checkpoint, or of all in a directory, with its"
+        " checksum. The exit code is 1 if one is damaged.",
+        examples=(
+            "hadal checkpoint verify checkpoints",
+            "hadal checkpoint verify checkpoints best",
+        ),
+    )
+    verifying.add_argument("dir", metavar="DIR", type=Path, help=_DIR)
+    verifying.add_argument("tag", metavar="TAG", nargs="?", help="Which one (default: all in DIR)")
+    verifying.set_defaults(run=run_verify)
+    scanning = add_command(
+        own,
+        "scan",
+        help="List what pickles would import and run, without running it",
+        description="List the globals that pickles and .pt files of others would import and call if"
+        " they were loaded, without loading them. The exit code is 1 if one is not known to be"
+        " harmless, or if a file cannot be read.",
+        examples=("hadal checkpoint scan downloads", "hadal checkpoint scan model.pt --all"),
+    )
+    scanning.add_argument("path", metavar="PATH", type=Path, help="A file or a directory")
+    scanning.add_argument("--all", action="store_true", help="List harmless globals too")
+    add_json(scanning)
+    scanning.set_defaults(run=run_scan)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -224,6 +257,61 @@ def run_inspect(parsed: argparse.Namespace) -> int:
     else:
         _show(reports)
     return FAILED if any(report.faults for report in reports) else 0
+
+
+def run_verify(parsed: argparse.Namespace) -> int:
+    """Verify checkpoints; return 1 if one is damaged."""
+    from rich.text import Text
+
+    from hadal.checkpoint.inspection import inspected
+
+    total = sum(one.file_nbytes for one in inspected(parsed.dir, parsed.tag, verify=False))
+    with byte_progress(total, "verifying") as tell:
+        reports = inspected(parsed.dir, parsed.tag, tell=tell)
+    for report in reports:
+        size = f"{report.file_count} files, {shown_nbytes(report.file_nbytes)}"
+        show(Text.assemble((report.tag, "key"), f": {size}: ", _health(report)))
+        for fault in report.faults:
+            show(Text.assemble(("damaged: ", "error"), fault))
+    return FAILED if any(report.faults for report in reports) else 0
+
+
+# ---- others' files -------------------------------------------------------------------------------
+
+
+def run_scan(parsed: argparse.Namespace) -> int:
+    """Scan pickles; return 1 if one may run code."""
+    from hadal.checkpoint.scanning import files_below, scan_all
+
+    files = len(files_below(parsed.path)) if parsed.path.is_dir() else 1
+    bar, task = progress(files, "scanning")
+    with bar:
+        scans = scan_all(parsed.path, lambda _: bar.advance(task))
+    if parsed.json:
+        show_json([asdict(scan) for scan in scans])
+    else:
+        _show_scans(scans, parsed.all)
+    return 0 if all(scan.is_harmless for scan in scans) else FAILED
+
+
+def _show_scans(scans: list[Scan], shows_all: bool) -> None:
+    from rich.text import Text
+
+    styles = {"harmless": "good", "unknown": "warning", "dangerous": "error"}
+    made = table("file", "global", "would be", "verdict")
+    for scan in scans:
+        for one in scan.findings:
+            if shows_all or one.verdict != "harmless":
+                act = "called" if one.is_called else "imported"
+                made.add_row(scan.path, one.name, act, Text(one.verdict, styles[one.verdict]))
+    if made.row_count:
+        show(made)
+    for scan in scans:
+        for fault in scan.faults:
+            show(Text.assemble(("not readable: ", "error"), f"{scan.path}: {fault}"))
+    clean = sum(scan.is_harmless for scan in scans)
+    noun = "file" if len(scans) == 1 else "files"
+    show(f"{len(scans)} {noun} with pickles, {clean} of them known to be harmless")
 
 
 def _show(reports: list[CheckpointReport]) -> None:

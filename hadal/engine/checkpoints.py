@@ -17,9 +17,9 @@ import torch
 
 from hadal.checkpoint.background import Saver
 from hadal.checkpoint.files import location_of, new_mark
+from hadal.checkpoint.folders import why_none
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.loading import Wanted, find, load
-from hadal.checkpoint.opening import is_folder
 from hadal.checkpoint.saving import SaveRequest
 from hadal.checkpoint.together import compare_tags
 from hadal.comm.faults import told_to_all
@@ -176,9 +176,9 @@ class Checkpoints:
         if folder is None:
             if self._session.parts.world.rank == 0:
                 _log.warning(
-                    "engine.load_checkpoint: nothing to load in %s%s: training starts from scratch",
-                    place.absolute() if isinstance(place, Path) else place,
-                    "" if is_folder(place) else " (no such directory)",
+                    "engine.load_checkpoint: nothing is loaded, so training starts from scratch:"
+                    " %s",
+                    why_none(place.absolute() if isinstance(place, Path) else place),
                 )
             return None, None
         wanted = Wanted(

@@ -358,8 +358,11 @@ def tags(folder: str) -> None:
         assert engine.load_checkpoint(f"{folder}/chekpoints") == (None, None)
     if comm.get_rank() == 0:
         empty, missing = told
-        assert empty.endswith(f"{folder}: training starts from scratch")
-        assert missing.endswith("chekpoints (no such directory): training starts from scratch")
+        assert all("nothing is loaded, so training starts from scratch: " in one for one in told)
+        assert empty.endswith(f"{folder} has no file 'latest'; it has no complete checkpoint")
+        assert missing.endswith(f"no directory {folder}/chekpoints")
+    with pytest.raises(CheckpointError, match=r"no complete .* 'a' .*; there is no such directory"):
+        engine.load_checkpoint(f"{folder}/chekpoints", "a")
     train(engine, range(1))
     engine.save_checkpoint(folder)
     one = engine.state_dict()
@@ -376,6 +379,22 @@ def tags(folder: str) -> None:
         other.destroy()
     with pytest.raises(CheckpointError, match=r"complete checkpoints there: best, global_step1"):
         engine.load_checkpoint(folder, "missing")
+    with logged() as told:
+        assert engine.load_checkpoint(Path(folder, "best")) == (None, None)
+    if comm.get_rank() == 0:
+        (line,) = told
+        assert line.endswith(
+            f"best is itself a checkpoint; to load it, call load_checkpoint({folder!r}, 'best')"
+        )
+    comm.barrier()
+    if comm.get_rank() == 0:
+        Path(folder, "latest").unlink()
+    comm.barrier()
+    with logged() as told:
+        assert engine.load_checkpoint(folder) == (None, None)
+    if comm.get_rank() == 0:
+        (line,) = told
+        assert line.endswith("'latest'; complete checkpoints there: best, global_step1")
     for tag in ("missing", "../best"):
         with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
             engine.load_checkpoint(folder, tag)

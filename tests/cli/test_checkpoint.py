@@ -109,6 +109,25 @@ def test_damage_is_named(name: str, saved: Path, capsys: pytest.CaptureFixture[s
     assert main(["checkpoint", "inspect", str(saved)]) == 1
 
 
+def test_every_byte_is_verified(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(saved)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in shown] == ["global_step1", "global_step2"]
+    assert all(line.endswith(": whole") and ": 2 files, " in line for line in shown)
+    (path,) = (saved / "global_step2").rglob("rank_00001.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert main(["checkpoint", "verify", str(saved), "global_step1"]) == 0
+    assert "global_step2" not in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(saved), "global_step2"]) == 1
+    shown = capsys.readouterr().out
+    assert f"damaged: {path} is damaged" in shown
+    assert main(["checkpoint", "verify", str(saved)]) == 1
+    assert main(["checkpoint", "verify", str(saved), "nothing"]) == 1
+    assert "complete checkpoints there: global_step1, global_step2" in capsys.readouterr().err
+
+
 def test_a_lost_latest_is_a_fault(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "latest").write_text("global_step9")
     code, reports = inspected(saved, capsys)

@@ -1,0 +1,316 @@
+"""Names in pickles of others: what loading would run, found without running it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import io
+import json
+import os
+import pickle
+import pickletools
+import subprocess
+import zipfile
+from argparse import Namespace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.deepspeed_cases import CASES, unpack
+from hadal.checkpoint.pickled import COMPUTED, names_in
+from hadal.checkpoint.scanning import scan_all, scan_file, verdict_of
+from hadal.cli.main import main
+from hadal.errors import CheckpointError
+
+
+class Evil:
+    """An object whose pickle calls a function with arguments."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.made = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+    def __call__(self) -> None:
+        """A pickler wants something callable."""
+
+
+class Own:
+    """A class of the program, which a loader would need."""
+
+
+def names_of(data: bytes) -> tuple[list[str], list[str]]:
+    found = names_in(io.BytesIO(data))
+    assert found.is_whole, found.fault
+    return [*found.imported], [*found.called]
+
+
+def scanned(path: Path, data: bytes) -> dict[str, str]:
+    path.write_bytes(data)
+    scan = scan_file(path)
+    assert scan is not None
+    return {one.name: one.verdict for one in scan.findings}
+
+
+CALLS = [
+    (os.system, ("touch {mark}",), "posix.system"),
+    (subprocess.check_output, (["touch", "{mark}"],), "subprocess.check_output"),
+    (eval, ("open('{mark}', 'w')",), "builtins.eval"),
+    (exec, ("open('{mark}', 'w')",), "builtins.exec"),
+    (builtins.__import__, ("this",), "builtins.__import__"),
+]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("number", range(5))
+def test_a_call_is_named_and_not_made(number: int, protocol: int, tmp_path: Path) -> None:
+    function, arguments, name = CALLS[number]
+    mark = tmp_path / "mark"
+    text = repr(arguments).replace("{mark}", str(mark))
+    data = pickle.dumps({"weights": [Evil(function, *ast.literal_eval(text))]}, protocol=protocol)
+    imported, called = names_of(data)
+    old = name.replace("builtins", "__builtin__").replace("subprocess", "commands")  # Python 2's
+    assert called in ([name], [old])
+    assert imported == called
+    path = tmp_path / "model.pkl"
+    assert set(scanned(path, data).values()) == {"dangerous"}
+    assert main(["checkpoint", "scan", str(path)]) == 1
+    assert not mark.exists()
+
+
+# Opcodes by hand: what no pickler writes, but every unpickler runs.
+BY_HAND = {
+    "a computed module": b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x93\x8c\x04trueR.",
+    "a name out of the memo": (
+        b"\x80\x04\x8c\x06system\x940\x8c\x05posix\x94h\x00\x93\x8c\x04true\x85R."
+    ),
+    "INST": b"(S'true'\niposix\nsystem\n.",
+    "OBJ": b"(cposix\nsystem\nS'true'\no.",
+    "a name of another line": b"cposix\nsystem\n(S'true'\ntR.",
+    "DUP": b"\x80\x04\x8c\x05posix2\x8c\x06system\x93\x8c\x04true\x85R.",
+    "before the end is cut": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R",
+    "POP": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R0N.",
+    "NEWOBJ": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85\x81.",
+}
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+def test_opcodes_that_no_pickler_writes(way: str) -> None:
+    found = names_in(io.BytesIO(BY_HAND[way]))
+    assert any("system" in name for name in found.imported), found
+    if "cut" in way:
+        assert not found.is_whole
+    if "posix2" not in str(BY_HAND[way]):
+        assert [*found.called] == ["posix.system"]
+
+
+def test_a_name_that_is_computed_is_dangerous() -> None:
+    """`getattr(os, "sys" + "tem")`, and a module whose name comes out of a call."""
+    inner = b"\x8c\x08builtins\x8c\x03str\x93\x8c\x05posix\x85R"
+    data = b"\x80\x04" + inner + b"\x8c\x06system\x93\x8c\x04true\x85R."
+    _, called = names_of(data)
+    assert called == ["builtins.str", COMPUTED]
+    assert verdict_of(COMPUTED) == "dangerous"
+    data = pickle.dumps(Evil(Evil(getattr, "a", "upper")))
+    assert COMPUTED in names_of(data)[1]
+
+
+def test_an_extension_of_copyreg_is_unknown() -> None:
+    imported, _ = names_of(b"\x80\x02\x82\x07.")
+    assert [verdict_of(name) for name in imported] == ["unknown"]
+
+
+HARMLESS: list[Any] = [
+    {"state_dict": torch.nn.Linear(2, 3).state_dict(), "args": Namespace(lr=1e-3)},
+    collections.OrderedDict(a=torch.ones(2).bfloat16(), b=torch.nn.Parameter(torch.ones(1))),
+    [np.arange(3), np.float64(2.5), Fraction(1, 3), Path("a"), {1, 2}, b"x", 1 + 2j, torch.float16],
+    torch.Size([2, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(HARMLESS)))
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_state_of_a_training_is_harmless(number: int, is_zip: bool, tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save(HARMLESS[number], path, _use_new_zipfile_serialization=is_zip)
+    scan = scan_file(path)
+    assert scan is not None
+    assert scan.faults == []
+    assert [one for one in scan.findings if one.verdict != "harmless"] == []
+    assert scan.is_harmless
+
+
+@pytest.mark.parametrize(
+    "case", ["stage2_bf16_world2", "stage3_fp16_world2", "universal2_bf16_world2"]
+)
+def test_checkpoints_of_deepspeed_are_harmless(case: str, tmp_path: Path) -> None:
+    assert case in CASES
+    unpack(case, tmp_path)
+    scans = scan_all(tmp_path)
+    assert len(scans) > 1
+    assert [scan for scan in scans if not scan.is_harmless] == []
+
+
+def test_what_hides_in_archives_and_folders_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = pickle.dumps(Evil(os.system, "true"))
+    torch.save({"a": torch.ones(2), "b": Evil(os.system, "true")}, tmp_path / "a.pt")
+    torch.save(
+        {"b": Evil(os.system, "true")}, tmp_path / "b.bin", _use_new_zipfile_serialization=False
+    )
+    np.save(tmp_path / "c.npy", np.array([Evil(os.system, "true")], dtype=object))
+    np.savez(tmp_path / "d.npz", plain=np.ones(2), odd=np.array([Evil(os.system, "x")], object))
+    (tmp_path / "e").write_bytes(evil)  # no suffix
+    (tmp_path / "f.pkl").write_bytes(pickle.dumps([1, 2]) + evil)  # the second of two
+    with zipfile.ZipFile(tmp_path / "g.zip", "w") as archive:
+        archive.writestr("x/y.whatever", evil)
+    inner = tmp_path / "far" / "away"
+    inner.mkdir(parents=True)
+    (inner / "h.pkl").symlink_to(tmp_path / "e")
+    (tmp_path / "far" / "back").symlink_to(tmp_path)  # a loop
+    np.save(tmp_path / "harmless.npy", np.ones(3))
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "weights.bin").write_bytes(bytes(range(1, 200)))
+    (tmp_path / "own.pkl").write_bytes(pickle.dumps(Own()))
+    assert main(["checkpoint", "scan", str(tmp_path), "--json"]) == 1
+    found = {Path(one["path"]).name: one for one in json.loads(capsys.readouterr().out)}
+    evils = ["a.pt", "b.bin", "c.npy", "d.npz", "e", "f.pkl", "g.zip"]
+    assert sorted(found) == sorted([*evils, "own.pkl"])
+    for name in evils:
+        assert {"name": "posix.system", "verdict": "dangerous", "is_called": True} in found[name][
+            "findings"
+        ]
+    assert [one["verdict"] for one in found["own.pkl"]["findings"]] == ["unknown"]
+    assert main(["checkpoint", "scan", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert (
+        "posix.system  called" in " ".join(shown.split("  ")).replace("   ", "  ")
+        or "posix.system" in shown
+    )
+    assert "8 files with pickles, 0 of them known to be harmless" in shown
+
+
+def test_the_command_says_what_is_harmless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    assert main(["checkpoint", "scan", str(tmp_path / "w.pt"), "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert "torch._utils._rebuild_tensor_v2" in shown
+    assert "1 file with pickles, 1 of them known to be harmless" in shown
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="neither a pickle nor an archive"):
+        scan_all(tmp_path / "x.txt")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        scan_all(tmp_path / "nothing")
+
+
+def test_a_damaged_archive_is_no_all_clear(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    data = (tmp_path / "w.pt").read_bytes()
+    (tmp_path / "w.pt").write_bytes(data[: len(data) // 2])
+    scan = scan_file(tmp_path / "w.pt")
+    assert scan is not None
+    assert not scan.is_harmless
+    assert "archive cannot be read" in scan.faults[0]
+
+
+def imports_of(data: bytes) -> set[str]:
+    """The globals that an unpickler asks for, which makes nothing of them."""
+    asked = set()
+
+    class Nothing:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def __setstate__(self, state: Any) -> None:
+            pass
+
+        def __setitem__(self, *_: Any) -> None:
+            pass
+
+        def __hash__(self) -> int:
+            return 0
+
+        append = extend = add = update = __call__ = __init__  # type: ignore[assignment]
+
+    class Asking(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            asked.add(f"{module}.{name}")
+            return type("Nothing", (Nothing,), {})
+
+    Asking(io.BytesIO(data)).load()
+    return asked
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.integers(),
+        st.text(max_size=5),
+        st.binary(max_size=5),
+        st.complex_numbers(),
+        st.decimals(),
+        st.datetimes(),
+        st.uuids(),
+        st.sampled_from([Own(), Fraction(1, 3), Path("a"), partial(print, 1), os.system, Own]),
+        st.just(np.ones(2)),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=4),
+        st.dictionaries(st.text(max_size=3), inner, max_size=4).map(collections.OrderedDict),
+        st.tuples(inner).map(lambda one: [one[0], one[0]]),  # a second time out of the memo
+        inner.map(lambda one: Evil(print, one)),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=80)
+@given(VALUES, st.integers(2, pickle.HIGHEST_PROTOCOL), st.booleans())
+def test_the_names_are_those_that_an_unpickler_asks_for(
+    value: Any, protocol: int, is_optimized: bool
+) -> None:
+    data = pickle.dumps(value, protocol=protocol)
+    if is_optimized:
+        data = pickletools.optimize(data)
+    assert set(names_of(data)[0]) == imports_of(data)
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read(data: bytes) -> None:
+    names_in(io.BytesIO(data))
+    names_in(io.BytesIO(b"\x80\x04" + data))
+
+
+def test_it_agrees_with_picklescan(tmp_path: Path) -> None:
+    scanner = pytest.importorskip("picklescan.scanner")
+    for number, (function, arguments, _) in enumerate(CALLS):
+        data = pickle.dumps(Evil(function, *arguments))
+        path = tmp_path / f"{number}.pkl"
+        path.write_bytes(data)
+        theirs = scanner.scan_file_path(str(path))
+        assert theirs.infected_files + theirs.suspicious_count == 1
+        ours = scan_file(path)
+        assert ours is not None
+        assert {one.name for one in ours.findings} == {
+            f"{one.module}.{one.name}" for one in theirs.globals
+        }
+        assert any(one.verdict == "dangerous" for one in ours.findings)
+    for number, value in enumerate(HARMLESS):
+        path = tmp_path / f"good{number}.pt"
+        torch.save(value, path)
+        assert scanner.scan_file_path(str(path)).infected_files == 0
