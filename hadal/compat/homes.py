@@ -78,6 +78,13 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.compression.helper": {
         _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
     },
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "hadal.compat.indexed": "MMapIndexedDataset MMapIndexedDatasetBuilder data_file_path"
+        " index_file_path make_builder make_dataset"
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.utils": {
+        "hadal.compat.indexed": "close_mmap_dataset_builder create_mmap_dataset_builder split_index"
+    },
     "deepspeed.elasticity": {_ELASTICITY: "compute_elastic_config"},
     "deepspeed.elasticity.config": {_ELASTICITY: "ElasticityError ElasticityIncompatibleWorldSize"},
     "deepspeed.monitor.comet": {_MONITORS: "CometMonitor Event EventsLogScheduler"},
@@ -242,6 +249,9 @@ _OTHERS: dict[str, str] = {
     },
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
+    "deepspeed.runtime.data_pipeline.data_sampling.utils.find_fit_int_dtype": (
+        "hadal.data_efficiency.indexed:smallest_dtype"
+    ),
     "deepspeed.checkpoint.ds_to_universal.main": "hadal.cli.ds_to_universal:convert",
     "deepspeed.checkpoint.ds_to_universal.parse_arguments": (
         "hadal.cli.ds_to_universal:parse_arguments"
