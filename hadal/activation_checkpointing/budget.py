@@ -37,6 +37,14 @@ class MeasuredCall:
     """Duration of the recomputation."""
     peak: int
     """Peak bytes from its recomputation to the next one's, or to the end of backward."""
+    place: int = 0
+    """Its position in forward."""
+    before: int = 0
+    """Peak bytes from the end of the call before it in forward to its own beginning."""
+    forward: int = 0
+    """Peak bytes in its forward."""
+    forward_storing: int = 0
+    """The same if it had stored its activations, as its recomputation does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class MeasuredBackward:
     """One forward and backward, with every module recomputed."""
 
     forward_peak: int
-    """Peak bytes from the beginning of forward to the first recomputation."""
+    """Peak bytes from the end of the last call's forward to the first recomputation."""
     calls: tuple[MeasuredCall, ...]
     """In the order of their recomputation."""
 
@@ -56,6 +64,13 @@ class MeasuredBackward:
         ]
         # What is waiting for its own backward; the next input to be used is already there again.
         peaks = [self.forward_peak + sum(stored) - sum(absent)]
+        earlier = 0
+        for call in sorted(self.calls, key=lambda one: one.place):
+            is_stored = choices[call.module] is ModuleChoice.STORED
+            forward = call.forward_storing if is_stored else call.forward
+            peaks.append(earlier + max(call.before, forward))
+            earlier += call.stored_nbytes if is_stored else 0
+            earlier -= call.input_nbytes * (choices[call.module] is ModuleChoice.OFFLOADED)
         for place, call in enumerate(self.calls):
             waiting = sum(stored[place + 1 :]) - sum(absent[place + 2 :])
             peaks.append(call.peak + waiting)

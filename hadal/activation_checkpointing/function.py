@@ -5,8 +5,8 @@ Tests: tests/activation_checkpointing/test_keeping.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from hadal.activation_checkpointing.keeping import InputKeeper
 from hadal.activation_checkpointing.random_states import TRACKER, recomputing_from
 from hadal.comm import Ranks
 from hadal.config.activation_checkpointing import ActivationCheckpointing
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around a call's forward, and around its recomputation."""
 
 
 class Recomputation:
@@ -48,11 +51,11 @@ class Recomputation:
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        around: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None,
+        around: Callable[[list[Tensor]], Contexts] | None = None,
     ) -> Any:
         """Return `function(*args, **kwargs)`, and recompute it in backward.
 
-        `around` returns a context of the recomputation, from the tensors that are stored.
+        `around` returns contexts of the forward and of its recomputation, from the tensors stored.
 
         Tensors among `args`, and those in `kwargs` that require gradients, are stored as the
         options say; what is inside lists, tuples and dicts stays as it is.
@@ -73,15 +76,15 @@ class Recomputation:
 
         count = len(args)
         tensors = [value for value in given if isinstance(value, Tensor)]
-        context = None if around is None else around(tensors)
+        outer, inner = (None, None) if around is None else around(tensors)
 
         # Refers to no tensor that is stored: autograd alone does.
         def run(*values: Any) -> Any:
             named = dict(zip(names, values[count:], strict=True))
             return function(*values[:count], **others, **named)
 
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext() if block is None else block.forward(), _Again(block, context)
+        def contexts() -> Contexts:
+            return _both(outer, None if block is None else block.forward()), _Again(block, inner)
 
         with self._keeper.around(tensors):
             return _checkpoint(run, *given, use_reentrant=False, context_fn=contexts)
@@ -90,6 +93,14 @@ class Recomputation:
         """Free the memory of inputs whose backward will not come, and what is kept for reuse."""
         self._keeper.reset()
         self._boundaries.report()
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[Any] | None, inner: AbstractContextManager[Any] | None
+) -> Iterator[None]:
+    with outer or nullcontext(), inner or nullcontext():
+        yield
 
 
 def call_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

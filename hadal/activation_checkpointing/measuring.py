@@ -9,6 +9,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -145,49 +146,82 @@ class CallMeter:
         self._meter = meter
         self._device = device
         self._forward_peak: int | None = None
-        self._open: tuple[str, int, int, float] | None = None
+        self._open: tuple[MeasuredCall, int] | None = None
         self._calls: list[MeasuredCall] = []
+        self._begun = 0
 
-    def around(self, module: str, inputs: Sequence[Tensor]) -> Recomputing:
-        """Return the context of one call's recomputation."""
+    def around(self, module: str, inputs: Sequence[Tensor]) -> CallContexts:
+        """Return the contexts of one call's forward and recomputation."""
         nbytes = sum(one.untyped_storage().nbytes() for one in inputs if one.requires_grad)
-        return Recomputing(self, module, nbytes)
+        self._begun += 1
+        measured = MeasuredForward(self, module, nbytes, self._begun)
+        return measured, Recomputing(self, measured)
+
+    def look(self) -> tuple[int, int]:
+        """Return the peak bytes since the last look, and the bytes in use."""
+        synchronize(self._device, "the measurement of a recomputed block")
+        return self._meter.take_peak(), self._meter.in_use()
 
     def begin(self) -> tuple[int, float]:
         """Begin a recomputation: a part of backward ends here."""
-        synchronize(self._device, "the measurement of a recomputed block")
-        self.end_part()
-        return self._meter.in_use(), time.perf_counter()
+        peak, now = self.look()
+        self._end_part(peak)
+        return now, time.perf_counter()
 
-    def end(self, module: str, inputs: int, begun: tuple[int, float]) -> None:
+    def end(self, call: MeasuredForward, begun: tuple[int, float]) -> None:
         """End the recomputation."""
-        synchronize(self._device, "the measurement of a recomputed block")
-        stored = max(0, self._meter.in_use() - begun[0])
-        self._open = module, stored, inputs, time.perf_counter() - begun[1]
+        peak, now = self.look()
+        measured = MeasuredCall(
+            call.module,
+            max(0, now - begun[0]),
+            call.inputs,
+            time.perf_counter() - begun[1],
+            peak,
+            call.place,
+            call.before,
+            call.peak,
+            call.in_use + peak - begun[0],
+        )
+        self._open = measured, peak
 
-    def end_part(self) -> None:
+    def _end_part(self, peak: int) -> None:
         """End the part of forward or backward since the last recomputation began."""
-        peak = self._meter.take_peak()
         if self._open is not None:
-            module, stored, inputs, seconds = self._open
-            self._calls.append(MeasuredCall(module, stored, inputs, seconds, peak))
+            measured, in_recomputation = self._open
+            self._calls.append(replace(measured, peak=max(in_recomputation, peak)))
             self._open = None
         elif self._forward_peak is None:
             self._forward_peak = peak
 
     def result(self) -> MeasuredBackward:
         """Return what was measured, at the end of the backward."""
-        self.end_part()
+        self._end_part(self._meter.take_peak())
         return MeasuredBackward(self._forward_peak or 0, tuple(self._calls))
+
+
+class MeasuredForward:
+    """The context of one measured call's forward."""
+
+    def __init__(self, calls: CallMeter, module: str, inputs: int, place: int) -> None:
+        self._calls = calls
+        self.module = module
+        self.inputs = inputs
+        self.place = place
+        self.before = self.in_use = self.peak = 0
+
+    def __enter__(self) -> None:
+        self.before, self.in_use = self._calls.look()
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = self._calls.look()[0]
 
 
 class Recomputing:
     """The context of one measured recomputation."""
 
-    def __init__(self, calls: CallMeter, module: str, inputs: int) -> None:
+    def __init__(self, calls: CallMeter, forward: MeasuredForward) -> None:
         self._calls = calls
-        self._module = module
-        self._inputs = inputs
+        self._forward = forward
         self._begun = (0, 0.0)
 
     def __enter__(self) -> None:
@@ -202,4 +236,7 @@ class Recomputing:
         if trace is not None:
             # torch stops a recomputation by an exception, which keeps the block's own variables.
             traceback.clear_frames(trace)
-        self._calls.end(self._module, self._inputs, self._begun)
+        self._calls.end(self._forward, self._begun)
+
+
+CallContexts = tuple[MeasuredForward, Recomputing]

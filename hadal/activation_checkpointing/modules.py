@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MethodType
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hadal.activation_checkpointing.function import Recomputation, call_compiled
+from hadal.activation_checkpointing.function import Contexts, Recomputation, call_compiled
 from hadal.device import is_in_node, saved_tensors_hooks_here
 from hadal.errors import Fault, UsageError
 
@@ -126,8 +125,8 @@ class Recomputed:
         self.name = name
         self.recomputation: Recomputation | None = recomputation
         """How the module is recomputed; None: it is not."""
-        self.around: Callable[[str, list[Tensor]], AbstractContextManager[Any]] | None = None
-        """Makes a context of each recomputation, from the module's name and its inputs."""
+        self.around: Callable[[str, list[Tensor]], Contexts] | None = None
+        """Makes the contexts of each call, from the module's name and its inputs."""
         self._is_told = False
         self._module = module
         self._before = module.__dict__.get("forward")
