@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from hadal.config.curriculum_learning import Pace, PaceConfig
-from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section, unbuilt_beside
+from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section
 from hadal.config.values import Boolean, Integer, Integers, Text
 
 _MASTER = (
@@ -15,21 +15,35 @@ _MASTER = (
     " that is on."
 )
 _RESERVED = "Reserved."
-_SAMPLER = unbuilt_beside("data_sampling.curriculum_learning")
 
 
 class CurriculumMetric(Section):
     """One measure of difficulty."""
 
-    index_to_sample_path: Text | None = key(None, "File with samples ordered by difficulty.")
-    index_to_metric_path: Text | None = key(None, "File with the values of the measure.")
-    difficulty_type: Literal["value", "percentile"] | None = key(None, "Unit of the difficulty.")
-    clustering_type: Literal["schedule_based", "single_cluster"] | None = key(
-        None, "Whether to cluster samples by difficulty; single_cluster keeps them together."
+    index_to_sample_path: Text | None = key(
+        None,
+        "File with samples ordered by difficulty, without .bin. Required, but for single_cluster.",
     )
-    min_difficulty: Integer | None = key(None, "Difficulty at the start.")
-    max_difficulty: Integer | None = key(None, "Difficulty at the end.")
-    schedule_type: Pace | None = key(None, "Kind of schedule.")
+    index_to_metric_path: Text | None = key(
+        None,
+        "File with the values of the measure, without .bin. Required for values, but for"
+        " single_cluster.",
+    )
+    difficulty_type: Literal["value", "percentile"] | None = key(
+        None, "Unit of the difficulty; max_difficulty is the number of percentiles. Required."
+    )
+    clustering_type: Literal["schedule_based", "single_cluster"] | None = key(
+        None,
+        "schedule_based admits samples by their difficulty; single_cluster admits all, for a"
+        " difficulty that only engine.set_data_post_process_func uses. Required.",
+    )
+    min_difficulty: Integer | None = key(None, "Difficulty at the start. Required.")
+    max_difficulty: Integer | None = key(None, "Difficulty at the end. Required.")
+    schedule_type: Pace | None = key(
+        None,
+        "Kind of schedule; for custom, engine.set_custom_curriculum_learning_schedule gives the"
+        " function. Required.",
+    )
     schedule_config: PaceConfig | None = key(None, "Settings of the schedule.")
 
 
@@ -38,8 +52,10 @@ class MetricCurriculum(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Sample by difficulty.", mark=UNBUILT)
-    data_cluster_path: Text | None = key(None, "Directory to which rank 0 writes sample lists.")
+    enabled: Boolean = key(False, "Sample by difficulty.")
+    data_cluster_path: Text | None = key(
+        None, "Directory to which rank 0 writes the samples of each difficulty; null: nowhere."
+    )
     curriculum_metrics: dict[str, CurriculumMetric] | None = key(
         None, "Measures by name; with several, a sample must be admitted by all of them."
     )
@@ -68,9 +84,9 @@ class DataSampling(Section):
     """Options of the sampler."""
 
     enabled: Boolean = key(False, _MASTER)
-    num_epochs: Integer = key(1000, "Maximum number of passes over the data.", ge=1, mark=_SAMPLER)
-    num_workers: Integer = key(0, "Number of data-loading processes.", ge=0, mark=_SAMPLER)
-    pin_memory: Boolean = key(False, "Load into pinned memory.", mark=_SAMPLER)
+    num_epochs: Integer = key(1000, "Maximum number of passes over the data.", ge=1)
+    num_workers: Integer = key(0, "Number of data-loading processes.", ge=0)
+    pin_memory: Boolean = key(False, "Load into pinned memory.")
     curriculum_learning: MetricCurriculum = section(MetricCurriculum, "Sampling by difficulty.")
     dynamic_batching: DynamicBatching = section(DynamicBatching, "Batching by tokens.")
 
@@ -154,6 +170,6 @@ class DataEfficiency(Section):
     }
 
     enabled: Boolean = key(False, _MASTER)
-    seed: Integer = key(1234, "Seed of the sampler.", mark=_SAMPLER)
+    seed: Integer = key(1234, "Seed of the sampler.")
     data_sampling: DataSampling = section(DataSampling, "The sampler.")
     data_routing: DataRouting = section(DataRouting, "Tokens inside the model.")

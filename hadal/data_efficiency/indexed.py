@@ -213,6 +213,11 @@ class IndexedRows(Dataset[Row]):
         start = int(self.offsets[number]) + offset * self.dtype.itemsize
         return self._numbers[start : start + length * self.dtype.itemsize].view(self.dtype)
 
+    @property
+    def numbers(self) -> Row:
+        """The numbers of all rows, end to end."""
+        return self._numbers.view(self.dtype)
+
     def size(self, index: int) -> int:
         """Return the number of elements of a row."""
         return int(self.sizes[index])

@@ -245,7 +245,7 @@ def _assemble(
     readers = topology.data_parallel
     seed = seed_of_program(world) if engine_type.seeds_data else 0
     loading = make_loading(wishes, config, readers.size, readers.rank, seed)
-    loader = make_loader(wishes, loading)
+    loader = make_loader(wishes, loading, world)
     hooks = Hooks(model, runtime)
     hooks.watch_refreshes(adopter.uses())
 

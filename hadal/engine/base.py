@@ -107,7 +107,11 @@ class EngineBase(nn.Module):
             persistent_workers=persistent_workers,
             worker_init_fn=worker_init_fn,
         )
-        loader = self._parts.loading.loader(dataset, batch_size, reading)
+        loading = self._parts.loading
+        if route == "train" and self._session.loader is None:
+            loader = loading.training_loader(dataset, reading, batch_size)
+        else:
+            loader = loading.loader(dataset, batch_size, reading)
         if route == "train" and self._session.loader is None:
             self._session.loader = loader
         return loader

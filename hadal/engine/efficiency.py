@@ -1,6 +1,6 @@
-"""Data efficiency as the engine's users see it: custom schedules of difficulties.
+"""Data efficiency as the engine's users see it: custom schedules, and batches that change.
 
-Tests: tests/data_efficiency/test_seqlen.py
+Tests: tests/data_efficiency/test_seqlen.py, tests/data_efficiency/test_sampler.py
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hadal.data_efficiency.pacing import CustomPace, Pacer
+from hadal.data_efficiency.sampler import CurriculumOrder
 from hadal.data_efficiency.seqlen import LengthCurriculum
+from hadal.engine.loader import PostProcess
 from hadal.engine.session import Session
 from hadal.errors import UsageError
 
@@ -51,9 +53,30 @@ class Efficiency:
         for name, custom in named.items():
             pacers[name].set_custom(custom)
 
+    def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
+        """Change each training batch before it is handed out.
+
+        Args:
+            post_process_func: a function of the batch and a dict that describes it. With
+                `data_sampling.curriculum_learning`, that has `current_difficulties` by metric and
+                `curriculum_step`, of this very batch, also if workers read ahead.
+
+        Raises:
+            UsageError: the engine has no training loader.
+        """
+        loader = self._session.loader
+        if loader is None:
+            raise UsageError(
+                "set_data_post_process_func: the engine has no training loader; give training_data"
+                " to initialize, or call engine.deepspeed_io first"
+            )
+        loader.post_process = post_process_func
+
     def _pacers(self) -> dict[str, Pacer]:
         """Return the schedules of difficulties by metric."""
-        found = {}
+        loader = self._session.loader
+        order = None if loader is None else loader.given_order
+        found = dict(order.pacers) if isinstance(order, CurriculumOrder) else {}
         for one in self._session.listeners:
             if isinstance(one, LengthCurriculum):
                 found["seqlen"] = one.pacer

@@ -340,6 +340,7 @@ class Engine(EngineBase):
     set_custom_curriculum_learning_schedule = through(
         "_efficiency", Efficiency.set_custom_curriculum_learning_schedule
     )
+    set_data_post_process_func = through("_efficiency", Efficiency.set_data_post_process_func)
 
     @property
     def is_preempted(self) -> bool:

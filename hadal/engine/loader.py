@@ -33,6 +33,7 @@ from hadal.errors import UsageError
 from hadal.order import Order, Picked
 
 _log = logging.getLogger(__name__)
+PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class ShardedLoader:
         self._kept: tuple[DataLoader[Any], _Feed] | None = None
         self._trails = self._fresh_trails()
         self._in_turn = True
+        self.post_process: PostProcess | None = None
+        """Changes each batch before it is handed out; it is given the order's state, too."""
         if not self._is_stream and len(self) == 0:
             _log.warning(
                 "a loader gives no batch: %d samples on %d replicas, %d to a batch, drop_last %s",
@@ -172,6 +175,15 @@ class ShardedLoader:
         return ShardedOrder(self._count(), self.sharding, self.seed, shuffle=self._reading.shuffle)
 
     @property
+    def given_order(self) -> Order | None:
+        """The order that the loader was given, if it was."""
+        given = self._reading.sampler
+        return given if isinstance(given, Order) else None
+
+    def _told(self) -> Mapping[str, Any]:
+        return self._order_state if isinstance(self._order_state, Mapping) else {}
+
+    @property
     def order_state(self) -> Any:
         """The state of the order after the last batch that was handed out, if it has one."""
         return self._order_state
@@ -188,7 +200,7 @@ class ShardedLoader:
         while True:
             loads, self._resumes = self._loads, False
             for batch in self._stream() if self._is_stream else self._batches():
-                yield batch
+                yield batch if self.post_process is None else self.post_process(batch, self._told())
                 if self._loads != loads:
                     break
             if self._loads == loads:
@@ -361,6 +373,39 @@ class Loading:
     can_pin: bool
     """True if there is a device to which pinned memory is copied faster."""
     seed: int = 0
+    curriculum: Callable[[int], tuple[Order, int, bool]] | None = None
+    """Makes the order of a training data set of so many samples, if the configuration has one;
+    also its workers, and whether batches are pinned."""
+
+    def training_loader(
+        self, dataset: Dataset[Any], reading: Reading, batch_size: int | None = None
+    ) -> ShardedLoader:
+        """Return the loader of training, in the configuration's order unless one is given.
+
+        Raises:
+            UsageError: the configuration has an order, and the data set no indices; or its files do
+                not belong to the data set.
+        """
+        if self.curriculum is None or reading.sampler is not None:
+            return self.loader(dataset, batch_size, reading)
+        if batch_size not in (None, self.sharding.batch_size):
+            raise UsageError(
+                f"deepspeed_io(batch_size={batch_size}): data_sampling.curriculum_learning draws"
+                f" micro-batches of {self.sharding.batch_size} samples; leave batch_size out"
+            )
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise UsageError(
+                "data_efficiency.data_sampling.curriculum_learning chooses samples by their index;"
+                f" {type(dataset).__name__} has none. Give a data set with a length and items"
+            )
+        order, workers, pins = self.curriculum(len(dataset))
+        reading = replace(
+            reading,
+            sampler=order,
+            workers=reading.workers or workers,
+            pin_memory=pins,
+        )
+        return self.loader(dataset, None, reading)
 
     def loader(
         self,

@@ -19,14 +19,17 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
+from hadal.comm.faults import told_to_all
 from hadal.config import Config
+from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.device import current_device
-from hadal.engine.loader import Loading, ShardedLoader
+from hadal.engine.loader import Loading, Reading, ShardedLoader
 from hadal.engine.sampler import Sharding
 from hadal.errors import OptimizerError
 from hadal.optim.build import build_optimizer
 from hadal.optim.muon import muon_groups
 from hadal.optim.schedules import build_schedule
+from hadal.order import Order
 
 _log = logging.getLogger(__name__)
 
@@ -159,9 +162,35 @@ def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int, se
         wishes.collate_fn,
         can_pin=current_device().type != "cpu",
         seed=seed,
+        curriculum=_curriculum(config, replicas, replica),
     )
 
 
-def make_loader(wishes: Wishes, loading: Loading) -> ShardedLoader | None:
-    """Make the loader over the caller's data set, if there is one."""
-    return None if wishes.training_data is None else loading.loader(wishes.training_data)
+def _curriculum(
+    config: Config, replicas: int, replica: int
+) -> Callable[[int], tuple[Order, int, bool]] | None:
+    """Return the maker of the order by metrics, if it is on."""
+    section = config.data_efficiency
+    sampling = section.data_sampling
+    if not sampling.curriculum_learning.enabled:
+        return None
+    taking = Taking(
+        config.train_micro_batch_size_per_gpu,
+        replicas,
+        replica,
+        config.gradient_accumulation_steps,
+        config.dataloader_drop_last,
+    )
+
+    def make(count: int) -> tuple[Order, int, bool]:
+        return CurriculumOrder(section, count, taking), sampling.num_workers, sampling.pin_memory
+
+    return make
+
+
+def make_loader(wishes: Wishes, loading: Loading, world: Ranks) -> ShardedLoader | None:
+    """Make the loader over the caller's data set, if there is one. All ranks must call it."""
+    if wishes.training_data is None:
+        return None
+    with told_to_all(world, "initialize"):
+        return loading.training_loader(wishes.training_data, Reading(pin_memory=True))

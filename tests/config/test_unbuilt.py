@@ -209,11 +209,9 @@ def test_a_switch_that_nobody_filled_in_is_no_missing_one():
 def test_keys_of_techniques_that_are_not_built_are_told():
     keys = {
         "activation_checkpointing": {"number_checkpoints": 4},
-        "data_efficiency": {"seed": 7, "data_sampling": {"num_workers": 2, "pin_memory": True}},
     }
-    (sampler, blocks) = load_config({**BASE, **keys}).notes
+    (blocks,) = load_config({**BASE, **keys}).notes
     assert blocks.startswith("activation_checkpointing.number_checkpoints: has no effect without")
-    assert sampler.startswith("data_efficiency.seed, data_efficiency.data_sampling.num_workers, ")
 
 
 def test_all_keys_that_do_nothing_are_logged_in_one_line(caplog):

@@ -83,7 +83,13 @@ def _sampling(config: Config) -> Iterator[Fault]:
     if curriculum.enabled:
         yield from _missing(curriculum, f"{path}.curriculum_learning", "curriculum_metrics")
         for name, metric in (curriculum.curriculum_metrics or {}).items():
-            yield from _pace(metric, f"{path}.curriculum_learning.curriculum_metrics.{name}")
+            here = f"{path}.curriculum_learning.curriculum_metrics.{name}"
+            yield from _pace(metric, here)
+            yield from _missing(metric, here, "difficulty_type", "clustering_type")
+            if metric.clustering_type == "schedule_based":
+                yield from _missing(metric, here, "index_to_sample_path")
+            if (metric.clustering_type, metric.difficulty_type) == ("schedule_based", "value"):
+                yield from _missing(metric, here, "index_to_metric_path")
     if batching.enabled:
         yield from _missing(batching, f"{path}.dynamic_batching", "max_tokens")
 

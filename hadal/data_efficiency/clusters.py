@@ -1,0 +1,259 @@
+"""Curriculum over samples: which samples are admitted, and in which order they come.
+
+A cluster is the samples that a change of the difficulty has admitted, shuffled. Each batch draws
+how many samples it takes from each cluster, by the clusters' sizes, and takes the next ones of it.
+Every rank draws from the same generator, so no rank has to tell another.
+
+Tests: tests/data_efficiency/test_sampler.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hadal.errors import UsageError
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One measure of the difficulty of all samples."""
+
+    name: str
+    is_percentile: bool
+    """Whether a difficulty is a percentile of the samples, not a value of the measure."""
+    percentiles: int
+    """The maximum difficulty: the number of percentiles."""
+    ids: Ids | None = None
+    """Samples from easy to hard; None: all samples are admitted, whatever their difficulty."""
+    values: Ids | None = None
+    """Ascending distinct values of the measure, if difficulties are values."""
+    starts: Ids | None = None
+    """The place in `ids` of each value's first sample, and their number at the end."""
+
+    def between(self, before: float, now: float) -> Ids:
+        """Return the samples with a difficulty in (before, now]."""
+        assert self.ids is not None
+        if self.is_percentile:
+            each = len(self.ids) // self.percentiles
+            start = each * int(max(before, 0))
+            return self.ids[start : None if now >= self.percentiles else each * int(now)]
+        assert self.values is not None
+        assert self.starts is not None
+        first, last = np.searchsorted(self.values, [before, now], side="right")
+        return self.ids[self.starts[first] : self.starts[last]]
+
+
+Difficulties = Mapping[str, int]
+
+
+def admitted(
+    metrics: Sequence[Metric],
+    count: int,
+    before: Difficulties,
+    now: Difficulties,
+    earlier: Sequence[Ids],
+) -> Ids:
+    """Return the samples that a change of the difficulties admits.
+
+    Args:
+        metrics: the measures; a sample must be admitted by all of them.
+        count: all samples.
+        before: the difficulties until now; a missing one admitted nothing.
+        now: the new ones.
+        earlier: the samples of all clusters so far.
+    """
+    choosing = [metric for metric in metrics if metric.ids is not None]
+    if not choosing:
+        return np.arange(0 if earlier else count, dtype=np.int64)
+    if len(choosing) == 1:
+        (metric,) = choosing
+        return np.array(metric.between(before.get(metric.name, -math.inf), now[metric.name]))
+    found = np.unique(choosing[0].between(-math.inf, now[choosing[0].name]))
+    for metric in choosing[1:]:
+        found = np.intersect1d(found, metric.between(-math.inf, now[metric.name]))
+    for cluster in earlier:
+        found = np.setdiff1d(found, cluster, assume_unique=True)
+    return found
+
+
+def state_of_generator(generator: np.random.Generator) -> tuple[Any, ...]:
+    """Return a PCG64 generator's state as plain values."""
+    state: Any = generator.bit_generator.state
+    inner = state["state"]
+    return (inner["state"], inner["inc"], state["has_uint32"], state["uinteger"])
+
+
+def generator_of(state: Sequence[Any]) -> np.random.Generator:
+    """Return a generator with a state of `state_of_generator`."""
+    value, increment, has_half, half = state
+    made = np.random.PCG64()
+    made.state = {
+        "bit_generator": "PCG64",
+        "state": {"state": int(value), "inc": int(increment)},
+        "has_uint32": int(has_half),
+        "uinteger": int(half),
+    }
+    return np.random.Generator(made)
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Samples in their order, and how many of them this round has used."""
+
+    before: dict[str, int]
+    """The difficulties before it was made."""
+    now: dict[str, int]
+    """The difficulties that made it."""
+    ids: Ids
+    shuffles: tuple[tuple[Any, ...], ...] = ()
+    """The generator's states before each shuffle: with the difficulties, they give the order."""
+    position: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return "cluster" + "".join(f"_{name}{value}" for name, value in self.now.items())
+
+    def shuffle(self, generator: np.random.Generator) -> None:
+        """Shuffle, and begin again."""
+        self.shuffles = (*self.shuffles, state_of_generator(generator))
+        self.ids = self.ids.copy()
+        generator.shuffle(self.ids)
+        self.position = 0
+
+    def next(self, count: int, generator: np.random.Generator) -> Ids:
+        """Return the next samples; a cluster that runs out is shuffled as often as needed."""
+        found = [self.ids[self.position : self.position + count]]
+        self.position += len(found[0])
+        while (rest := count - sum(map(len, found))) > 0:
+            self.shuffle(generator)
+            found.append(self.ids[:rest])
+            self.position = len(found[-1])
+        return np.concatenate(found)
+
+
+@dataclass(slots=True)
+class SampleStream:
+    """The samples of all ranks, batch by batch."""
+
+    metrics: Sequence[Metric]
+    count: int
+    """All samples of the data set."""
+    batch: int
+    """Samples of one update."""
+    generator: np.random.Generator
+    step: int = 0
+    """Batches so far."""
+    difficulties: dict[str, int] = field(default_factory=dict)
+    """The difficulties of the last batch."""
+    clusters: list[Cluster] = field(default_factory=list)
+    path: str = ""
+    """The JSON path of the curriculum, for messages."""
+
+    def next(self, difficulties: dict[str, int]) -> tuple[list[int], Cluster | None]:
+        """Return the samples of the next batch, and a cluster if one was made for it.
+
+        Raises:
+            UsageError: no sample is admitted yet.
+        """
+        self.step += 1
+        made = None
+        if difficulties != self.difficulties:
+            made = self._admit(difficulties)
+            self.difficulties = difficulties
+        sizes = np.array([len(cluster.ids) for cluster in self.clusters], dtype=np.int64)
+        if not len(sizes):
+            told = ", ".join(f"{name} {value}" for name, value in difficulties.items())
+            raise UsageError(
+                f"{self.path}: no sample of {self.count} is admitted by the difficulties of step"
+                f" {self.step} ({told}); raise min_difficulty"
+                + (
+                    ", or lower max_difficulty, the number of percentiles"
+                    if any(metric.is_percentile for metric in self.metrics)
+                    else ""
+                )
+            )
+        drawn = self.generator.choice(len(sizes), self.batch, replace=True, p=sizes / sizes.sum())
+        shares = np.bincount(drawn, minlength=len(sizes))
+        taken = [
+            cluster.next(int(share), self.generator)
+            for cluster, share in zip(self.clusters, shares, strict=True)
+        ]
+        found = np.concatenate(taken)
+        self.generator.shuffle(found)
+        return found.tolist(), made
+
+    def _admit(self, difficulties: dict[str, int]) -> Cluster | None:
+        ids = self._admitted(self.difficulties, difficulties)
+        if not len(ids):
+            return None
+        made = Cluster(self.difficulties, difficulties, ids)
+        made.shuffle(self.generator)
+        self.clusters.append(made)
+        return made
+
+    def _admitted(self, before: Difficulties, now: Difficulties) -> Ids:
+        earlier = [cluster.ids for cluster in self.clusters]
+        return admitted(self.metrics, self.count, before, now, earlier)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as plain values: small, for clusters are made again."""
+        return {
+            "np_rng_state": list(state_of_generator(self.generator)),
+            "curriculum_step": self.step,
+            "current_difficulties": self.difficulties,
+            "clusters": [
+                {
+                    "before": cluster.before,
+                    "now": cluster.now,
+                    "samples": len(cluster.ids),
+                    "shuffles": [list(shuffle) for shuffle in cluster.shuffles],
+                    "position": cluster.position,
+                }
+                for cluster in self.clusters
+            ],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: make the clusters again, and shuffle them as before.
+
+        Raises:
+            UsageError: the files of the metrics admit other samples than those of the state.
+        """
+        self.step = int(state["curriculum_step"])
+        self.difficulties = dict(state["current_difficulties"])
+        known = {self._key(cluster): cluster for cluster in self.clusters}
+        self.clusters = []
+        for saved in state["clusters"]:
+            self.clusters.append(self._again(saved, known))
+        self.generator = generator_of(state["np_rng_state"])
+
+    def _key(self, cluster: Cluster) -> tuple[Any, ...]:
+        return (tuple(cluster.now.items()), cluster.shuffles)
+
+    def _again(self, saved: Mapping[str, Any], known: Mapping[Any, Cluster]) -> Cluster:
+        shuffles = tuple(tuple(shuffle) for shuffle in saved["shuffles"])
+        made = Cluster(dict(saved["before"]), dict(saved["now"]), np.empty(0, np.int64), shuffles)
+        same = known.get(self._key(made))
+        if same is not None:
+            made.ids = same.ids
+        else:
+            made.ids = self._admitted(made.before, made.now)
+            if len(made.ids) != saved["samples"]:
+                raise UsageError(
+                    f"{self.path}: the files of the metrics admit {len(made.ids)} samples to"
+                    f" {made.name}, and the checkpoint has {saved['samples']}; resume with the"
+                    " files, and the data set, that it was saved with"
+                )
+            for shuffle in shuffles:
+                generator_of(shuffle).shuffle(made.ids)
+        made.position = int(saved["position"])
+        return made

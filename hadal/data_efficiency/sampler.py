@@ -1,0 +1,131 @@
+"""Order of samples by a curriculum of metrics (`data_efficiency.data_sampling`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hadal.config.data_efficiency import CurriculumMetric, DataEfficiency
+from hadal.data_efficiency.clusters import Metric, SampleStream
+from hadal.data_efficiency.metric_files import read_metric, write_row
+from hadal.data_efficiency.pacing import Pacer, pace_rule_of
+from hadal.order import Picked
+
+PATH = "data_efficiency.data_sampling.curriculum_learning"
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """Numbers of samples that are taken at a time."""
+
+    micro: int
+    """Samples of one rank's batch."""
+    replicas: int
+    """Ranks that see different samples."""
+    replica: int
+    """This rank's index among them."""
+    accumulation: int
+    """Batches of one update."""
+    drop_last: bool
+    """Whether an epoch leaves out samples that fill no batch of all ranks."""
+
+    @property
+    def stride(self) -> int:
+        """Samples of one batch on all ranks."""
+        return self.micro * self.replicas
+
+    def batches(self, samples: int) -> int:
+        """Return the batches that so many samples make."""
+        return samples // self.stride if self.drop_last else -(-samples // self.stride)
+
+
+class CurriculumOrder:
+    """Samples whose difficulty grows: those that the schedules of all metrics admit.
+
+    The samples of an update are drawn for all ranks alike, so that they do not depend on the number
+    of ranks. An epoch has as many samples as the data set; which ones, the difficulties say.
+    """
+
+    is_own = False
+
+    def __init__(self, section: DataEfficiency, count: int, taking: Taking) -> None:
+        sampling = section.data_sampling
+        curriculum = sampling.curriculum_learning
+        metrics = curriculum.curriculum_metrics or {}
+        self.pacers = {
+            name: Pacer(pace_rule_of(metric), f"{PATH}.curriculum_metrics.{name}")
+            for name, metric in metrics.items()
+        }
+        """The schedules by metric."""
+        self._count = count
+        self._taking = taking
+        self._epochs = sampling.num_epochs
+        folder = curriculum.data_cluster_path
+        self._folder = Path(folder) if folder is not None and taking.replica == 0 else None
+        read = [_read(name, metric, count) for name, metric in metrics.items()]
+        drawing = np.random.default_rng(section.seed)
+        batch = taking.stride * taking.accumulation
+        self._stream = SampleStream(read, count, batch, drawing, path=PATH)
+        self._pending: list[int] = []
+        self._consumed = 0
+        self._start: Mapping[str, Any] = self._state()
+
+    def __len__(self) -> int:
+        """Return this rank's batches in an epoch."""
+        return self._taking.batches(self._count)
+
+    def batches(self, epoch: int, done: int) -> Iterator[Picked]:
+        """Yield this rank's batches; none after `num_epochs` epochs."""
+        taking = self._taking
+        # Workers may have read ahead of what was handed out: begin where that ended.
+        self._load(self._start)
+        for _ in range(taking.batches(self._count - done) if epoch < self._epochs else 0):
+            while len(self._pending) < taking.stride:
+                self._pending = self._pending + self._drawn()
+            whole, self._pending = self._pending[: taking.stride], self._pending[taking.stride :]
+            first = taking.replica * taking.micro
+            self._consumed += taking.stride
+            yield Picked(whole[first : first + taking.micro], taking.stride, self._state())
+
+    def _drawn(self) -> list[int]:
+        step = self._stream.step + 1
+        difficulties = {name: pacer.at(step) for name, pacer in self.pacers.items()}
+        samples, made = self._stream.next(difficulties)
+        if made is not None and self._folder is not None:
+            write_row(self._folder / made.name, made.ids)
+        return samples
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "batch": self._pending,
+            "consumed_samples": self._consumed,
+            **self._stream.state(),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from the state of a batch."""
+        self._start = state
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._stream.load(state)
+        self._pending = list(state["batch"])
+        self._consumed = int(state["consumed_samples"])
+        for name, pacer in self.pacers.items():
+            pacer.current = self._stream.difficulties.get(name, pacer.rule.first)
+
+
+def _read(name: str, metric: CurriculumMetric, count: int) -> Metric:
+    return read_metric(
+        name,
+        f"{PATH}.curriculum_metrics.{name}",
+        count,
+        metric.index_to_sample_path,
+        metric.index_to_metric_path,
+        is_percentile=metric.difficulty_type == "percentile",
+        maximum=metric.max_difficulty or 1,
+        is_single=metric.clustering_type == "single_cluster",
+    )
