@@ -279,7 +279,9 @@ def _final(module: Compressed, rule: WeightRule) -> nn.Parameter:
 
 
 def _expect_whole(name: str, module: Compressed) -> None:
-    if module.weight.numel() < _numel(module):
+    # Between uses at stage 3 a weight keeps its shape, and its storage is empty.
+    held = module.weight.untyped_storage().nbytes()
+    if held < _numel(module) * module.weight.element_size():
         raise UsageError(
             f"redundancy_clean: {name}.weight is sharded over ranks; load the engine's state dict"
             " into a model of its own, prepared by init_compression, and clean that one"
