@@ -19,7 +19,7 @@ from hadal.errors import CheckpointError
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 """The dtypes that weights can be converted to, by their names in configurations."""
 _log = logging.getLogger(__name__)
-_CUT_NUMEL = 1 << 22
+_CUT_NUMEL = 1 << 19
 
 
 class ExportedValue(NamedTuple):

@@ -33,7 +33,8 @@ METADATA = ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer"
 TRAINING = ("hadal", "training")
 """The path of Hadal's own entry."""
-_CHUNK_NBYTES = 8 << 20
+_CHUNK_NBYTES = 4 << 20
+_READ_NUMEL = 1 << 18
 
 Progress = Callable[[int], None]
 Path_ = tuple[str | int, ...]
@@ -185,7 +186,10 @@ class _Writer:
             start = start_of(box, value.shape)
             # A copy: torch.save would write all of the storage that a view belongs to.
             chunk = torch.empty(box.numel, dtype=value.dtype)
-            chunk.copy_(source.read(value.name, kind, start, start + box.numel))
+            for piece, first in zip(
+                chunk.split(_READ_NUMEL), range(start, start + box.numel, _READ_NUMEL), strict=True
+            ):
+                piece.copy_(source.read(value.name, kind, first, first + piece.numel()))
             place = self._store(chunk.view(box.sizes))
             offsets = torch.Size(box.offsets)
             chunks.append(self._made.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
