@@ -201,3 +201,20 @@ def test_two_jobs_share_a_folder(seconds: int, tmp_path: Path) -> None:
             "index.json",
             home_of(tmp_path / tag).name,
         }
+
+
+def test_a_folder_that_another_job_removes_meanwhile_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    is_dir = Path.is_dir
+
+    def removed_behind(path: Path) -> bool:
+        found = is_dir(path)
+        if found and path.name == "theirs":
+            path.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", removed_behind)
+    assert folders.all_of(tmp_path) == []
+    assert not (tmp_path / "theirs").exists()

@@ -6,6 +6,7 @@ Tests: tests/checkpoint/test_deepspeed.py
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +38,12 @@ class Files:
 
 def is_deepspeed(folder: Path) -> bool:
     """Return whether a folder looks like a DeepSpeed checkpoint."""
-    with system_errors(folder, "read"):
-        if not folder.is_dir():
-            return False
-        return any(_WHOLE.fullmatch(p.name) or _MODEL.fullmatch(p.name) for p in folder.iterdir())
+    # Another job may remove the folder between the two looks.
+    with system_errors(folder, "read"), suppress(FileNotFoundError):
+        if folder.is_dir():
+            names = [path.name for path in folder.iterdir()]
+            return any(_WHOLE.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
+    return False
 
 
 def files_of(folder: Path) -> Files:
