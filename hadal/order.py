@@ -30,7 +30,7 @@ class Order(Protocol):
     """
 
     is_own: bool
-    """Whether the state is of this replica alone, for one epoch; else of all, over epochs."""
+    """True if the state is of this replica alone, for one epoch; else of all, over epochs."""
 
     def __len__(self) -> int:
         """This replica's batches in a whole epoch."""

@@ -28,7 +28,7 @@ from hadal.checkpoint.storage import Chunk, Location, RemotePath, Storage, Stora
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 Given = str | os.PathLike[str] | RemotePath
-"""What a user may give for a location: text, which may be a URL, or a path."""
+"""A location as users give it: text, which may be a URL, or a path."""
 _READ_NBYTES = 1 << 20
 _LOCAL, _REMOTE = LocalStorage(), FsspecStorage()
 # One slash is enough: `pathlib` makes one of two.

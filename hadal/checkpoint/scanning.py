@@ -170,7 +170,7 @@ class Scan:
     pickles: int = 0
     findings: list[FoundGlobal] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    """What could not be read, and so may hide anything."""
+    """Parts that could not be read, and so may hide anything."""
 
     @property
     def is_harmless(self) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 _USUAL = ("all_gather", "reduce_scatter")
-"""What ZeRO sends: these are measured where no kind is named."""
+"""The collectives of ZeRO: these are measured where no kind is named."""
 _WAYS = {"hadal": "hadal.comm", "torch": "torch.distributed", "training": "as in training"}
 _DEFAULT_RANKS_OF_CPUS = 2
 _LOOK_S = 0.2

@@ -36,7 +36,7 @@ class Answers:
     """Elements of all parameters."""
     nodes: int
     devices: int
-    """Of each node."""
+    """The number on each node."""
     memory: int
     """Bytes of one device."""
     precision: str
@@ -45,7 +45,7 @@ class Answers:
     micro_batch: int
     """Samples of a device at a time."""
     offload: str
-    """What model states may be offloaded to: nothing, cpu, or a directory on an NVMe disk."""
+    """The target of offloaded model states: nothing, cpu, or a directory on an NVMe disk."""
 
     @property
     def ranks(self) -> int:

@@ -184,7 +184,7 @@ class Row:
     latencies_s: tuple[float, ...]
     """Seconds of each of the latest calls, the oldest first."""
     lost_s: dict[int, float] | None = None
-    """By rank: seconds lost in the latest calls on ranks that came later; None: not asked for, or
+    """Seconds lost by rank in the latest calls on ranks that came later; None: not asked for, or
     the ranks have not as many of these calls."""
 
     @property

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 OptimizerCallable = Callable[[Any], Optimizer]
-"""What `initialize(optimizer=)` takes besides an optimizer: it makes one of the parameters."""
+"""Values `initialize(optimizer=)` takes besides an optimizer: it makes one of the parameters."""
 SchedulerCallable = Callable[[Optimizer], Any]
-"""What `initialize(lr_scheduler=)` takes besides a schedule."""
+"""Values `initialize(lr_scheduler=)` takes besides a schedule."""
 _BY_PARAMETER = ("lamb", "onebitlamb")
 
 

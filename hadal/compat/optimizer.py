@@ -58,7 +58,7 @@ class EngineScale:
     def __init__(self, engine: Engine, *, dynamic: bool) -> None:
         self._engine = engine
         self.dynamic = dynamic
-        """Whether overflows move it."""
+        """True if overflows move it."""
 
     @property
     def loss_scale(self) -> float:

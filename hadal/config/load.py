@@ -82,7 +82,7 @@ class Examined(NamedTuple):
     name: str
     """Its name in messages."""
     config: Config
-    """What it comes to; a key with a fault has its default."""
+    """The resulting configuration; a key with a fault has its default."""
     report: Report
 
 

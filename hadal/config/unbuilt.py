@@ -17,7 +17,7 @@ class _Walk:
     report: Report
     stage: int
     tells_idle: bool = True
-    """Whether to note keys that do nothing; not below a switch turned off on purpose."""
+    """True to note keys that do nothing; not below a switch turned off on purpose."""
 
     def note_idle(self, path: str, message: str) -> None:
         if self.tells_idle:

@@ -28,7 +28,7 @@ class Metric:
 
     name: str
     is_percentile: bool
-    """Whether a difficulty is a percentile of the samples, not a value of the measure."""
+    """True if a difficulty is a percentile of the samples, not a value of the measure."""
     percentiles: int
     """The maximum difficulty: the number of percentiles."""
     ids: Ids | None = None

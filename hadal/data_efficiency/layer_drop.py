@@ -35,7 +35,7 @@ class DroppableLayer(ChangedLayer):
 
     gives_tuple: ClassVar[bool] = False
     drop_turn: tuple[bool, float] | None = None
-    """Whether it runs in this forward, and its keep probability; None: it runs as it is."""
+    """True if it runs in this forward, and its keep probability; None: it runs as it is."""
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return `hidden` if skipped, else `hidden` plus the residual over the probability."""

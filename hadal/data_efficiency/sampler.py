@@ -31,7 +31,7 @@ class Taking:
     accumulation: int
     """Batches of one update."""
     drop_last: bool
-    """Whether an epoch leaves out samples that fill no batch of all ranks."""
+    """True if an epoch leaves out samples that fill no batch of all ranks."""
 
     @property
     def stride(self) -> int:

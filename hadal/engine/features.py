@@ -285,4 +285,4 @@ LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     # Last: what others change or count are whole sequences.
     "sequence_parallel_size": _slices,
 }
-"""By the section or key that asks for them, in call order."""
+"""Factories by the section or key that asks for them, in call order."""

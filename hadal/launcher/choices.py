@@ -46,7 +46,7 @@ class Choices:
     module: bool = False
     no_python: bool = False
     local_rank: bool | None = None
-    """Whether `--local_rank=N` is the program's first argument; None: if it is DeepSpeed's."""
+    """True if `--local_rank=N` is the program's first argument; None: if it is DeepSpeed's."""
     no_ssh: bool = False
     no_ssh_check: bool = False
     ssh_port: int | None = None

@@ -28,7 +28,7 @@ class Monitor:
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
-        """Whether the configuration turns any monitor on. It is the same on every rank."""
+        """True if the configuration turns any monitor on. It is the same on every rank."""
         self._guards: tuple[GuardedWriter, ...] = ()
         self._drafts: deque[ScalarDraft] = deque()
         self._lock = threading.RLock()

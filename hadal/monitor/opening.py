@@ -25,8 +25,8 @@ WRITERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Writer]] = {
     "comet": CometWriter,
     "jsonl_monitor": JsonlWriter,
 }
-"""By section, in the order in which they are written. Each takes the section and a description of
-the run, which may be empty."""
+"""Factories by section, in order of writing. Each takes the section and a description of the run,
+which may be empty."""
 
 
 def sections_on(config: Config) -> tuple[str, ...]:

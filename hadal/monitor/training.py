@@ -37,9 +37,9 @@ class ScalarScope:
     samplers: int
     """How many of them have different samples."""
     extra: bool
-    """Whether more is written than DeepSpeed writes."""
+    """True if more is written than DeepSpeed writes."""
     has_scale: bool
-    """Whether there is a loss scale."""
+    """True if there is a loss scale."""
 
 
 @dataclass(frozen=True, slots=True)

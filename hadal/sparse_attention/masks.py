@@ -46,7 +46,7 @@ class Masks:
     """[batch, L], added to the scores of each key."""
     pairs: Sequence[PairMask] = ()
     is_causal: bool = False
-    """Whether each token attends to itself and earlier ones only."""
+    """True if each token attends to itself and earlier ones only."""
 
     @property
     def is_trained(self) -> bool:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _house = logging.getLogger("hadal")
 
 Lines = Mapping[str, Callable[[Any], Mapping[str, Any] | None]]
-"""By kind of line: called with the engine; None leaves the line out."""
+"""Functions by kind of line, called with the engine; None leaves the line out."""
 
 
 class Journal(Listener):

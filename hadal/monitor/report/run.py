@@ -36,7 +36,7 @@ class RunRecord:
     starts: tuple[Mapping[str, Any], ...]
     """The description at each start: the first one and those after it, which resumed."""
     series: Mapping[str, Series]
-    """By name, without the prefix `Train/Samples/`; each update once, as trained last."""
+    """Curves by name, without the prefix `Train/Samples/`; each update once, as trained last."""
     seconds: Values
     """The time of each update, in seconds since 1970."""
     profile: Mapping[str, Any] | None = None
@@ -47,7 +47,7 @@ class RunRecord:
     checkpoints: tuple[Mapping[str, Any], ...] = ()
     warnings: tuple[Mapping[str, Any], ...] = ()
     has_ended: bool = False
-    """Whether the last start was closed in order."""
+    """True if the last start was closed in order."""
     own: Mapping[str, Series] = field(default_factory=dict)
     """The program's own scalars, by samples."""
 
