@@ -239,12 +239,24 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_small(path: Location, limit: int) -> bytes:
-    """Return the contents of a file of at most `limit` bytes."""
+    """Return a file of at most `limit` bytes; others may replace it while it is read."""
+    storage = storage_of(path)
     with system_errors(path, "read"):
-        file = storage_of(path).open(path)
-        if file.nbytes > limit:
-            raise CheckpointError(f"{path} is damaged: larger than {limit} bytes")
-        return file.read(0, file.nbytes)
+        while True:
+            file = storage.open(path)
+            if file.nbytes > limit:
+                raise CheckpointError(f"{path} is damaged: larger than {limit} bytes")
+            content: bytes | OSError
+            try:
+                content = file.read(0, file.nbytes)
+            except OSError as error:
+                content = error
+            now = storage.find(path)
+            if now is not None and now.nbytes != file.nbytes:
+                continue  # replaced: these may be the first bytes of its successor
+            if isinstance(content, OSError):
+                raise content
+            return content
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -247,3 +247,24 @@ def test_ranks_share_a_file_system_behind_a_url(ranks: RankPools, tmp_path: Path
     ranks(2).run(save_and_load, SCHEME, str(tmp_path))
     assert names_in(tmp_path / "run") == ["global_step2", "global_step3", "latest"]
     assert not list(tmp_path.rglob("*.lease")) + list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("successor", [b"short", b"longer than the first"])
+def test_a_small_file_that_is_replaced_meanwhile_is_read_whole(
+    place: Location, successor: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, path = storage_of(place), place / "index.json"
+    storage.replace(path, b"the first one")
+    opened = type(storage).open
+    times: list[bool] = []
+
+    def replaced_behind(self: Any, path: Any) -> Any:
+        file = opened(self, path)
+        times.append(True)
+        if len(times) == 1:
+            storage.replace(path, successor)
+        return file
+
+    monkeypatch.setattr(remote, "PAUSES_S", ())
+    monkeypatch.setattr(type(storage), "open", replaced_behind)
+    assert read_small(path, 100) == successor
