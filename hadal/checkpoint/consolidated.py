@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hadal.checkpoint.huggingface import Value, write_model
 from hadal.checkpoint.live import Live, plain_name, plain_slots
+from hadal.checkpoint.storage import Location
 from hadal.checkpoint.together import together
 from hadal.zero.bucket import Bucket
 
@@ -128,7 +128,12 @@ def _in_model(module: nn.Module) -> Iterator[str]:
 
 @torch.no_grad()
 def write_consolidated(
-    live: Live, folder: Path, filename: str, max_shard_nbytes: int, *, exclude_frozen: bool = False
+    live: Live,
+    folder: Location,
+    filename: str,
+    max_shard_nbytes: int,
+    *,
+    exclude_frozen: bool = False,
 ) -> None:
     """Write the full model in the Hugging Face layout. All ranks must call it.
 
@@ -139,7 +144,7 @@ def write_consolidated(
         CheckpointError: on every rank: it cannot be written.
     """
     if live.parts > 1:
-        folder /= f"mp_rank_{live.part:02d}"
+        folder = folder / f"mp_rank_{live.part:02d}"
     weights = weights_of(live, exclude_frozen=exclude_frozen)
     cuts = weights.cuts()
     with together(live.world, f"{folder / filename} was not written"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT
 from hadal.checkpoint.huggingface import Value, in_order, write_model
 from hadal.checkpoint.source import Source
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -75,14 +75,14 @@ def tied_names(source: Source, stored: list[ExportedValue]) -> dict[str, str]:
 
 def export(
     source: Source,
-    folder: Path,
+    folder: Location,
     filename: str,
     *,
     dtype: torch.dtype | None,
     max_shard_nbytes: int,
     exclude_frozen: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> list[Path]:
+) -> list[Location]:
     """Write the weights of a checkpoint in the Hugging Face layout.
 
     `progress` is called with the bytes of each chunk that was read.

@@ -12,21 +12,28 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import xxhash
 
 from hadal.checkpoint.direct import Kept
 from hadal.checkpoint.local import LocalStorage
 from hadal.checkpoint.remote import FsspecStorage, check_remote
-from hadal.checkpoint.storage import Chunk, Location, RemotePath, Storage, StorageItem
-from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.checkpoint.storage import (
+    Chunk,
+    Location,
+    RemotePath,
+    Storage,
+    StorageItem,
+    StoredFile,
+)
+from hadal.errors import CheckpointError
 
+_Folder = TypeVar("_Folder", Path, RemotePath, Location)
 Given = str | os.PathLike[str] | RemotePath
 """A location as users give it: text, which may be a URL, or a path."""
 _READ_NBYTES = 1 << 20
@@ -165,21 +172,6 @@ def location_of(text: Given) -> Location:
     return path
 
 
-def directory_of(text: Given) -> Path:
-    """Return the directory that a user's text names.
-
-    Raises:
-        NotBuiltYetError: it is a URL.
-    """
-    place = location_of(text)
-    if not isinstance(place, Path):
-        raise NotBuiltYetError(
-            f"{place}: writing weights to a URL is not built yet; write them to a directory, and"
-            " copy that"
-        )
-    return place
-
-
 def write_file(path: Location, chunks: Iterable[Chunk], *, doubled: bool = False) -> Seal:
     """Write a new file, wait until it is durable, and check its size and first chunk.
 
@@ -194,6 +186,40 @@ def write_file(path: Location, chunks: Iterable[Chunk], *, doubled: bool = False
         storage_of(path).write(path, iter(summed) if once else summed, doubled=doubled)
     check_file(path, summed.seal, whole=False)
     return summed.seal
+
+
+@contextmanager
+def open_new(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for `torch.save`, which raises RuntimeError if a disk is full, for example.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with system_errors(path, "written"), open(path, "xb") as file:
+        try:
+            yield file
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+class _Blocks:
+    """The blocks of a file; iterated again, it is read again."""
+
+    def __init__(self, path: Location) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[Chunk]:
+        file = open_file(self._path)
+        return file.blocks(0, file.nbytes)
+
+
+def upload_file(origin: Path, path: Location) -> Seal:
+    """Write a copy of a file of this machine, as `write_file` does.
+
+    Raises:
+        CheckpointError: it cannot be written, or does not read back as written.
+    """
+    return write_file(path, _Blocks(origin))
 
 
 def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:
@@ -223,19 +249,14 @@ def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = N
             )
 
 
-@contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading; refuse a pipe or a device, which could block forever.
+def open_file(path: Location) -> StoredFile:
+    """Return a file to read ranges of; a pipe or a device, which could block forever, is none.
 
     Raises:
-        CheckpointError: there is no such regular file.
+        CheckpointError: there is no such file.
     """
     with system_errors(path, "read"):
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError(f"{path} cannot be read: it is not a file")
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
-    with file:
-        yield file
+        return storage_of(path).open(path)
 
 
 def read_small(path: Location, limit: int) -> bytes:
@@ -259,7 +280,7 @@ def read_small(path: Location, limit: int) -> bytes:
             return content
 
 
-def inside(folder: Path, name: str) -> Path:
+def inside(folder: _Folder, name: str) -> _Folder:
     """Return the path of a name that a checkpoint's contents give; links on the way are followed.
 
     Raises:
@@ -296,3 +317,19 @@ def items_of(path: Location) -> list[StorageItem]:
     """Return what a folder contains, sorted by name; nothing if it does not exist."""
     with system_errors(path, "read"):
         return storage_of(path).items(path)
+
+
+def is_folder(path: Location) -> bool:
+    """Return whether there is a folder at a location."""
+    with system_errors(path, "read"):
+        found = storage_of(path).find(path)
+        return found is not None and found.is_folder
+
+
+def nbytes_at(path: Location) -> int:
+    """Return the size of a file, or of all files in a folder; 0 if there is none."""
+    with system_errors(path, "read"):
+        found = storage_of(path).find(path)
+    if found is None or not found.is_folder:
+        return 0 if found is None else found.nbytes
+    return sum(nbytes_at(path / item.name) for item in items_of(path))

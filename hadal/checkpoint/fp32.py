@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hadal.checkpoint.export import export, load_weights, state_dict_of
-from hadal.checkpoint.files import directory_of
+from hadal.checkpoint.files import location_of
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME, PICKLE
 from hadal.checkpoint.opening import opened
 from hadal.units import nbytes_of
@@ -28,7 +28,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return all weights and buffers of a checkpoint, Hadal's or DeepSpeed's, in fp32 on the host.
 
     Args:
-        checkpoint_dir: the folder given to `save_checkpoint`, or one checkpoint in it.
+        checkpoint_dir: the folder or URL given to `save_checkpoint`, or one checkpoint in it.
         tag: the checkpoint; by default the latest one.
         exclude_frozen_parameters: leave out frozen parameters.
         lazy_mode: return objects that read their tensor when `contiguous()` is called.
@@ -75,8 +75,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write a checkpoint's fp32 weights as `pytorch_model.bin`, in several files if it is large.
 
     Args:
-        checkpoint_dir: the folder given to `save_checkpoint`, or one checkpoint in it.
-        output_dir: the folder to write to.
+        checkpoint_dir: the folder or URL given to `save_checkpoint`, or one checkpoint in it.
+        output_dir: the folder or URL to write to.
         max_shard_size: the largest file, as "5GB" or in bytes; None: one file.
         safe_serialization: write `model.safetensors` instead, in small chunks.
         tag: the checkpoint; by default the latest one.
@@ -114,7 +114,7 @@ def convert_zero_checkpoint_to_state_dict(
     source = opened(checkpoint_dir, tag, part)
     export(
         source,
-        directory_of(output_dir),
+        location_of(output_dir),
         NAME if safe_serialization else PICKLE,
         dtype=dtype,
         max_shard_nbytes=nbytes,

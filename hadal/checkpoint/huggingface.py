@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -21,10 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hadal.checkpoint.files import new_mark, system_errors, write_file
+from hadal.checkpoint.files import (
+    items_of,
+    new_mark,
+    open_new,
+    storage_of,
+    system_errors,
+    upload_file,
+    write_file,
+)
 from hadal.checkpoint.local import draft_of, sync_folder
 from hadal.checkpoint.shards import bytes_of, header_of
-from hadal.checkpoint.storage import Chunk
+from hadal.checkpoint.storage import Chunk, Location
 from hadal.errors import CheckpointError
 
 MAX_SHARD = "5GB"
@@ -77,18 +86,21 @@ def names_of(filename: str, count: int) -> list[str]:
 
 
 def write_model(
-    folder: Path,
+    folder: Location,
     filename: str,
     values: Sequence[Value],
     cuts: Iterator[Tensor],
     aliases: Mapping[str, str],
     max_shard_nbytes: int,
-) -> list[Path]:
+) -> list[Location]:
     """Write values into `folder`, replacing files of an earlier export.
 
     `cuts` yields the elements of all values in order, in tensors that never span two values; they
     are requested as they are written. If `filename` does not end in `.safetensors`, `torch.save`
     writes whole values.
+
+    On this machine the files are renamed once all are written. Behind a URL each is uploaded as it
+    is written, after those of an earlier export were removed; an index of several comes last.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -96,11 +108,15 @@ def write_model(
     shards = shards_of(values, max_shard_nbytes)
     names = names_of(filename, len(shards))
     mark = new_mark()
-    drafts = [draft_of(folder / name, mark) for name in names]
     is_safe = filename.endswith(".safetensors")
     write = _write_safetensors if is_safe else _write_pickle
-    with system_errors(folder, "written"):
-        folder.mkdir(parents=True, exist_ok=True)
+    drafts: list[Location] = [folder / name for name in names]
+    if isinstance(folder, Path):
+        drafts = [draft_of(folder / name, mark) for name in names]
+        with system_errors(folder, "written"):
+            folder.mkdir(parents=True, exist_ok=True)
+    else:
+        _remove_earlier(folder, filename)
     try:
         for draft, shard in zip(drafts, shards, strict=True):
             kept = {value.name for value in shard}
@@ -109,18 +125,20 @@ def write_model(
             shared = aliases if not is_safe else {}
             text = _index(shards, names, shared)
             # The last to be renamed: shards without it are not taken for a model.
-            names.append(f"{filename}.index.json")
-            drafts.append(folder / f".{names[-1]}.{mark}.partial")
+            place = folder / f"{filename}.index.json"
+            names.append(place.name)
+            drafts.append(draft_of(place, mark) if isinstance(place, Path) else place)
             write_file(drafts[-1], [text.encode()])
-        with system_errors(folder, "written"):
+        if isinstance(folder, Path):
             _remove_earlier(folder, filename)
-            for draft, name in zip(drafts, names, strict=True):
-                os.replace(draft, folder / name)
-            sync_folder(folder)
+            with system_errors(folder, "written"):
+                for draft, name in zip(drafts, names, strict=True):
+                    os.replace(str(draft), folder / name)
+                sync_folder(folder)
     except BaseException:
-        for draft in drafts:
+        for draft in reversed(drafts):
             with suppress(OSError):
-                draft.unlink()
+                storage_of(draft).remove(draft)
         raise
     return [folder / name for name in names[: len(shards)]]
 
@@ -135,17 +153,18 @@ def _index(shards: Sequence[Sequence[Value]], names: Sequence[str], aliases: Any
     return json.dumps(content, indent=2) + "\n"
 
 
-def _remove_earlier(folder: Path, filename: str) -> None:
-    """Remove the files of an earlier export of the same name, however many there are."""
+def _remove_earlier(folder: Location, filename: str) -> None:
+    """Remove the files of an earlier export of the same name, its index first."""
     stem, ending = os.path.splitext(filename)
     own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(ending)}(\.index\.json)?")
-    for path in list(folder.iterdir()):
-        if own.fullmatch(path.name):
-            path.unlink()
+    names = [item.name for item in items_of(folder) if own.fullmatch(item.name)]
+    with system_errors(folder, "written"):
+        for name in sorted(names, key=lambda name: not name.endswith(".index.json")):
+            storage_of(folder).remove(folder / name)
 
 
 def _write_safetensors(
-    path: Path, shard: Sequence[Value], cuts: Iterator[Tensor], aliases: Mapping[str, str]
+    path: Location, shard: Sequence[Value], cuts: Iterator[Tensor], aliases: Mapping[str, str]
 ) -> None:
     header = header_of(
         path,
@@ -176,7 +195,7 @@ def _cuts_of(value: Value, cuts: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def _write_pickle(
-    path: Path, shard: Sequence[Value], cuts: Iterator[Tensor], aliases: Mapping[str, str]
+    path: Location, shard: Sequence[Value], cuts: Iterator[Tensor], aliases: Mapping[str, str]
 ) -> None:
     state = {}
     for value in shard:
@@ -187,10 +206,15 @@ def _write_pickle(
             start += cut.numel()
         state[value.name] = whole.view(value.shape)
     state |= {alias: state[name] for alias, name in aliases.items()}
-    with system_errors(path, "written"), open(path, "xb") as file:
-        try:
+    if isinstance(path, Path):
+        with open_new(path) as file:
             torch.save(state, file)
-        except RuntimeError as error:  # a full disk, among others
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
-        file.flush()
-        os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
+        return
+    with tempfile.TemporaryDirectory(prefix="hadal-") as folder:
+        draft = Path(folder, path.name)
+        with open_new(draft) as file:
+            torch.save(state, file)
+        state.clear()
+        upload_file(draft, path)

@@ -17,10 +17,10 @@ from hadal.checkpoint import folders
 from hadal.checkpoint.contents import WEIGHT
 from hadal.checkpoint.deepspeed.pickles import check_pickle
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import Given, check_file, items_of, location_of, storage_of
+from hadal.checkpoint.files import Given, check_file, is_folder, items_of, location_of, storage_of
 from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
-from hadal.checkpoint.opening import folder_of, is_checkpoint, is_folder, open_source
+from hadal.checkpoint.opening import folder_of, is_checkpoint, open_source
 from hadal.checkpoint.source import Entry, Source
 from hadal.checkpoint.storage import Location, StorageItem
 from hadal.checkpoint.stored import StoredSource

@@ -15,7 +15,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -107,8 +106,7 @@ def find(
         if tag is None and prefers_universal:
             tag = _universal_tag(load_dir)
         foreign = load_dir if tag is None else load_dir / tag
-        is_foreign = isinstance(foreign, Path) and is_dcp(foreign)
-        folder = foreign if is_foreign else folders.find(load_dir, tag)
+        folder = foreign if is_dcp(foreign) else folders.find(load_dir, tag)
     found = gather_objects(None if folder is None else folder.name, ranks)
     if len(set(found)) > 1:
         raise CheckpointError(

@@ -6,11 +6,10 @@ Tests: tests/checkpoint/test_export.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hadal.checkpoint import folders
 from hadal.checkpoint.deepspeed.source import DeepSpeedSource
-from hadal.checkpoint.files import Given, is_file, location_of, storage_of, system_errors
+from hadal.checkpoint.files import Given, is_file, is_folder, location_of
 from hadal.checkpoint.formats.dcp import is_dcp
 from hadal.checkpoint.formats.dcp_source import DcpSource
 from hadal.checkpoint.index import INDEX
@@ -44,15 +43,7 @@ def folder_of(path: Given, tag: str | None = None) -> Location:
 
 def is_checkpoint(folder: Location) -> bool:
     """Return whether a folder is a checkpoint, rather than a folder of them."""
-    is_foreign = isinstance(folder, Path) and is_dcp(folder)
-    return is_foreign or folders.is_complete(folder)
-
-
-def is_folder(path: Location) -> bool:
-    """Return whether a location is a folder."""
-    with system_errors(path, "read"):
-        found = storage_of(path).find(path)
-        return found is not None and found.is_folder
+    return is_dcp(folder) or folders.is_complete(folder)
 
 
 def open_source(
@@ -65,11 +56,12 @@ def open_source(
     Raises:
         CheckpointError: it is damaged, or not a checkpoint.
     """
-    if isinstance(folder, RemotePath) or is_file(folder / INDEX):
-        return StoredSource(folder, part)
-    if is_dcp(folder):
-        return DcpSource(folder, names)
-    return DeepSpeedSource(folder, names)
+    if not is_file(folder / INDEX):
+        if is_dcp(folder):
+            return DcpSource(folder, names)
+        if not isinstance(folder, RemotePath):
+            return DeepSpeedSource(folder, names)
+    return StoredSource(folder, part)
 
 
 def opened(path: Given, tag: str | None = None, part: int | None = None) -> Source:

@@ -204,7 +204,7 @@ class FsspecStorage:
 
         def upload() -> None:
             self._make_parent(ask, path)
-            file = _upload_to(ask)
+            file = _upload_to(ask, again=not is_whole)
             try:
                 nbytes = 0
                 for chunk in chunks:
@@ -218,8 +218,9 @@ class FsspecStorage:
             if found != nbytes:
                 raise OSError(f"{found} bytes arrived of {nbytes}")
 
-        # Chunks that can be had only once allow one attempt.
-        ask(upload, again=iter(chunks) is not chunks)
+        # Chunks that can be had only once allow one attempt, of which single requests may fail.
+        is_whole = iter(chunks) is not chunks
+        ask(upload, again=is_whole)
 
     def replace(self, path: RemotePath, content: bytes, mark: str = "") -> None:
         """Replace an object by one request, or a file by a rename."""
@@ -298,10 +299,13 @@ def _modified(row: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _upload_to(ask: _Requests) -> Any:
-    """Return a file to write to; it is complete once it is closed."""
+def _upload_to(ask: _Requests, *, again: bool) -> Any:
+    """Return a file to write to; it is complete once it is closed.
+
+    With `again` each request is repeated if it fails; without it those of parts are.
+    """
     if hasattr(ask.filesystem, "call_s3"):
-        return _S3Upload(ask)
+        return _S3Upload(ask, again)
     has_parts = getattr(ask.filesystem, "async_impl", False)
     options = {"block_size": _UPLOAD_NBYTES} if has_parts else {}
     return ask.filesystem.open(ask.inside, "wb", **options)
@@ -310,10 +314,10 @@ def _upload_to(ask: _Requests) -> Any:
 class _S3Upload:
     """An upload to S3 in parts, several at a time; s3fs itself sends one after the other."""
 
-    def __init__(self, ask: _Requests) -> None:
+    def __init__(self, ask: _Requests, again: bool) -> None:
         bucket, key, _ = ask.filesystem.split_path(ask.inside)
-        self._call = partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
-        self._ask = ask
+        self._to = partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
+        self._ask, self._again = ask, again
         self._upload: str | None = None
         self._parts: list[Future[dict[str, Any]]] = []
         self._rest = bytearray()
@@ -325,6 +329,9 @@ class _S3Upload:
         if len(self._rest) >= _UPLOAD_NBYTES:
             self._send()
 
+    def _call(self, name: str, **given: Any) -> Any:
+        return self._ask(partial(self._to, name, **given), again=self._again)
+
     def _send(self) -> None:
         if self._upload is None:
             self._upload = self._call("create_multipart_upload")["UploadId"]
@@ -334,7 +341,7 @@ class _S3Upload:
         self._parts.append(self._pool.submit(self._part, len(self._parts) + 1, body))
 
     def _part(self, number: int, body: bytes) -> dict[str, Any]:
-        send = partial(self._call, "upload_part", UploadId=self._upload, PartNumber=number)
+        send = partial(self._to, "upload_part", UploadId=self._upload, PartNumber=number)
         return {"PartNumber": number, "ETag": self._ask(partial(send, Body=body))["ETag"]}
 
     def close(self) -> None:
@@ -344,8 +351,7 @@ class _S3Upload:
         else:
             self._send()
             parts = {"Parts": [part.result() for part in self._parts]}
-            complete = partial(self._call, "complete_multipart_upload", UploadId=self._upload)
-            complete(MultipartUpload=parts)
+            self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)
         self._pool.shutdown()
 
     def discard(self) -> None:

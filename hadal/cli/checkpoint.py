@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from hadal.checkpoint.inspection import CheckpointReport
     from hadal.checkpoint.scanning import Scan
     from hadal.checkpoint.source import Source
+    from hadal.checkpoint.storage import Location
 
 _DTYPES = ("fp32", "bf16", "fp16")
 _FORMATS = ("hf", "dcp", "deepspeed-universal")
-_DIR = "The directory given to save_checkpoint, or one checkpoint; Hadal's or DeepSpeed's"
+_DIR = "The directory or URL given to save_checkpoint, or one checkpoint; also DeepSpeed's"
 
 
 def add_to(group: Any) -> None:
@@ -115,7 +116,7 @@ def _add_checks(own: Any) -> None:
             "hadal checkpoint verify checkpoints best",
         ),
     )
-    verifying.add_argument("dir", metavar="DIR", type=Path, help=_DIR)
+    verifying.add_argument("dir", metavar="DIR", help=_DIR)
     verifying.add_argument("tag", metavar="TAG", nargs="?", help="Which one (default: all in DIR)")
     verifying.set_defaults(run=run_verify)
     scanning = add_command(
@@ -134,13 +135,13 @@ def _add_checks(own: Any) -> None:
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help=_DIR)
+    parser.add_argument("dir", metavar="DIR", help=_DIR)
     parser.add_argument("-t", "--tag", help="Which checkpoint in DIR (default: the latest)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     _add_input(parser)
-    parser.add_argument("out", metavar="OUT", type=Path, help="The directory to write to")
+    parser.add_argument("out", metavar="OUT", help="The directory or URL to write to")
     parser.add_argument(
         "--max-shard-size",
         type=size,
@@ -166,25 +167,19 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run_export(parsed: argparse.Namespace) -> int:
     """Write a checkpoint in another format."""
-    from hadal.checkpoint.files import directory_of
+    from hadal.checkpoint.files import location_of, nbytes_at
     from hadal.checkpoint.opening import opened
 
-    parsed.out = directory_of(parsed.out)
+    parsed.out = location_of(parsed.out)
     source = opened(parsed.dir, parsed.tag, parsed.part)
     written = _EXPORTS[parsed.format](source, parsed)
     source.close()
-    rows = [(key(str(path)), shown_nbytes(_nbytes_of(path))) for path in written]
+    rows = [(key(str(path)), shown_nbytes(nbytes_at(path))) for path in written]
     show(aligned(rows))
     return 0
 
 
-def _nbytes_of(path: Path) -> int:
-    """Return the size of a file, or of all files in a directory."""
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-    return sum(one.stat().st_size for one in files)
-
-
-def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Path]:
+def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Location]:
     from hadal.checkpoint.export import DTYPES, export, nbytes_of_export
     from hadal.checkpoint.huggingface import NAME
 
@@ -203,7 +198,7 @@ def _export_hf(source: Source, parsed: argparse.Namespace) -> list[Path]:
         )
 
 
-def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Path]:
+def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Location]:
     from hadal.checkpoint.export import DTYPES
     from hadal.checkpoint.formats.dcp import export_dcp, nbytes_of_dcp
 
@@ -224,7 +219,7 @@ def _export_dcp(source: Source, parsed: argparse.Namespace) -> list[Path]:
         )
 
 
-def _export_universal(source: Source, parsed: argparse.Namespace) -> list[Path]:
+def _export_universal(source: Source, parsed: argparse.Namespace) -> list[Location]:
     from hadal.checkpoint.formats.universal import export_universal, nbytes_of_universal
 
     if parsed.dtype not in (None, "fp32") or parsed.no_optimizer:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hadal.cli.parser import Parser
 from hadal.cli.terminal import FAILED, byte_progress, fail, show
 from hadal.errors import HadalError
+
+if TYPE_CHECKING:
+    from hadal.checkpoint.storage import Location
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,20 +61,21 @@ def _parser() -> Parser:
     return made
 
 
-def convert(parsed: argparse.Namespace) -> Path:
+def convert(parsed: argparse.Namespace) -> Location:
     """Convert as the flags say; return the folder.
 
     Raises:
         HadalError: the checkpoint cannot be converted.
     """
+    from hadal.checkpoint.files import location_of
     from hadal.checkpoint.formats.universal import export_universal, nbytes_of_universal
     from hadal.checkpoint.opening import opened
 
-    source = opened(Path(parsed.input_folder))
+    source = opened(parsed.input_folder)
     with byte_progress(nbytes_of_universal(source), "converting") as progress:
         written = export_universal(
             source,
-            Path(parsed.output_folder),
+            location_of(parsed.output_folder),
             strict=getattr(parsed, "strict", True),
             progress=progress,
         )

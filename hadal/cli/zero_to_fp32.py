@@ -44,9 +44,9 @@ def _parser(what: str, more: str = "") -> Parser:
         examples=(f"python {Path(sys.argv[0]).name} . exported{more}",),
     )
     parser.add_argument(
-        "checkpoint_dir", metavar="DIR", help="The directory given to save_checkpoint"
+        "checkpoint_dir", metavar="DIR", help="The directory or URL given to save_checkpoint"
     )
-    parser.add_argument("output_dir", metavar="OUT", help="The directory to write to")
+    parser.add_argument("output_dir", metavar="OUT", help="The directory or URL to write to")
     parser.add_argument(
         "--max_shard_size",
         type=size,

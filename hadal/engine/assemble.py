@@ -26,6 +26,7 @@ from hadal.engine.checks import (
     check_birth,
     check_model,
     check_parameters,
+    check_places,
     check_same,
     check_same_keys,
     check_scheduler,
@@ -194,6 +195,7 @@ def _admit(
         rounds_early=engine_type.rounds_early,
     )
     check_scheduler(config, told_elasticity())
+    check_places(config)
     open_log(config, ranks.rank)
     log_notes(config)
     check_parameters(model.named_parameters(), current_device(), ranks)

@@ -11,14 +11,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hadal.checkpoint.files import location_of
 from hadal.comm import Ranks
 from hadal.comm.collectives import gather_objects
 from hadal.comm.faults import is_same_everywhere
 from hadal.config import Config
 from hadal.config.plain import leaves
+from hadal.config.report import written
 from hadal.config.zero_optimization import ZeroOptimization
 from hadal.engine.base import EngineBase
-from hadal.errors import ConfigError, MismatchError, ModelError, OptimizerError, UsageError, few
+from hadal.errors import (
+    CheckpointError,
+    ConfigError,
+    Fault,
+    MismatchError,
+    ModelError,
+    OptimizerError,
+    UsageError,
+    few,
+)
 from hadal.zero import access, init
 from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.layout import order_of
@@ -240,6 +251,22 @@ def tell_untrained(
             len(asking),
             few(left_out, 4),
         )
+
+
+def check_places(config: Config) -> None:
+    """Raise if a URL that the configuration names for checkpoints cannot be used here.
+
+    Raises:
+        ConfigError: its scheme is unknown, or the package for it is not installed.
+    """
+    section = config.checkpoint.on_signal
+    if section is None or section.save_dir is None:
+        return
+    try:
+        location_of(section.save_dir)
+    except CheckpointError as error:
+        faults = (Fault("checkpoint.on_signal.save_dir", str(error)),)
+        raise ConfigError(written("the configuration", faults), faults) from error
 
 
 def check_scheduler(config: Config, told: str | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.consolidated import consolidated, write_consolidated
-from hadal.checkpoint.files import directory_of
+from hadal.checkpoint.files import location_of
 from hadal.checkpoint.huggingface import MAX_SHARD, NAME
 from hadal.engine.session import Session
 from hadal.units import nbytes_of
@@ -42,8 +42,8 @@ class WeightsOut:
         """Write the model, in the dtypes that it computes in, in Hugging Face layout.
 
         Args:
-            save_dir: the directory; created if it does not exist. Model-parallel parts go into
-                `mp_rank_00`, `mp_rank_01` and so on below it.
+            save_dir: the directory, created if it does not exist, or a URL. Model-parallel parts go
+                into `mp_rank_00`, `mp_rank_01` and so on below it.
             save_filename: the file, or the base name of several files. If it does not end in
                 `.safetensors`, `torch.save` writes it, and rank 0 holds a whole file in memory.
             exclude_frozen_parameters: leave out parameters that are not trained.
@@ -55,7 +55,6 @@ class WeightsOut:
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
-            NotBuiltYetError: `save_dir` is a URL.
             ValueError: `max_shard_size` is not a size.
         """
         self._session.expect_alive()
@@ -72,7 +71,7 @@ class WeightsOut:
         live.runtime.meet_at_checkpoint()
         write_consolidated(
             live,
-            directory_of(save_dir),
+            location_of(save_dir),
             save_filename,
             nbytes,
             exclude_frozen=exclude_frozen_parameters,

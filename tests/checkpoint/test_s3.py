@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,45 +16,10 @@ from hadal.checkpoint import remote
 from hadal.checkpoint.files import check_file, location_of, storage_of, write_file
 from hadal.checkpoint.inspection import inspected
 
+from .s3 import needed, server, use
 from .s3_server import FAULTS
 
-NEEDED = ("s3fs", "moto", "flask_cors")
-MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs the packages {', '.join(MISSING)}")
-
-
-@contextmanager
-def server(fault: str, every: int = 9) -> Iterator[str]:
-    """Run a server; yield its address."""
-    program = str(Path(__file__).with_name("s3_server.py"))
-    command = [sys.executable, "-W", "ignore", program, fault, str(every)]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
-
-
-def use(address: str, bucket: str) -> str:
-    """Let s3fs find the server as users do, by the environment; return the URL of a new bucket."""
-    import fsspec
-    import s3fs
-
-    os.environ.update(
-        AWS_ENDPOINT_URL=address,
-        AWS_ACCESS_KEY_ID="testing",
-        AWS_SECRET_ACCESS_KEY="testing",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-    fsspec.config.conf["s3"] = {"config_kwargs": {"read_timeout": 1}}
-    s3fs.S3FileSystem.clear_instance_cache()
-    if comm.get_rank() == 0:
-        remote._Requests(location_of(f"s3://{bucket}")).filesystem.mkdir(bucket)
-    if comm.is_initialized():
-        comm.barrier()
-    return f"s3://{bucket}/run"
+pytestmark = needed
 
 
 def save_and_load(address: str, bucket: str, also_async: bool) -> None:

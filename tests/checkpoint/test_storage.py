@@ -18,7 +18,7 @@ from hadal.checkpoint.direct import BLOCK_NBYTES, Kept
 from hadal.checkpoint.files import check_file, location_of, read_small, storage_of, write_file
 from hadal.checkpoint.inspection import inspected
 from hadal.checkpoint.storage import Location, RemotePath
-from hadal.errors import CheckpointError, NotBuiltYetError
+from hadal.errors import CheckpointError, ConfigError
 from hadal.utils import get_fp32_state_dict_from_zero_checkpoint
 
 pytest.importorskip("fsspec")
@@ -121,9 +121,22 @@ def test_urls_never_become_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
     for act in (engine.save_checkpoint, engine.load_checkpoint):
         with pytest.raises(CheckpointError, match="nope://bucket/run has a scheme"):
             act("nope://bucket/run")
-    with pytest.raises(NotBuiltYetError, match="writing weights to a URL"):
-        engine.save_16bit_model("memory://weights")
+    with pytest.raises(CheckpointError, match="nope://bucket/run has a scheme"):
+        engine.save_16bit_model("nope://bucket/run")
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("s4://bucket/run", "scheme that fsspec does not know"),
+        ("gdrive://run", "needs a package that is not installed"),
+    ],
+)
+def test_a_url_of_the_configuration_is_checked_at_the_start(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"on_signal.save_dir  {url} .*{reason}") as caught:
+        engine_of(0, checkpoint={"on_signal": {"save_dir": url}})
+    assert [fault.path for fault in caught.value.faults] == ["checkpoint.on_signal.save_dir"]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hadal.checkpoint.files import open_regular, system_errors
+from hadal.checkpoint.files import open_file, system_errors
 from hadal.errors import CheckpointError
 
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")
@@ -75,8 +75,7 @@ def read_pickle(path: Path, stand_ins: Mapping[str, Any] = STAND_INS) -> Any:
         CheckpointError: it cannot be read, is damaged, or names something that is not known to be
             harmless.
     """
-    with open_regular(path):
-        pass
+    open_file(path)
     allowed: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
     try:
         with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
@@ -101,7 +100,8 @@ def check_pickle(path: Path) -> None:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    with open_regular(path), system_errors(path, "read"):
+    open_file(path)
+    with system_errors(path, "read"):
         try:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()

@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, state_key
 from hadal.checkpoint.export import ExportedValue, tied_names, values_to_export
-from hadal.checkpoint.files import system_errors
+from hadal.checkpoint.files import is_file, system_errors
 from hadal.checkpoint.formats.boxes import rows_of, start_of
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.huggingface import Value
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.checkpoint.source import Source
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -49,21 +51,23 @@ class _Stored(NamedTuple):
     aliases: tuple[Path_, ...] = ()
 
 
-def is_dcp(folder: Path) -> bool:
+def is_dcp(folder: Location) -> bool:
     """Return whether a folder is a checkpoint that `torch.distributed.checkpoint` wrote."""
-    return (folder / METADATA).is_file()
+    with suppress(CheckpointError):  # no name of a folder: whoever looks for it says so
+        return is_file(folder / METADATA)
+    return False
 
 
 def export_dcp(
     source: Source,
-    folder: Path,
+    folder: Location,
     *,
     dtype: torch.dtype | None = None,
     with_optimizer: bool = True,
     exclude_frozen: bool = False,
     max_file_nbytes: int = 5_000_000_000,
     progress: Progress | None = None,
-) -> list[Path]:
+) -> list[Location]:
     """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
 
     Weights have the given dtype; None: their exact values, in the masters' dtype if there are any.
@@ -74,7 +78,7 @@ def export_dcp(
         CheckpointError: the checkpoint cannot be read, or the files cannot be written.
     """
     stored = list(_tensors_of(source, dtype, with_optimizer, exclude_frozen))
-    with drafted_folder(folder, is_dcp) as draft:
+    with drafted_folder(folder, METADATA) as draft:
         writer = _Writer(draft, max_file_nbytes, progress or (lambda nbytes: None))
         try:
             for one in stored:

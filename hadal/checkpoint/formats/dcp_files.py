@@ -14,7 +14,6 @@ import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,12 +21,14 @@ import torch
 from torch import Tensor
 
 from hadal.checkpoint.deepspeed.pickles import Attributes
-from hadal.checkpoint.files import inside, open_regular, parsing_errors, read_small
+from hadal.checkpoint.files import inside, open_file, parsing_errors, read_small
 from hadal.checkpoint.formats.boxes import Box
 from hadal.checkpoint.formats.dcp import METADATA, Path_
+from hadal.checkpoint.storage import Location, StoredFile
 from hadal.errors import CheckpointError, NotBuiltYetError
 
 _LIMIT = 1 << 32
+_BUFFER_NBYTES = 1 << 16
 
 
 class StoredItem(NamedTuple):
@@ -122,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Location) -> Contents:
     """Return what a folder holds, from its index alone.
 
     Raises:
@@ -144,7 +145,7 @@ def read_contents(folder: Path) -> Contents:
         return _understood(index, folder)
 
 
-def _understood(index: Any, folder: Path) -> Contents:
+def _understood(index: Any, folder: Location) -> Contents:
     tensors: dict[Path_, StoredTensor] = {}
     values: dict[Path_, StoredItem] = {}
     items = {(key.fqn, key.offset): _item(info, folder) for key, info in index.storage_data.items()}
@@ -165,7 +166,7 @@ def _understood(index: Any, folder: Path) -> Contents:
     return Contents(tensors, values)
 
 
-def _item(info: Any, folder: Path) -> StoredItem:
+def _item(info: Any, folder: Location) -> StoredItem:
     if getattr(info, "transform_descriptors", None):
         raise NotBuiltYetError(
             f"{folder} was written through {info.transform_descriptors}, which is not supported"
@@ -174,7 +175,7 @@ def _item(info: Any, folder: Path) -> StoredItem:
     return StoredItem(str(info.relative_path), int(info.offset), int(info.length))
 
 
-def read_item(folder: Path, item: StoredItem) -> Any:
+def read_item(folder: Location, item: StoredItem) -> Any:
     """Return a stored value; only tensors and plain containers are accepted.
 
     Raises:
@@ -191,7 +192,7 @@ def read_item(folder: Path, item: StoredItem) -> Any:
             ) from error
 
 
-def read_chunk(folder: Path, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+def read_chunk(folder: Location, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
     """Return a part of a tensor, in the shape of its box.
 
     Raises:
@@ -208,7 +209,7 @@ def read_chunk(folder: Path, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def check_item(folder: Path, item: StoredItem) -> None:
+def check_item(folder: Location, item: StoredItem) -> None:
     """Compare every byte of a stored value with the checksums in it.
 
     Raises:
@@ -228,16 +229,17 @@ def check_item(folder: Path, item: StoredItem) -> None:
 
 
 @contextmanager
-def _opened(folder: Path, item: StoredItem) -> Iterator[BinaryIO]:
+def _opened(folder: Location, item: StoredItem) -> Iterator[BinaryIO]:
     path = inside(folder, item.file)
-    with open_regular(path) as file, parsing_errors(f"{path} cannot be read"):
-        yield io.BufferedReader(_Window(file, item.offset, item.length))
+    file = open_file(path)
+    with parsing_errors(f"{path} cannot be read"):
+        yield io.BufferedReader(_Window(file, item.offset, item.length), _BUFFER_NBYTES)
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of an open file, as a file."""
+    """Some bytes of a stored file, as a file."""
 
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+    def __init__(self, file: StoredFile, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length
         self._position = 0
 
@@ -255,7 +257,6 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         with memoryview(buffer).cast("B") as view:
             wanted = max(min(len(view), self._length - self._position), 0)
-            self._file.seek(self._offset + self._position)
-            count = self._file.readinto(view[:wanted])  # type: ignore[attr-defined]
-        self._position += count
-        return int(count)
+            self._file.read_into(view[:wanted], self._offset + self._position)
+        self._position += wanted
+        return wanted

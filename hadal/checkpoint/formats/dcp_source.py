@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hadal.checkpoint.contents import BUFFER, WEIGHT, SavedGroup, state_kind
-from hadal.checkpoint.files import parsing_errors
+from hadal.checkpoint.files import nbytes_at, open_file, parsing_errors
 from hadal.checkpoint.formats.boxes import runs_of
 from hadal.checkpoint.formats.dcp import METADATA, MODEL, OPTIMIZER, TRAINING, Path_
 from hadal.checkpoint.formats.dcp_files import (
@@ -33,6 +32,7 @@ from hadal.checkpoint.formats.dcp_files import (
 )
 from hadal.checkpoint.plain import decoded, encoded
 from hadal.checkpoint.source import Entry, RankState
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
 from hadal.zero.layout import Slot
 
@@ -72,7 +72,7 @@ class DcpSource:
     parts = 1
     stage = None
 
-    def __init__(self, folder: Path, names: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(self, folder: Location, names: Sequence[Sequence[str]] | None = None) -> None:
         self.path = folder
         self._contents = read_contents(folder)
         self._chunk: tuple[StoredChunk, Tensor] | None = None
@@ -95,7 +95,7 @@ class DcpSource:
         self.entries: Mapping[tuple[str, str], Entry] = _Entries(
             {key: Entry(stored.shape, stored.dtype) for key, stored in self._values.items()}
         )
-        rows = [(name, (self.path / name).stat().st_size) for name in sorted(self._names())]
+        rows = [(name, open_file(self.path / name).nbytes) for name in sorted(self._names())]
         self.mark = f"{zlib.crc32(repr(rows).encode()):08x} {len(self.entries)}"
         """An identifier that distinguishes this checkpoint from another of the same name."""
 
@@ -186,7 +186,7 @@ class DcpSource:
         yield from self._contents.values.values()
 
     @property
-    def files(self) -> Sequence[Path]:
+    def files(self) -> Sequence[Location]:
         """All files of the checkpoint."""
         return [self.path / name for name in sorted(self._names())]
 
@@ -223,7 +223,7 @@ class DcpSource:
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
         for file, end in ends.items():
             path = self.path / file
-            if not path.is_file() or path.stat().st_size < end:
+            if nbytes_at(path) < end:
                 raise CheckpointError(f"{path} is damaged: it is missing, or shorter than expected")
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:

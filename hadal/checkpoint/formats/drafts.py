@@ -1,33 +1,58 @@
 """New folders that appear complete, or not at all.
 
-Tests: tests/checkpoint/test_dcp.py
+Tests: tests/checkpoint/test_dcp.py, tests/checkpoint/test_exports_to_urls.py
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hadal.checkpoint.files import new_mark, system_errors
+from hadal.checkpoint.files import (
+    exists,
+    is_file,
+    is_folder,
+    items_of,
+    new_mark,
+    storage_of,
+    system_errors,
+    upload_file,
+)
 from hadal.checkpoint.local import sync_folder
+from hadal.checkpoint.storage import Location, RemotePath
 from hadal.errors import CheckpointError
+
+_AT_ONCE = 4
 
 
 @contextmanager
-def drafted_folder(target: Path, is_earlier: Callable[[Path], bool]) -> Iterator[Path]:
-    """Give a hidden folder beside `target`; it becomes `target` when the block ends.
+def drafted_folder(target: Location, last: str) -> Iterator[Path]:
+    """Give an empty directory; what is in it becomes `target` when the block ends.
 
-    A folder for which `is_earlier` returns true is replaced: it is an earlier export of this kind.
-    Every file is on disk before the folder appears. If the block fails, nothing has changed.
+    `last` is the file without which the folder is none of its format. A folder that has it is an
+    earlier export, and is replaced; every other one that is not empty is refused. If the block
+    fails, nothing has changed.
+
+    The directory is beside `target` and renamed, each file on disk before. For a URL it is among
+    the temporary files of this machine (`TMPDIR`) and uploaded, an earlier export removed before,
+    `last` uploaded last.
 
     Raises:
         CheckpointError: `target` holds something else, or cannot be written.
     """
+    if isinstance(target, RemotePath):
+        _refuse_others(target, last)
+        with tempfile.TemporaryDirectory(prefix="hadal-") as folder:
+            yield Path(folder)
+            _upload(Path(folder), target, last)
+        return
     target = Path(os.path.abspath(target))
-    _refuse_others(target, is_earlier)
+    _refuse_others(target, last)
     draft = target.with_name(f".{target.name}.{new_mark()}.partial")
     with system_errors(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -36,21 +61,18 @@ def drafted_folder(target: Path, is_earlier: Callable[[Path], bool]) -> Iterator
         yield draft
         with system_errors(target, "written"):
             _sync_tree(draft)
-            _refuse_others(target, is_earlier)
+            _refuse_others(target, last)
             _put(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _refuse_others(target: Path, is_earlier: Callable[[Path], bool]) -> None:
-    with system_errors(target, "read"):
-        if not os.path.lexists(target):
-            return
-        if not target.is_dir() or (any(target.iterdir()) and not is_earlier(target)):
-            raise CheckpointError(
-                f"{target} is not empty, and not an earlier export in this format; pass a new"
-                " directory"
-            )
+def _refuse_others(target: Location, last: str) -> None:
+    is_other = exists(target) and not is_folder(target)
+    if is_other or (items_of(target) and not is_file(target / last)):
+        raise CheckpointError(
+            f"{target} is not empty, and not an earlier export in this format; pass a new directory"
+        )
 
 
 def _put(draft: Path, target: Path) -> None:
@@ -74,3 +96,16 @@ def _sync_tree(folder: Path) -> None:
             with open(os.path.join(place, name), "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(place))
+
+
+def _upload(draft: Path, target: RemotePath, last: str) -> None:
+    """Upload what is in a directory, several files at a time, `last` after the others."""
+    with system_errors(target, "written"):
+        for place in (target / last, target):
+            storage_of(target).remove(place)
+    names = [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()]
+    with ThreadPoolExecutor(_AT_ONCE, "hadal-export") as pool:
+        others = [name for name in sorted(names) if name != last]
+        for _ in pool.map(lambda name: upload_file(draft / name, target / name), others):
+            pass
+    upload_file(draft / last, target / last)

@@ -22,7 +22,7 @@ from hadal.checkpoint.contents import BUFFER, MASTER, WEIGHT, state_key
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL
 from hadal.checkpoint.deepspeed.source import OWN_KEYS, DeepSpeedSource
 from hadal.checkpoint.export import values_to_export
-from hadal.checkpoint.files import inside, replace_file, system_errors
+from hadal.checkpoint.files import inside, is_file, replace_file, system_errors
 from hadal.checkpoint.formats.drafts import drafted_folder
 from hadal.checkpoint.formats.foreign import (
     DYNAMIC_LOSS_SCALER,
@@ -33,6 +33,7 @@ from hadal.checkpoint.formats.foreign import (
 from hadal.checkpoint.live import COUNTERS
 from hadal.checkpoint.plain import decoded
 from hadal.checkpoint.source import Source
+from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError, NotBuiltYetError, few
 
 VERSION = "0.19.8"
@@ -41,19 +42,21 @@ _MODEL_STATES = "mp_rank_00_model_states.pt"
 _MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """The name under which stage 3 looks for the same file."""
 _FP32, _STEP = "fp32", "step"
+_COMMON = "zero/optimizer_state.pt"
+"""The file of what is common to all parameters."""
 _ALIGNMENT = 64
 
 Progress = Callable[[int], None]
 
 
-def is_universal(folder: Path) -> bool:
+def is_universal(folder: Location) -> bool:
     """Return whether a folder is a checkpoint in the universal format."""
-    return (folder / "zero" / "optimizer_state.pt").is_file()
+    return is_file(folder / _COMMON)
 
 
 def export_universal(
-    source: Source, folder: Path, *, strict: bool = True, progress: Progress | None = None
-) -> Path:
+    source: Source, folder: Location, *, strict: bool = True, progress: Progress | None = None
+) -> Location:
     """Write a checkpoint in the universal format, and `latest_universal` beside it.
 
     One parameter's value is in memory at a time; `progress` is called with the bytes of each. A
@@ -64,19 +67,19 @@ def export_universal(
         CheckpointError: the checkpoint cannot be read, or the files cannot be written.
         NotBuiltYetError: it holds what the format has no place for.
     """
-    if isinstance(source.path, Path) and is_universal(source.path):
+    if is_universal(source.path):
         raise CheckpointError(f"{source.path} is in the universal format already")
     if not source.groups:
         raise CheckpointError(
             f"{source.path} holds no optimizer state with names; the universal format needs it"
         )
     report = progress or (lambda nbytes: None)
-    with drafted_folder(folder, is_universal) as draft:
+    with drafted_folder(folder, _COMMON) as draft:
         if isinstance(source, DeepSpeedSource):
             _convert(source, draft, strict, report)
         else:
             _write(source, draft, report)
-    folder = Path(folder).absolute()
+    folder = folder.absolute() if isinstance(folder, Path) else folder
     replace_file(folder.parent / LATEST_UNIVERSAL, folder.name)
     return folder
 
@@ -105,7 +108,7 @@ def _write(source: Source, draft: Path, progress: Progress) -> None:
             progress(value.nbytes)
     for alias, name in source.aliases.items():
         shutil.copytree(inside(zero, name), inside(zero, alias), copy_function=_link)
-    write_named(_optimizer_state(source), zero / "optimizer_state.pt")
+    write_named(_optimizer_state(source), draft / _COMMON)
     scratch = draft / ".module"
     write_named(_model_states(source, scratch), draft / _MODEL_STATES)
     scratch.unlink()
@@ -304,7 +307,7 @@ def _convert(source: DeepSpeedSource, draft: Path, strict: bool, progress: Progr
             f"{source.path}: {few(sorted(patterns.unused))} in universal_checkpoint_info match no"
             " parameter; correct them, or convert with --no_strict"
         )
-    write_named(_common_state(optimizer), zero / "optimizer_state.pt")
+    write_named(_common_state(optimizer), draft / _COMMON)
     for path in source.model_files:
         with system_errors(draft / path.name, "written"):
             shutil.copy2(path, draft)
