@@ -78,12 +78,17 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.compression.helper": {
         _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
     },
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
+        "hadal.compat.analyzers": "DataAnalyzer DistributedDataAnalyzer"
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
-        "hadal.compat.indexed": "MMapIndexedDataset MMapIndexedDatasetBuilder data_file_path"
-        " index_file_path make_builder make_dataset"
+        "hadal.compat.indexed": "IndexedDatasetBuilder MMapIndexedDataset"
+        " MMapIndexedDatasetBuilder code create_doc_idx data_file_path dataset_exists"
+        " index_file_path infer_dataset_impl make_builder make_dataset"
     },
     "deepspeed.runtime.data_pipeline.data_sampling.utils": {
-        "hadal.compat.indexed": "close_mmap_dataset_builder create_mmap_dataset_builder split_index"
+        "hadal.compat.indexed": "close_mmap_dataset_builder create_mmap_dataset_builder"
+        " split_dataset split_index"
     },
     "deepspeed.elasticity": {_ELASTICITY: "compute_elastic_config"},
     "deepspeed.elasticity.config": {_ELASTICITY: "ElasticityError ElasticityIncompatibleWorldSize"},
@@ -249,6 +254,12 @@ _OTHERS: dict[str, str] = {
     },
     "deepspeed.__git_branch__": f"{_VALUES}:NO_GIT",
     "deepspeed.__git_hash__": f"{_VALUES}:NO_GIT",
+    **{
+        f"deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset.{name}": (
+            "hadal.compat.indexed:MMapIndexedDataset"
+        )
+        for name in ("IndexedDataset", "IndexedCachedDataset")
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.utils.find_fit_int_dtype": (
         "hadal.data_efficiency.indexed:smallest_dtype"
     ),

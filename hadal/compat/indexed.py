@@ -6,13 +6,22 @@ Tests: tests/compat/test_indexed.py
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder, bin_path, idx_path
+from hadal.data_efficiency.chunks import Span, split_span
+from hadal.data_efficiency.indexed import (
+    CODES,
+    OLD_MAGIC,
+    IndexedRows,
+    OldRowsBuilder,
+    RowsBuilder,
+    bin_path,
+    dtype_of,
+    idx_path,
+)
 
 _SUFFIX = ".bin"
 _INT32_FROM = 65500
@@ -41,11 +50,11 @@ class MMapIndexedDataset(IndexedRows):
         self.doc_idx = doc_idx_
 
 
-class MMapIndexedDatasetBuilder:
-    """Writes a data set; `out_file` is the path of its `.bin`."""
+class _Builder:
+    """The methods of all builders."""
 
-    def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
-        self._builder = RowsBuilder(str(out_file).removesuffix(_SUFFIX), dtype)
+    def __init__(self, builder: RowsBuilder) -> None:
+        self._builder = builder
 
     def add_item(self, tensor: Any) -> None:
         """Append a row."""
@@ -73,13 +82,31 @@ class MMapIndexedDatasetBuilder:
             own.replace(index_file)
 
 
-def make_builder(
-    out_file: str, impl: str, vocab_size: int | None = None
-) -> MMapIndexedDatasetBuilder:
+class MMapIndexedDatasetBuilder(_Builder):
+    """Writes a data set; `out_file` is the path of its `.bin`."""
+
+    def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
+        super().__init__(RowsBuilder(_prefix(out_file), dtype))
+
+
+class IndexedDatasetBuilder(_Builder):
+    """Writes a data set in the older format; `out_file` is the path of its `.bin`."""
+
+    def __init__(self, out_file: str, dtype: Any = np.int32) -> None:
+        super().__init__(OldRowsBuilder(_prefix(out_file), dtype))
+
+
+def _prefix(out_file: str) -> str:
+    return str(out_file).removesuffix(_SUFFIX)
+
+
+def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> _Builder:
     """Return a builder for tokens of a vocabulary: uint16 if it is small, else int32.
 
-    Every `impl` is written as "mmap".
+    Every `impl` but "mmap" is the older format, with int32.
     """
+    if impl != "mmap":
+        return IndexedDatasetBuilder(out_file)
     small = vocab_size is not None and vocab_size < _INT32_FROM
     return MMapIndexedDatasetBuilder(out_file, np.uint16 if small else np.int32)
 
@@ -87,6 +114,29 @@ def make_builder(
 def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:
     """Return a data set; its files tell their format, whatever `impl` says."""
     return MMapIndexedDataset(path)
+
+
+def infer_dataset_impl(path: str) -> str | None:
+    """Return "mmap", or "cached" for the older format; None: there is no data set of that name."""
+    if not dataset_exists(path, "mmap"):
+        return None
+    with open(idx_path(path), "rb") as file:
+        return "cached" if file.read(len(OLD_MAGIC)) == OLD_MAGIC else "mmap"
+
+
+def dataset_exists(path: str, impl: str) -> bool:
+    """Return whether both files are there."""
+    return MMapIndexedDataset.exists(path)
+
+
+def create_doc_idx(sizes: Iterable[int]) -> list[int]:
+    """Return the marks of documents that end with an empty row."""
+    return [0, *(row + 1 for row, size in enumerate(sizes) if size == 0)]
+
+
+def code(dtype: Any) -> int:
+    """Return the code of a dtype in an index."""
+    return CODES[dtype_of(dtype)]
 
 
 def data_file_path(prefix_path: str) -> str:
@@ -112,5 +162,13 @@ def close_mmap_dataset_builder(builder: MMapIndexedDatasetBuilder, fname: str) -
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:
     """Return the (start, stop) of each of `num_partitions` parts of a range."""
-    edges = [int(edge) for edge in np.linspace(start_idx, end_idx, num_partitions + 1)]
-    return list(pairwise(edges))
+    parts = split_span(Span(start_idx, end_idx), num_partitions)
+    return [(part.start, part.stop) for part in parts]
+
+
+def split_dataset(
+    dataset: Any, num_workers: int, worker_id: int, num_threads: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the (start, stop) of each worker, and those of this worker's threads."""
+    workers = split_index(0, len(dataset), num_workers)
+    return workers, split_index(*workers[worker_id], num_threads)

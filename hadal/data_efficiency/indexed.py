@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import struct
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +21,17 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset
 
 from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
-_MAGIC, _OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+_MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 _VERSION = 1
 _COPIED_NBYTES = 16 << 20
+_SAMPLES, _SAMPLED_NBYTES = 64, 16 << 10
+_LONGEST = 2**31 - 1
 
 Row = np.ndarray[Any, np.dtype[Any]]
 
@@ -102,7 +106,7 @@ class IndexedRows(Dataset[Row]):
         try:
             if bytes(raw[:9]) == _MAGIC:
                 self._read_index(raw, size)
-            elif bytes(raw[:8]) == _OLD_MAGIC:
+            elif bytes(raw[:8]) == OLD_MAGIC:
                 self._read_old_index(raw)
             else:
                 raise UsageError(
@@ -154,10 +158,9 @@ class IndexedRows(Dataset[Row]):
 
     def _width(self, nbytes: int) -> int | None:
         """Return the bytes of a number, by the first row that tells; None: no row does."""
-        filled = np.flatnonzero(self.sizes)
-        if not filled.size:
+        first = next((number for number, size in enumerate(self.sizes) if size), None)
+        if first is None:
             return None
-        first = int(filled[0])
         after = int(self.offsets[first + 1]) if first + 1 < len(self.sizes) else nbytes
         return (after - int(self.offsets[first])) // int(self.sizes[first])
 
@@ -222,6 +225,25 @@ class IndexedRows(Dataset[Row]):
         """Return the number of elements of a row."""
         return int(self.sizes[index])
 
+    def start(self, index: int) -> int:
+        """Return the place of a row's first number in `numbers`; `len(self)` gives their count."""
+        if index == len(self):
+            return len(self.numbers)
+        return int(self.offsets[index]) // self.dtype.itemsize
+
+    def checksum(self) -> str:
+        """Return a checksum that tells data sets apart, of the files' sizes and samples of them.
+
+        It takes the same time whatever their size, and does not find every damaged byte.
+        """
+        digest = xxhash.xxh3_128()
+        for path in (idx_path(self.prefix), bin_path(self.prefix)):
+            raw = _mapped(path)
+            digest.update(struct.pack("<Q", len(raw)))
+            for start in np.linspace(0, max(0, len(raw) - _SAMPLED_NBYTES), _SAMPLES).astype(int):
+                digest.update(raw[start : start + _SAMPLED_NBYTES].tobytes())
+        return digest.hexdigest()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix, "_asked": self._asked}
 
@@ -244,13 +266,20 @@ def _mapped(path: Path) -> Row:
     """Return a file's bytes, mapped; an empty file has none."""
     if path.stat().st_size == 0:
         return np.empty(0, np.uint8)
-    return np.memmap(path, np.uint8, "r")
+    # A plain array keeps the map alive, and is indexed faster.
+    return np.asarray(np.memmap(path, np.uint8, "r"))
 
 
 def _part(raw: Row, start: int, count: int, dtype: str) -> Row:
+    """Return a view of numbers in the index, which need not be aligned.
+
+    Raises:
+        ValueError: the index is too short.
+    """
     found = raw[start : start + count * np.dtype(dtype).itemsize]
-    # A copy where the file does not align it.
-    return np.frombuffer(found.tobytes(), dtype, count)
+    if len(found) < count * np.dtype(dtype).itemsize:
+        raise ValueError(f"it ends before the last of {count} numbers")
+    return found.view(dtype)
 
 
 class RowsBuilder:
@@ -270,7 +299,7 @@ class RowsBuilder:
     def __init__(self, prefix: str | Path, dtype: Any = np.int64) -> None:
         self.prefix = Path(prefix)
         self.dtype = dtype_of(dtype)
-        self.sizes: list[int] = []
+        self.sizes = array("i")
         self._marks = [0]
         self._draft = Path(f"{prefix}.bin.{os.getpid()}.partial")
         try:
@@ -301,8 +330,30 @@ class RowsBuilder:
         """Append rows; each is as for `add`."""
         made = [self._as_row(row) for row in rows]
         if made:
-            self._file.write(np.concatenate(made).tobytes() if len(made) > 1 else made[0].tobytes())
-            self.sizes += [row.size for row in made]
+            joined = np.concatenate(made) if len(made) > 1 else made[0]
+            self._append(joined, [row.size for row in made])
+
+    def add_joined(self, numbers: Any, sizes: Any) -> None:
+        """Append rows that are given end to end, with the size of each.
+
+        Raises:
+            UsageError: a number does not fit the dtype, or a row is too long.
+        """
+        joined, counts = self._as_row(numbers), np.asarray(sizes)
+        if len(joined) != counts.sum():
+            raise ValueError(f"{len(joined)} numbers for rows of {counts.sum()}")
+        self._append(joined, counts)
+
+    def _append(self, joined: Row, sizes: Any) -> None:
+        counts = np.asarray(sizes, np.int64)
+        if counts.max(initial=0) > _LONGEST:
+            row = len(self.sizes) + int(counts.argmax())
+            raise UsageError(
+                f"{self.prefix}: row {row} has {counts.max()} numbers, and an index holds sizes up"
+                f" to {_LONGEST}; split the row"
+            )
+        self._file.write(np.ascontiguousarray(joined).data)
+        self.sizes.frombytes(counts.astype(np.int32).tobytes())
 
     def _as_row(self, row: Any) -> Row:
         if isinstance(row, torch.Tensor):
@@ -331,7 +382,7 @@ class RowsBuilder:
         if other.dtype != self.dtype:
             raise UsageError(f"{prefix} is of {other.dtype}, but {self.prefix} of {self.dtype}")
         shift = len(self.sizes)
-        self.sizes += other.sizes.tolist()
+        self.sizes.frombytes(other.sizes.astype(np.int32).tobytes())
         self._marks += (other.doc_idx[1:] + shift).tolist()
         with open(bin_path(prefix), "rb") as file:
             shutil.copyfileobj(file, self._file, _COPIED_NBYTES)
@@ -346,13 +397,43 @@ class RowsBuilder:
             os.fsync(self._file.fileno())
             self._file.close()
             index = self._draft.with_suffix(".idx")
-            index.write_bytes(index_of(self.sizes, self._marks, self.dtype))
+            index.write_bytes(self._index())
             with suppress(FileNotFoundError):
                 idx_path(self.prefix).unlink()
             os.replace(self._draft, bin_path(self.prefix))
             os.replace(index, idx_path(self.prefix))
         except OSError as error:
             raise UsageError(f"{self.prefix} cannot be written: {error.strerror}") from error
+
+    def _index(self) -> bytes:
+        return index_of(self.sizes, self._marks, self.dtype)
+
+
+class OldRowsBuilder(RowsBuilder):
+    """Writes a data set in the older format (`TNTIDX`), for programs that read no other.
+
+    Raises:
+        UsageError: the dtype has no code there, or the files cannot be written.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: Any = np.int32) -> None:
+        self._code = next((n for n, known in _OLD_CODES.items() if known == dtype_of(dtype)), 0)
+        if not self._code:
+            raise UsageError(
+                f"{prefix}: the older format has no code for {dtype}; choose one of"
+                f" {', '.join(str(known) for known in _OLD_CODES.values() if known in CODES)}"
+            )
+        super().__init__(prefix, dtype)
+
+    def _index(self) -> bytes:
+        rows, marks = len(self.sizes), np.asarray(self._marks, "<i8")
+        numbers = (_VERSION, self._code, self.dtype.itemsize, rows, rows, len(marks))
+        counts = np.asarray(self.sizes, "<i8")
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype("<i8")
+        dims = np.arange(rows + 1, dtype="<i8")
+        parts = (dims, starts, counts, marks)
+        head = OLD_MAGIC + struct.pack("<6Q", *numbers)
+        return b"".join((head, *(part.tobytes() for part in parts)))
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:

@@ -1,10 +1,12 @@
 """Files of an analysis of the data: samples by difficulty, and the values of a metric.
 
-Tests: tests/data_efficiency/test_sampler.py
+Tests: tests/data_efficiency/test_sampler.py, tests/compat/test_analyzers.py
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,9 @@ import numpy.typing as npt
 from hadal.data_efficiency.clusters import Ids, Metric
 from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder, smallest_dtype
 from hadal.errors import UsageError
+
+_log = logging.getLogger(__name__)
+Values = npt.NDArray[Any]
 
 
 class MetricRows(NamedTuple):
@@ -45,6 +50,126 @@ def write_row(path: Path, values: Ids) -> None:
     with RowsBuilder(path, smallest_dtype(0, int(values.max(initial=0)))) as builder:
         builder.add(values)
         builder.end_document()
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def prefix_of(folder: Path, metric: str, kind: str) -> Path:
+    """Return the path of a metric's file, without its ending."""
+    return folder / metric / f"{metric}_{kind}"
+
+
+def write_values(
+    prefix: Path, values: Values, dtype: Any = None, marks: Sequence[int] = ()
+) -> None:
+    """Write a row of one number for each value.
+
+    Args:
+        prefix: the path of the two files without their endings.
+        values: the numbers, whole ones.
+        dtype: their type in the file; None: the smallest that holds them.
+        marks: the rows after which a document ends, but for the last row.
+    """
+    kind = fitting(values) if dtype is None else dtype
+    _write(prefix, kind, values, np.ones(len(values), np.int32), marks)
+
+
+def _write(prefix: Path, dtype: Any, joined: Values, sizes: Ids, marks: Sequence[int]) -> None:
+    ends = [*marks, len(sizes)]
+    with RowsBuilder(prefix, dtype) as builder:
+        start = row = 0
+        for end in ends:
+            stop = start + int(sizes[row:end].sum(dtype=np.int64))
+            builder.add_joined(joined[start:stop], sizes[row:end])
+            builder.end_document()
+            start, row = stop, end
+
+
+def fitting(values: Values) -> np.dtype[Any]:
+    """Return the smallest integer type that holds all values."""
+    if not len(values):
+        return np.dtype(np.uint8)
+    return smallest_dtype(int(values.min()), int(values.max()))
+
+
+def write_single(
+    folder: Path,
+    metric: str,
+    values: Values,
+    ids: Ids | None = None,
+    *,
+    by_id: bool = False,
+    reducers: int | None = None,
+) -> None:
+    """Write the files of a metric with one value for each sample.
+
+    Args:
+        folder: the folder of the analysis.
+        metric: the metric's name.
+        values: whole numbers in the order in which samples were read, `[samples]`.
+        ids: the samples' ids in that order; None: 0, 1, 2 and so on.
+        by_id: True puts samples of one value in the order of their ids; False: as they were read.
+        reducers: a document ends after each of so many parts, and at the end of the file, as
+            where several of DeepSpeed's reducers wrote; None: one document.
+    """
+    count = len(values)
+    small = values.astype(fitting(values))
+    # A stable sort of small types is a radix sort.
+    if by_id and ids is not None:
+        order = np.lexsort((ids, small))
+    else:
+        order = np.argsort(small, kind="stable")
+    in_order = small[order]
+    firsts = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]])[:count])
+    sizes = np.diff(firsts, append=count).astype(np.int64)
+    distinct = in_order[firsts]
+    samples = order if ids is None else ids[order]
+    highest = max(count - 1, int(samples.max(initial=0)))
+    samples = samples.astype(smallest_dtype(min(0, int(samples.min(initial=0))), highest))
+    each = max(1, len(distinct) // 100)
+    merged = np.add.reduceat(sizes, np.arange(0, len(sizes), each)) if len(sizes) else sizes
+    try:
+        write_values(
+            prefix_of(folder, metric, "sample_to_metric"), small, marks=_marks(count, reducers)
+        )
+        marks = _marks(len(distinct), reducers)
+        write_values(prefix_of(folder, metric, "index_to_metric"), distinct, small.dtype, marks)
+        _write(prefix_of(folder, metric, "index_to_sample"), samples.dtype, samples, sizes, marks)
+        _write(
+            prefix_of(folder, metric, "index_to_sample_percentile_merged"),
+            samples.dtype,
+            samples,
+            merged,
+            (),
+        )
+    except UsageError as error:
+        raise UsageError(f"metric {metric}: {error}") from error
+    if count:
+        _log_percentiles(metric, in_order)
+
+
+def _marks(count: int, reducers: int | None) -> list[int]:
+    if reducers is None:
+        return []
+    return [int(edge) for edge in np.linspace(0, count, reducers + 1)][1:]
+
+
+def _log_percentiles(metric: str, in_order: Values) -> None:
+    places = [len(in_order) * percent // 100 for percent in range(0, 100, 5)]
+    told = ", ".join(str(in_order[place]) for place in [*places, -1])
+    _log.info("metric %s has values from 0 to 100 %% in steps of 5 %%: %s", metric, told)
+
+
+def write_accumulated(folder: Path, metric: str, total: Values) -> None:
+    """Write the file of a metric that was added up over all samples."""
+    total = total.reshape(-1)
+    with RowsBuilder(prefix_of(folder, metric, "metric_value"), fitting(total)) as builder:
+        builder.add(total)
+        builder.end_document()
+
+
+# ---- of a configuration --------------------------------------------------------------------------
 
 
 def read_metric(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hadal.compat.alias import alias
+from hadal.errors import UsageError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/mmap.json").read_text())
 MODULE = alias("deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset")
@@ -45,6 +46,34 @@ def test_builders_are_chosen_by_the_vocabulary(tmp_path: Path) -> None:
         builder.finalize(f"{prefix}.idx")
         rows = MODULE.make_dataset(str(prefix), "infer")
         assert str(rows.dtype) == name and rows.sizes.tolist() == [2, 1]
+
+
+def test_the_older_format(tmp_path: Path) -> None:
+    golden = GOLDEN["old_format"]
+    prefix = str(tmp_path / "old")
+    builder = MODULE.make_builder(f"{prefix}.bin", "cached")
+    for row in golden["read"]:
+        builder.add_item(torch.tensor(row))
+    builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    for suffix in ("bin", "idx"):
+        assert Path(f"{prefix}.{suffix}").read_bytes().hex() == golden[suffix]
+    rows = MODULE.IndexedDataset(prefix)
+    assert [row.tolist() for row in rows[:]] == golden["read"]
+    assert MODULE.infer_dataset_impl(prefix) == "cached"
+    with pytest.raises(UsageError, match="the older format has no code for torch"):
+        MODULE.IndexedDatasetBuilder(f"{prefix}.bin", dtype=torch.uint32)
+
+
+def test_small_helpers(tmp_path: Path) -> None:
+    assert MODULE.infer_dataset_impl(str(tmp_path / "no")) is None
+    prefix = str(tmp_path / "new")
+    MODULE.MMapIndexedDatasetBuilder(f"{prefix}.bin").finalize(f"{prefix}.idx")
+    assert MODULE.infer_dataset_impl(prefix) == "mmap" and MODULE.dataset_exists(prefix, "mmap")
+    assert MODULE.create_doc_idx([2, 0, 3, 0]) == [0, 2, 4]
+    assert [MODULE.code(dtype) for dtype in (torch.int64, "uint16")] == [5, 6]
+    workers, threads = UTILS.split_dataset(range(10), 3, 2, 2)
+    assert (workers, threads) == ([(0, 3), (3, 6), (6, 10)], [(6, 8), (8, 10)])
 
 
 @pytest.mark.parametrize(("start", "stop", "count", "parts"), GOLDEN["split_index"])

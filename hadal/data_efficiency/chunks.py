@@ -1,0 +1,192 @@
+"""Work over a range of samples in chunks: several processes compute, and a restart does the rest.
+
+Tests: tests/compat/test_analyzers.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hadal.errors import HadalError, UsageError
+
+Found = TypeVar("Found")
+Arrays = dict[str, npt.NDArray[Any]]
+"""Results of a chunk by name."""
+_IDENTITY = "work.json"
+
+
+class Span(NamedTuple):
+    """Samples from `start` to before `stop`."""
+
+    start: int
+    stop: int
+
+
+def split_span(span: Span, parts: int) -> list[Span]:
+    """Return consecutive spans of about equal length, as DeepSpeed divides a data set."""
+    edges = [int(edge) for edge in np.linspace(span.start, span.stop, parts + 1)]
+    return [Span(*each) for each in pairwise(edges)]
+
+
+def spans_of(span: Span, length: int) -> list[Span]:
+    """Return consecutive spans of `length` samples; the last may be shorter."""
+    starts = range(span.start, span.stop, length)
+    return [Span(start, min(start + length, span.stop)) for start in starts]
+
+
+class _Computed(Dataset[Any], Generic[Found]):
+    """Results by their number; an error of ours is a result, so that its message stays as it is."""
+
+    def __init__(self, compute: Callable[..., Found], work: Sequence[tuple[Any, ...]]) -> None:
+        self._compute = compute
+        self._work = work
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def __getitem__(self, index: int) -> Found | HadalError:
+        try:
+            return self._compute(*self._work[index])
+        except HadalError as error:
+            return error
+
+
+def compute_all(
+    compute: Callable[..., Found], work: Sequence[tuple[Any, ...]], workers: int = 0
+) -> Iterator[Found]:
+    """Yield `compute(*each)` for each of `work`, in order.
+
+    Args:
+        compute: called in the worker processes.
+        work: the arguments of each call.
+        workers: processes that compute; 0 and 1: this one does.
+
+    Raises:
+        HadalError: a call raised it.
+        UsageError: a worker was killed.
+    """
+    several = min(workers, len(work)) if workers > 1 else 0
+    with warnings.catch_warnings():
+        # The caller asked for so many workers.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        loader = DataLoader(
+            _Computed(compute, work),
+            batch_size=None,
+            num_workers=several,
+            collate_fn=_unchanged,
+            generator=torch.Generator(),  # the program's random numbers stay as they are
+        )
+        for found in _read(loader):
+            if isinstance(found, HadalError):
+                raise found
+            yield cast(Found, found)
+
+
+def _read(loader: DataLoader[Any]) -> Iterator[Any]:
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error) or "Caught" in str(error):
+            raise
+        raise UsageError(
+            f"a worker process was killed ({error}), perhaps for lack of memory; run it again,"
+            " with fewer workers in that case"
+        ) from error
+
+
+def _unchanged(found: Found) -> Found:
+    return found
+
+
+class KeptChunks:
+    """Results of chunks in a folder, from the first until all are put together.
+
+    A kill loses only the chunks under way. Results of other work (`identity`) are removed.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self._folder = folder
+        known = json.dumps(identity, sort_keys=True)
+        told = folder / _IDENTITY
+        if not told.is_file() or told.read_text("utf-8") != known:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            _put(told, lambda path: path.write_text(known, "utf-8"))
+
+    def _path(self, span: Span) -> Path:
+        return self._folder / f"{span.start}_{span.stop}.npz"
+
+    def __contains__(self, span: Span) -> bool:
+        return self._path(span).is_file()
+
+    def save(self, span: Span, arrays: Arrays) -> None:
+        """Keep the results of a chunk."""
+
+        def write(path: Path) -> None:
+            with open(path, "wb") as file:
+                np.savez(file, **cast("dict[str, Any]", arrays))
+
+        _put(self._path(span), write)
+
+    def load(self, span: Span) -> Arrays:
+        """Return the results of a chunk."""
+        with np.load(self._path(span), allow_pickle=False) as found:
+            return dict(found)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file that is whole or not there."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    write(draft)
+    os.replace(draft, path)
+
+
+def compute_kept(
+    compute: Callable[[int, int], Arrays],
+    spans: Sequence[Span],
+    kept: KeptChunks,
+    workers: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Compute the chunks that are not kept yet, and keep them.
+
+    Args:
+        compute: returns the results for samples from `start` to before `stop`.
+        spans: all chunks.
+        kept: the folder of their results.
+        workers: processes that compute; 0 and 1: this one does.
+        progress: told the number of samples of each chunk.
+    """
+    rest = [span for span in spans if span not in kept]
+    done = sum(map(_length, spans)) - sum(map(_length, rest))
+    if progress is not None and done:
+        progress(done)
+    for span, arrays in zip(rest, compute_all(compute, rest, workers), strict=True):
+        kept.save(span, arrays)
+        if progress is not None:
+            progress(_length(span))
+
+
+def _length(span: Span) -> int:
+    return span.stop - span.start
+
+
+def joined(kept: KeptChunks, spans: Sequence[Span], name: str) -> npt.NDArray[Any]:
+    """Return the results of all chunks under a name, one after the other."""
+    return np.concatenate([kept.load(span)[name] for span in spans])
