@@ -24,6 +24,7 @@ def test_adapters_train_alone(clients: RankPool, tmp_path: Path, config: str) ->
         assert found["reloaded"] == pytest.approx(found["evaluation"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.runs("transformers", "accelerate", "trl", "datasets")
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 @pytest.mark.parametrize("config", ["STAGE_2", "STAGE_3"])

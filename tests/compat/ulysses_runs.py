@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from hadal.comm import get_world_size
+from hadal.compat.trainer import WeighByTargets
 
 _SAMPLES, _ACCUMULATION, _CLIP, _RATE = 8, 2, 0.5, 0.2
 
@@ -49,11 +50,15 @@ def plain(optimizer_kind: Any = torch.optim.SGD) -> dict[str, list[float]]:
     return {"losses": losses, "norms": norms}
 
 
-def _parallelism() -> ParallelismConfig:
+def _parallelism(shared: int) -> ParallelismConfig:
     handler = DeepSpeedSequenceParallelConfig(
         sp_seq_length=12, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
     )
-    return ParallelismConfig(sp_backend="deepspeed", sp_size=get_world_size(), sp_handler=handler)
+    return ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=shared,
+        sp_handler=handler,
+    )
 
 
 def run(stage: int) -> dict[str, list[float]]:
@@ -69,7 +74,7 @@ def run(stage: int) -> dict[str, list[float]]:
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=_ACCUMULATION,
-        parallelism_config=_parallelism(),
+        parallelism_config=_parallelism(get_world_size()),
     )
     inner = llama()
     loader = DataLoader(samples(), batch_size=1, collate_fn=collate)
@@ -101,38 +106,120 @@ def run(stage: int) -> dict[str, list[float]]:
     return {"losses": losses, "norms": norms}
 
 
+def weighed(accumulation: int) -> dict[str, list[float]]:
+    """What one process gives if each update's loss is the mean over its targets."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    losses, norms = [], []
+    batches = list(DataLoader(samples(), batch_size=1, collate_fn=collate))
+    for start in range(0, len(batches), accumulation):
+        chosen = batches[start : start + accumulation]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in chosen]
+        parts = [
+            model(**batch).loss * count / sum(counts)
+            for batch, count in zip(chosen, counts, strict=True)
+        ]
+        total = torch.stack(parts).sum()
+        total.backward()
+        losses.append(total.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), _CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms}
+
+
 def train(folder: Path, stage: int) -> dict[str, Any]:
     """The Trainer: its log of losses and norms."""
+    arguments = TrainingArguments(**_options(folder, stage, get_world_size(), _ACCUMULATION, None))
+    return _trained(
+        Trainer(model=llama(), args=arguments, train_dataset=samples(), data_collator=collate)
+    )
+
+
+class _Weighing(WeighByTargets, Trainer):
+    pass
+
+
+def train_weighed(
+    folder: Path, shared: int, accumulation: int, power: int | None
+) -> dict[str, Any]:
+    """The Trainer with micro-batches weighed by their targets."""
+    arguments = TrainingArguments(**_options(folder, 2, shared, accumulation, power))
+    return _trained(
+        _Weighing(model=llama(), args=arguments, train_dataset=samples(), data_collator=collate)
+    )
+
+
+def train_with_trl(
+    folder: Path, shared: int, accumulation: int, power: int | None, weighs: bool = True
+) -> dict[str, Any]:
+    """trl's SFTTrainer, whose model computes its loss from hidden states."""
+    from adapter_runs import _tokenizer
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class Weighing(WeighByTargets, SFTTrainer):
+        pass
+
+    arguments = SFTConfig(
+        **_options(folder, 2, shared, accumulation, power),
+        bf16=False,
+        gradient_checkpointing=False,
+        remove_unused_columns=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in samples()]
+    kind = Weighing if weighs else SFTTrainer
+    return _trained(
+        kind(
+            model=llama(),
+            args=arguments,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=_tokenizer(),
+        )
+    )
+
+
+def _options(
+    folder: Path, stage: int, shared: int, accumulation: int, power: int | None
+) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=_ACCUMULATION,
-        max_steps=_SAMPLES // _ACCUMULATION,
-        max_grad_norm=_CLIP,
-        learning_rate=_RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        parallelism_config=_parallelism(),
-        deepspeed={
+    found: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": _SAMPLES // accumulation,
+        "max_grad_norm": _CLIP,
+        "learning_rate": _RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "fp16": power is not None,
+        "deepspeed": {
             "train_micro_batch_size_per_gpu": "auto",
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage},
+            **({"fp16": {"enabled": True, "initial_scale_power": power}} if power else {}),
         },
-    )
-    trainer = Trainer(model=llama(), args=arguments, train_dataset=samples(), data_collator=collate)
+    }
+    if shared > 1:
+        found["parallelism_config"] = _parallelism(shared)
+    return found
+
+
+def _trained(trainer: Trainer) -> dict[str, Any]:
     trainer.train()
     logs = [one for one in trainer.state.log_history if "loss" in one]
     return {
-        "losses": [one["loss"] for one in logs],
+        "losses": [float(one["loss"]) for one in logs],
         "norms": [float(one["grad_norm"]) for one in logs],
     }
