@@ -38,9 +38,10 @@ class Batch(Section):
         "Number of consecutive ranks that share each sequence; it must divide the number of "
         "ranks. These ranks receive the same samples and count as one in the batch. In training, a "
         "model of transformers gets this rank's slice of each batch, its attention exchanges heads "
-        "(Ulysses), and its loss is that of whole sequences. Any other model gets what the program "
-        "passes, and each rank passes its part of the loss to `engine.backward`; the parts must "
-        "add up to the loss of the whole sequence.",
+        "(Ulysses; with fewer heads than ranks, keys and values travel around a ring), and its "
+        "loss is that of whole sequences. Any other model gets what the program passes, and each "
+        "rank passes its part of the loss to `engine.backward`; the parts must add up to the loss "
+        "of the whole sequence.",
         ge=1,
     )
     data_parallel_size: Integer | None = key(

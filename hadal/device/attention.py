@@ -19,7 +19,13 @@ def has_flex_attention(device: torch.device) -> bool:
 
 
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(query key^T scale + bias) value, and the log-sum-exp of each row.
 
@@ -30,12 +36,13 @@ def fused_attention(
         key, value: [batch, heads, columns, D].
         bias: broadcastable to [batch, heads, rows, columns], of the same dtype.
         scale: factor of the scores.
+        is_causal: row i has columns 0 to i only, and there is no bias.
 
     Returns:
         [batch, heads, rows, D] in the same dtype, and [batch, heads, rows] in fp32 (fp64 for fp64).
     """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, False, attn_mask=bias, scale=scale
+        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
     )
     return out, lse
 
@@ -46,6 +53,8 @@ def fused_attention_backward(
     result: tuple[Tensor, Tensor],
     bias: Tensor | None,
     scale: float,
+    *,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
@@ -58,9 +67,10 @@ def fused_attention_backward(
         result: the output and the log-sum-exp.
         bias: as in `fused_attention`; it gets no gradient.
         scale: factor of the scores.
+        is_causal: as in `fused_attention`.
     """
     query, key, value = operands
     out, lse = result
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        gradient, query, key, value, out, lse, 0.0, False, attn_mask=bias, scale=scale
+        gradient, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
     )

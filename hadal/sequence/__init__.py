@@ -10,6 +10,7 @@ from hadal.sequence.groups import SequenceGroups, initialize_sequence_parallel
 from hadal.sequence.huggingface import UlyssesSPAttentionHF
 from hadal.sequence.loader import UlyssesSPDataLoaderAdapter
 from hadal.sequence.loss import mean_over_sequence, sequence_loss
+from hadal.sequence.ring import ring_attention
 from hadal.sequence.tiles import (
     AutogradComputeMLP,
     SequenceTiledCompute,
@@ -30,6 +31,7 @@ __all__ = [
     "initialize_sequence_parallel",
     "linear_cross_entropy",
     "mean_over_sequence",
+    "ring_attention",
     "sequence_loss",
     "sequence_tiled_compute",
     "vocab_parallel_cross_entropy",

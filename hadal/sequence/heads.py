@@ -56,7 +56,8 @@ def share_heads(heads: int, key_heads: int, ranks: int) -> Heads:
     if heads < ranks:
         raise SequenceError(
             f"{heads} attention heads cannot be distributed over the {ranks} ranks of a sequence:"
-            f" each rank needs one; set sequence_parallel_size to {heads} or less"
+            f" each rank needs one; set sequence_parallel_size to {heads} or less, or attend with"
+            " hadal.sequence.ring_attention"
         )
     group = heads // key_heads
     if key_heads >= ranks:

@@ -1,4 +1,7 @@
-"""Ulysses attention in models of transformers, which go on calling their own attention by name.
+"""Split sequences in models of transformers, which go on calling their own attention by name.
+
+Ranks exchange heads for positions (Ulysses); if there are more ranks than heads, keys and values
+travel around a ring.
 
 The function registered under that name stays, and is called for every module of other models. The
 modules of a registered model are known one by one, so a reference model keeps its own attention.
@@ -25,7 +28,8 @@ from hadal.sequence.attention import gather_sequence
 from hadal.sequence.exchange import to_sequence
 from hadal.sequence.groups import SequenceGroups, initialize_sequence_parallel
 from hadal.sequence.heads import share_heads
-from hadal.sequence.positions import PositionsCache
+from hadal.sequence.positions import Positions, PositionsCache
+from hadal.sequence.ring import ring_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -80,7 +84,8 @@ class UlyssesSPAttentionHF(nn.Module):
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.disable_in_eval = disable_in_eval
-        share_heads(attn_head_count, kv_head_count, self.world_size)
+        if attn_head_count >= self.world_size:
+            share_heads(attn_head_count, kv_head_count, self.world_size)
         self._length = None if seq_length_is_variable else local_seq_length
         if self._length is None and not seq_length_is_variable and global_seq_length is not None:
             self._length = global_seq_length // self.world_size
@@ -170,6 +175,8 @@ class UlyssesSPAttentionHF(nn.Module):
                 " to the model"
             )
         positions = self._cache.of(mine)
+        if query.shape[1] < self.world_size:
+            return _in_a_ring(module, (query, key, value), self.process_group, positions, kwargs)
         heads = share_heads(query.shape[1], key.shape[1], self.world_size)
         rank = dist.get_rank(self.process_group)
         tensors = [one.transpose(1, 2) for one in (query, key, value)]
@@ -340,6 +347,33 @@ def _attend(
             parts.append(attn(module, *few, mask, *args, **kwargs)[0].flatten(0, 1))
         rows.append(torch.cat(parts))
     return torch.stack(rows), None
+
+
+def _in_a_ring(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: dist.ProcessGroup,
+    positions: Positions,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attend to whole sequences with fewer heads than ranks: the keys and values travel."""
+    changes = [name for name in ("dropout", "softcap", "s_aux") if kwargs.get(name)]
+    if changes:
+        raise SequenceError(
+            f"{type(module).__name__} attends with {changes[0]}, which is not built for more ranks"
+            " than heads (ring attention); set sequence_parallel_size to its number of heads"
+            f" ({tensors[0].shape[1]}) or less"
+        )
+    is_causal = kwargs.get("is_causal")
+    found = ring_attention(
+        *tensors,
+        group,
+        is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        scale=kwargs.get("scaling"),
+        documents=positions.numbered(),
+        window=kwargs.get("sliding_window"),
+    )
+    return found.transpose(1, 2).contiguous(), None
 
 
 def _equal_neighbours(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

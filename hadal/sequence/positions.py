@@ -25,6 +25,16 @@ class Positions:
     documents: tuple[tuple[int, ...], ...] | None
     """Lengths of the documents in each row; None if each row is one."""
 
+    def numbered(self) -> Tensor | None:
+        """Return the number of each position's document, [batch, length]; None as above."""
+        if self.documents is None:
+            return None
+        rows = []
+        for lengths in self.documents:
+            numbers = torch.arange(len(lengths), device="cpu")
+            rows.append(numbers.repeat_interleave(torch.tensor(lengths, device="cpu")))
+        return torch.stack(rows).to(self.whole.device)
+
 
 def gather_positions(mine: Tensor, group: dist.ProcessGroup) -> Positions:
     """Put together the positions [..., length / ranks] of all ranks."""

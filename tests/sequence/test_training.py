@@ -124,6 +124,70 @@ def test_every_stage(stage: int, ranks: RankPools) -> None:
         assert found[1] == pytest.approx(norms, rel=2e-5)
 
 
+def alone_with(accumulation: int, length: int, packed: bool, **kind: Any) -> Any:
+    model = llama(**kind)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    losses, norms = [], []
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            given = batch_of(accumulation * update + micro, length, packed)
+            loss = model(**given, use_cache=False).loss
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    return losses, norms
+
+
+def batch_of(step: int, length: int, packed: bool) -> dict[str, Any]:
+    found = batch(step, 0, length)
+    if packed:
+        half = length // 3
+        found["position_ids"] = torch.cat([torch.arange(half), torch.arange(length - half)])
+        found["position_ids"] = found["position_ids"].expand(2, -1).contiguous()
+    return found
+
+
+def _in_a_ring(stage: int, accumulation: int, length: int, packed: bool, kind: Any) -> Any:
+    shared = comm.get_world_size()
+    engine = hadal.initialize(model=llama(**kind), config=config_of(shared, stage, accumulation))[0]
+    losses, norms = [], []
+    for step in range(UPDATES * accumulation):
+        loss = engine(**batch_of(step, length, packed)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if step % accumulation == accumulation - 1:
+            norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return losses, norms
+
+
+RINGS = [
+    (2, 1, 1, 12, False, {"heads": 1, "key_heads": 1}),
+    (4, 1, 2, 11, False, {"heads": 2, "key_heads": 1}),  # padded to 12: an odd slice each
+    (4, 3, 1, 16, True, {"heads": 3, "key_heads": 3}),
+]
+
+
+@pytest.mark.claims("sequence_parallel_size")
+@pytest.mark.parametrize(("world", "stage", "accumulation", "length", "packed", "kind"), RINGS)
+def test_more_ranks_than_heads(
+    world: int,
+    stage: int,
+    accumulation: int,
+    length: int,
+    packed: bool,
+    kind: dict[str, int],
+    ranks: RankPools,
+) -> None:
+    losses, norms = alone_with(accumulation, length, packed, **kind)
+    for found in ranks(world).run(_in_a_ring, stage, accumulation, length, packed, kind):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(norms, rel=2e-5)
+
+
 def _evaluated() -> None:
     engine = hadal.initialize(model=llama(), config=config_of(2, 2, 1))[0]
     own, given = llama(), batch(0, 0)
@@ -155,7 +219,9 @@ def test_evaluation_and_other_models_are_whole(ranks: RankPools) -> None:
 
 
 def _refused(kind: str) -> None:
-    model = llama(heads=1, key_heads=1) if kind == "heads" else llama()
+    model = llama(heads=1, key_heads=1) if kind == "dropout" else llama()
+    if kind == "dropout":
+        model.model.layers[0].self_attn.attention_dropout = 0.1
     if kind == "eager":
         model.set_attn_implementation("eager")
     if kind == "loss":
@@ -176,7 +242,7 @@ def _refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("heads", "1 attention heads cannot be distributed over the 2 ranks"),
+        ("dropout", r"attends with dropout, which is not built for more ranks than heads"),
         ("eager", "the attention 'eager' cannot be distributed"),
         ("loss", r"LlamaForCausalLM \(ForMaskedLM\) is not built.*sequence_loss"),
         ("both ways", "attends in both directions"),
