@@ -6,6 +6,8 @@ technique        one section of `compression_training`, such as `weight_quantiza
 effective        weight that a forward computes with: the trained one, quantized and masked
 applied updates  updates that were not skipped; every schedule is a function of their number
 clean            make the effective weights the model's own, and remove what they leave out
+grid             the values that a quantized weight may have: integers times a scale, plus a zero
+packed           stored as integers of a few bits, and dequantized in each forward
 
 The trained weights stay as they are until `redundancy_clean`. A module of the model keeps its
 parameters, hooks and place; only its class becomes a subclass that computes with effective weights.
@@ -17,10 +19,19 @@ from hadal.compression.compress import (
     redundancy_clean,
     student_initialization,
 )
+from hadal.compression.distillation import distillation_loss, hidden_state_loss
+from hadal.compression.files import load_packed, save_packed
+from hadal.compression.packed import pack_weights, unpack_weights
 
 __all__ = [
     "CompressionScheduler",
+    "distillation_loss",
+    "hidden_state_loss",
     "init_compression",
+    "load_packed",
+    "pack_weights",
     "redundancy_clean",
+    "save_packed",
     "student_initialization",
+    "unpack_weights",
 ]

@@ -23,6 +23,8 @@ from hadal.compression.layers import (
     compressed_modules,
 )
 from hadal.compression.matching import Match, matches_of
+from hadal.compression.packed import remember
+from hadal.compression.packing import Grid, grid_of
 from hadal.compression.rules import ActivationRule, Bits, WeightRule
 from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
@@ -239,6 +241,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
     A quantized weight gets the values that it has with its target bits. Parameters are replaced by
     new ones, so that the engine no longer trains them. A quantized input stays quantized.
+    `pack_weights` stores the weights in fewer bytes then.
 
     Args:
         model: the model or its engine, in the state to keep; changed in place.
@@ -256,16 +259,17 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             f"redundancy_clean: {type(whole).__name__} has no compressed modules; call"
             " init_compression before training"
         )
-    made: dict[tuple[int, WeightRule], nn.Parameter] = {}
+    made: dict[tuple[int, WeightRule, int], tuple[nn.Parameter, Grid]] = {}
     for name, module in changed:
         _expect_whole(name, module)
         rule = module.compression.weight
         if rule is not None:
-            key = id(module.weight), rule
+            key = id(module.weight), rule, module.scale_groups
             if key not in made:
                 made[key] = _final(module, rule)
             # Weights that were tied, and were quantized alike, stay tied.
-            module.weight = made[key]
+            module.weight, grid = made[key]
+            remember(module, grid)
             module.compression.weight = module.compression.bits = None
     for _, module in changed:
         if module.compression.activation is None:
@@ -273,9 +277,11 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     return model
 
 
-def _final(module: Compressed, rule: WeightRule) -> nn.Parameter:
-    values = module.quantized(Bits(rule.target_bits, 0.0))
-    return nn.Parameter(values, requires_grad=module.weight.requires_grad)
+def _final(module: Compressed, rule: WeightRule) -> tuple[nn.Parameter, Grid]:
+    weight, bits = module.weight, rule.target_bits
+    values = module.quantized(Bits(bits, 0.0))
+    grid = grid_of(weight, bits, module.scale_groups, symmetric=rule.symmetric)
+    return nn.Parameter(values, requires_grad=weight.requires_grad), grid
 
 
 def _expect_whole(name: str, module: Compressed) -> None:

@@ -37,11 +37,8 @@ def quantize(
     if bits <= 2:
         return _ternary(x, groups) if bits == 2 else _binary(x, groups)
     flat = x.reshape(groups, -1)
-    wide = flat.float() if bits > _NARROW_BITS and flat.element_size() < 4 else flat
-    if symmetric:
-        low, high = wide.new_zeros(()), wide.abs().amax(1, keepdim=True)
-    else:
-        low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
+    wide = _widened(flat, bits)
+    low, high = _range_of(wide, symmetric=symmetric)
     noise = torch.empty_like(wide).uniform_(-0.5, 0.5) if stochastic else None
     found = _rounded(wide, bits, low, high, symmetric=symmetric, noise=noise)
     return found.to(x.dtype).reshape(x.shape)
@@ -65,14 +62,49 @@ def quantize_in_range(
     return _rounded(x, bits, low, high, symmetric=symmetric, noise=None)
 
 
-def _rounded(
-    x: Tensor, bits: int, low: Tensor, high: Tensor, *, symmetric: bool, noise: Tensor | None
-) -> Tensor:
+def scales_of(
+    x: Tensor, bits: int, groups: int = 1, *, symmetric: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scale and the zero of each group, of which `quantize` makes its values.
+
+    Each value is an integer times the scale, plus the zero; both are (groups, 1).
+    """
+    flat = x.reshape(groups, -1)
+    if bits <= 2:
+        return (_ternary_scale(flat)[0] if bits == 2 else _binary_scale(flat)), None
+    low, high = _range_of(_widened(flat, bits), symmetric=symmetric)
+    scale, zero, is_flat = _scale_and_zero(bits, low, high, symmetric=symmetric)
+    return scale, None if symmetric else torch.where(is_flat, low, zero)
+
+
+def _widened(flat: Tensor, bits: int) -> Tensor:
+    return flat.float() if bits > _NARROW_BITS and flat.element_size() < 4 else flat
+
+
+def _range_of(flat: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+    if symmetric:
+        return flat.new_zeros(()), flat.abs().amax(1, keepdim=True)
+    return flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+
+
+def _scale_and_zero(
+    bits: int, low: Tensor, high: Tensor, *, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scales, the zeros, and whether a group has no range."""
     steps: int = 2**bits
     scale = 2 * high / steps if symmetric else (high - low) / steps
     is_flat = scale == 0
     divisor = torch.where(is_flat, torch.ones_like(scale), scale)
     zero = torch.zeros_like(scale) if symmetric else (low / divisor).round() * scale
+    return scale, zero, is_flat
+
+
+def _rounded(
+    x: Tensor, bits: int, low: Tensor, high: Tensor, *, symmetric: bool, noise: Tensor | None
+) -> Tensor:
+    steps: int = 2**bits
+    scale, zero, is_flat = _scale_and_zero(bits, low, high, symmetric=symmetric)
+    divisor = torch.where(is_flat, torch.ones_like(scale), scale)
     level = (x - zero) / divisor if not symmetric else x / divisor
     if noise is not None:
         level = level + noise
@@ -85,16 +117,24 @@ def _rounded(
 
 def _ternary(x: Tensor, groups: int) -> Tensor:
     flat = x.reshape(groups, -1)
+    alpha, is_kept = _ternary_scale(flat)
+    return (flat.sign() * is_kept * alpha).reshape(x.shape)
+
+
+def _ternary_scale(flat: Tensor) -> tuple[Tensor, Tensor]:
     size = flat.abs()
     is_kept = size > 0.7 * size.mean(1, keepdim=True)
     count = is_kept.sum(1, keepdim=True).clamp(min=1)
-    alpha = (size * is_kept).sum(1, keepdim=True) / count
-    return (flat.sign() * is_kept * alpha).reshape(x.shape)
+    return (size * is_kept).sum(1, keepdim=True) / count, is_kept
 
 
 def _binary(x: Tensor, groups: int) -> Tensor:
     flat = x.reshape(groups, -1)
-    return (flat.sign() * flat.abs().mean(1, keepdim=True)).reshape(x.shape)
+    return (flat.sign() * _binary_scale(flat)).reshape(x.shape)
+
+
+def _binary_scale(flat: Tensor) -> Tensor:
+    return flat.abs().mean(1, keepdim=True)
 
 
 class StraightThrough(torch.autograd.Function):
