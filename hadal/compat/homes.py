@@ -26,6 +26,7 @@ _ACCELERATOR = "hadal.compat.accelerator"
 _FILES = "hadal.compat.files"
 _PARAMETERS = "hadal.compat.parameters"
 _EFFICIENCY = "hadal.compat.efficiency"
+_LOSSES = "hadal.compat.losses"
 _MONITORS = "hadal.compat.monitors"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
@@ -199,7 +200,23 @@ _ALIKE: dict[str, dict[str, str]] = {
         " UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter sequence_tiled_compute"
     },
     "deepspeed.runtime.zero.tiling": {"hadal.zero": "TiledLinear"},
-    "deepspeed.sequence.cross_entropy": {"hadal.sequence": "vocab_sequence_parallel_cross_entropy"},
+    "deepspeed.runtime.activation_checkpointing.offload_activations": {
+        "hadal.compat.offloading": "CheckpointHiddenStatesOffload"
+        " get_checkpoint_hidden_states_offloading_ctx_manager"
+    },
+    "deepspeed.runtime.chunked_cross_entropy": {
+        _LOSSES: "ChunkedCausalLMLoss chunked_cross_entropy install_chunked_causal_lm_loss"
+        " triton_backend_available"
+    },
+    "deepspeed.sequence.cross_entropy": {
+        "hadal.sequence": "vocab_sequence_parallel_cross_entropy",
+        _LOSSES: "VocabParallelCausalLMLoss VocabParallelCrossEntropyLoss"
+        " vocab_parallel_cross_entropy",
+    },
+    "deepspeed.sequence.layer": {
+        "hadal.sequence.attention": "DistributedAttention apply_rotary_pos_emb single_all_to_all"
+    },
+    "deepspeed.sequence.linear_cross_entropy": {_LOSSES: "vocab_parallel_linear_cross_entropy"},
     "deepspeed.utils": {
         "hadal": "RepeatingLoader set_z3_leaf_modules unset_z3_leaf_modules",
         "hadal.comm": "is_initialized",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from activation_checkpointing.test_keeping import OPTIONS, recomputation, same_numbers
 from activation_checkpointing.test_modules import engine_of, losses_of
 from ranks import RankPools
+from sequence.models import llama, recomputes, tokens
 
 import npu
+from hadal.compat.offloading import get_checkpoint_hidden_states_offloading_ctx_manager
 from hadal.device import current_device
 
 _FILE = Path(__file__).parents[2] / "benchmarks/activation_checkpointing.py"
@@ -53,6 +56,36 @@ def _host_residence() -> None:
 
 def test_no_input_stays_on_the_device(npus: RankPools) -> None:
     npus(1).run(_host_residence)
+
+
+def _bytes_of_transformers(offloads: bool) -> tuple[int, list[torch.Tensor]]:
+    """The bytes between forward and backward of a recomputed model, and its gradients."""
+    model = recomputes(llama().to(current_device()))
+    batch = {name: value.to(current_device()) for name, value in tokens(0).items()}
+    make = get_checkpoint_hidden_states_offloading_ctx_manager
+    before = torch.accelerator.memory_allocated()
+    with make() if offloads else contextlib.nullcontext():
+        loss = model(**batch, use_cache=False).loss
+        torch.accelerator.synchronize()
+        found = torch.accelerator.memory_allocated() - before
+        loss.backward()
+    return found, [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+def _offloads_hidden_states() -> None:
+    hidden = 2 * 12 * 32 * 4
+    with npu.asynchronous(), npu.with_float64():
+        (stored, expected), (left, found) = map(_bytes_of_transformers, (False, True))
+    # Of the two layers' inputs, the first is the embeddings, which nobody else stores.
+    assert stored - left == 2 * hidden
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+def test_layers_of_transformers_store_nothing_on_the_device(npus: RankPools) -> None:
+    npus(1).run(_offloads_hidden_states)
 
 
 def _modules(stage: int) -> None:

@@ -32,6 +32,14 @@ def llama(heads: int = 4, key_heads: int = 2, **changes: Any) -> Any:
         return LlamaForCausalLM(config)
 
 
+def recomputes(model: Any) -> Any:
+    """Let every layer recompute itself in backward; return the model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the name changes in transformers 6
+        model.gradient_checkpointing_enable()
+    return model
+
+
 def tokens(seed: int, rows: int = 2, length: int = 12) -> dict[str, Tensor]:
     """Rows whose first tokens, a prompt, are no targets."""
     generator = torch.Generator().manual_seed(seed)

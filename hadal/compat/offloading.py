@@ -1,0 +1,127 @@
+"""`deepspeed...offload_activations`: inputs of transformers' recomputed layers in host memory.
+
+The layers recompute themselves (`gradient_checkpointing=True`); what they store until backward, the
+hidden states, leaves the device as `activation_checkpointing.cpu_checkpointing` says.
+
+Tests: tests/npu/test_recomputed.py, tests/compat/test_losses.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hadal.activation_checkpointing.keeping import InputKeeper
+from hadal.config.activation_checkpointing import ActivationCheckpointing
+from hadal.errors import MissingPackageError, UsageError
+
+
+class CheckpointHiddenStatesOffload:
+    """A context in which recomputed layers of transformers store their hidden states on the host.
+
+    The copies are pinned and run on a side stream; backward, inside the context or after it,
+    fetches the next layer's while one is recomputed.
+
+    Args:
+        use_pin_memory: accepted; memory is pinned where the device needs it.
+        use_streams: accepted; copies overlap with work where the device can.
+        min_offload_bytes: smaller hidden states stay on the device.
+        max_fwd_stash_count: accepted; no copy waits for another.
+        max_cpu_buffer_pool_count: accepted; memory is used again as soon as it is free.
+        keep_last_count: accepted; the last layer's hidden states leave too, and are back first.
+
+    Raises:
+        ValueError: a count or size is negative.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        min_offload_bytes: int = 1024,
+        max_fwd_stash_count: int = 2,
+        max_cpu_buffer_pool_count: int = 64,
+        keep_last_count: int = 1,
+    ) -> None:
+        given = {
+            "min_offload_bytes": min_offload_bytes,
+            "max_fwd_stash_count": max_fwd_stash_count,
+            "max_cpu_buffer_pool_count": max_cpu_buffer_pool_count,
+            "keep_last_count": keep_last_count,
+        }
+        for name, value in given.items():
+            if value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more")
+        self.min_offload_bytes = min_offload_bytes
+        self._keeper = InputKeeper(ActivationCheckpointing(cpu_checkpointing=True), None)
+        self._replaced: tuple[Any, Callable[..., Any] | None] | None = None
+
+    def __enter__(self) -> CheckpointHiddenStatesOffload:
+        if self._replaced is not None:
+            raise UsageError(
+                "this context of offloaded hidden states is open already; leave it first, or make"
+                " another by get_checkpoint_hidden_states_offloading_ctx_manager()"
+            )
+        layer = _layer_class()
+        self._replaced = layer, layer.__dict__.get("__call__")
+        call = layer.__call__
+        layer.__call__ = lambda module, *args, **kwargs: self._around(call, module, args, kwargs)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._replaced is not None
+        layer, own = self._replaced
+        self._replaced = None
+        if own is None:
+            del layer.__call__
+        else:
+            layer.__call__ = own
+
+    def reset(self) -> None:
+        """Free the host memory that no hidden states are stored in."""
+        self._keeper.reset()
+
+    def _around(
+        self, call: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden = args[0] if args else None  # a keyword argument is not stored by its layer alone
+        recomputes = getattr(module, "gradient_checkpointing", False) and module.training
+        if not (recomputes and torch.is_grad_enabled() and isinstance(hidden, Tensor)):
+            return call(module, *args, **kwargs)
+        if hidden.nbytes < self.min_offload_bytes:
+            return call(module, *args, **kwargs)
+        with self._keeper.around([hidden]):
+            return call(module, *args, **kwargs)
+
+
+def get_checkpoint_hidden_states_offloading_ctx_manager(
+    use_pin_memory: bool = True,
+    use_streams: bool = True,
+    min_offload_bytes: int = 1024,
+    max_fwd_stash_count: int = 2,
+    max_cpu_buffer_pool_count: int = 64,
+    keep_last_count: int = 1,
+) -> CheckpointHiddenStatesOffload:
+    """Return a `CheckpointHiddenStatesOffload`."""
+    return CheckpointHiddenStatesOffload(
+        use_pin_memory,
+        use_streams,
+        min_offload_bytes,
+        max_fwd_stash_count,
+        max_cpu_buffer_pool_count,
+        keep_last_count,
+    )
+
+
+def _layer_class() -> Any:
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"offloading hidden states needs transformers 5 ({error}); install it: pip install"
+            " 'transformers>=5'"
+        ) from error
+    return GradientCheckpointingLayer
