@@ -22,9 +22,12 @@ from hadal.compression.compress import (
 from hadal.compression.distillation import distillation_loss, hidden_state_loss
 from hadal.compression.files import load_packed, save_packed
 from hadal.compression.packed import pack_weights, unpack_weights
+from hadal.compression.report import CompressionReport, compression_report
 
 __all__ = [
+    "CompressionReport",
     "CompressionScheduler",
+    "compression_report",
     "distillation_loss",
     "hidden_state_loss",
     "init_compression",

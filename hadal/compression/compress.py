@@ -25,6 +25,7 @@ from hadal.compression.layers import (
 from hadal.compression.matching import Match, matches_of
 from hadal.compression.packed import remember
 from hadal.compression.packing import Grid, grid_of
+from hadal.compression.report import note_sizes
 from hadal.compression.rules import ActivationRule, Bits, WeightRule
 from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
@@ -259,6 +260,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             f"redundancy_clean: {type(whole).__name__} has no compressed modules; call"
             " init_compression before training"
         )
+    note_sizes(whole)
     made: dict[tuple[int, WeightRule, int], tuple[nn.Parameter, Grid]] = {}
     for name, module in changed:
         _expect_whole(name, module)

@@ -18,6 +18,7 @@ from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.comm.summary import end_of_log
 from hadal.compression.compress import is_on, tell_missing_teacher
+from hadal.compression.report import compression_report
 from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
 from hadal.data_efficiency.layer_drop import LayerDrop
@@ -227,9 +228,14 @@ def _journal(setting: Setting) -> Listener | None:
         found = engine.flops_profiler and engine.flops_profiler.profile
         return None if found is None else found.as_dict()
 
+    def compression(engine: Any) -> Mapping[str, Any] | None:
+        found = compression_report(engine)
+        return found.as_dict() if found.rows else None
+
     first = {"memory": lambda engine: {"bytes": engine.state_nbytes()}}
     at_end = {
         "profile": profile,
+        "compression": compression,
         "communication": lambda _: communication_lines(end_of_log(setting.world)),
     }
     return Journal(path, first, at_end)

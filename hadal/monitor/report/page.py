@@ -50,6 +50,7 @@ def page_of(run: RunRecord) -> str:
         machine=_flat({k: run.description[k] for k in ("machine", "versions", "ranks")}),
         settings=_settings(run),
         modules=_modules(run),
+        compression=run.compression[:_MOST_ROWS],
         communication=run.communication[:_MOST_ROWS],
         checkpoints=[{**each, "when": _when(each["time"])} for each in run.checkpoints],
         warnings=[{**each, "when": _when(each["time"])} for each in run.warnings[-_MOST_ROWS:]],

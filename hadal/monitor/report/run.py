@@ -43,6 +43,8 @@ class RunRecord:
     """The flops profiler's last profile."""
     memory: Mapping[str, Any] | None = None
     """Bytes of model states of rank 0, by kind."""
+    compression: tuple[Mapping[str, Any], ...] = ()
+    """Compressed modules at the end."""
     communication: tuple[Mapping[str, Any], ...] = ()
     checkpoints: tuple[Mapping[str, Any], ...] = ()
     warnings: tuple[Mapping[str, Any], ...] = ()
@@ -111,6 +113,7 @@ def read_run(place: Path) -> RunRecord:
         seconds=np.array([line["time"] for line in updates], dtype=np.float64),
         profile=_last(by_kind, "profile"),
         memory=_last(by_kind, "memory"),
+        compression=tuple((_last(by_kind, "compression") or {}).get("rows", ())),
         communication=tuple((_last(by_kind, "communication") or {}).get("rows", ())),
         checkpoints=tuple(by_kind.get("checkpoint", ())),
         warnings=tuple(by_kind.get("warning", ())),
