@@ -137,16 +137,14 @@ class Bucket:
 
         Masters are made of them before any cast, unless the precision says otherwise.
         """
-        given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
-        for start, stop in self.layout.gaps:
-            given[start:stop].zero_()
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            place = shaped(given[slot.offset : slot.stop], slot)
-            place.copy_(parameter.detach())
-            parameter.grad = None
-            # Free one parameter's old memory after the other: never a second copy of all of them.
-            look_at(parameter, place)
         is_cut, compute = self.partition.weights, self.precision.compute
+        is_whole = is_cut and not is_agreed and self._is_one_whole()
+        if is_whole:
+            given = self.parameters[0].detach().view(-1)
+        else:
+            given = self._end_to_end(self.span if is_cut and is_agreed else (0, self.layout.numel))
+        for parameter in self.parameters:
+            parameter.grad = None
         label = f"the broadcast of rank 0's weights of {self.name}"
         cutting = finished(label)
         if is_cut and not is_agreed:
@@ -164,11 +162,33 @@ class Bucket:
             self._views.look_at_placeholders()
             self._full.untyped_storage().resize_(0)
             # Its sender or receivers may still have it.
-            give_back = partial(given.untyped_storage().resize_, 0)
-            if cutting.done:
-                give_back()
-            else:
-                leaving.add(cutting.then(give_back), given.nbytes)
+            if not is_whole:
+                cutting = cutting.then(partial(given.untyped_storage().resize_, 0))
+            if not cutting.done:
+                leaving.add(cutting, given.nbytes)
+
+    def _is_one_whole(self) -> bool:
+        """Return True if the memory of a single parameter has the layout of the bucket."""
+        parameter = self.parameters[0]
+        return (
+            parameter.device == self.device
+            and parameter.is_contiguous()
+            and parameter.numel() == self.layout.numel
+            and parameter.nbytes == parameter.untyped_storage().nbytes()
+        )
+
+    def _end_to_end(self, needed: tuple[int, int]) -> Tensor:
+        """Return the parameters' values in the layout; of elements not `needed` some may lack."""
+        given = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
+        for start, stop in self.layout.gaps:
+            given[start:stop].zero_()
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            place = shaped(given[slot.offset : slot.stop], slot)
+            if slot.offset < needed[1] and needed[0] < slot.stop:
+                place.copy_(parameter.detach())
+            # Free one parameter's old memory after the other: never a second copy of all of them.
+            look_at(parameter, place)
+        return given
 
     def _store(self, given: Tensor) -> None:
         mine, is_cut = given[self.span[0] : self.span[1]], self.partition.weights

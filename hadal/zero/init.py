@@ -50,6 +50,9 @@ _CUT_WEIGHTS = Partition(weights=True)
 # other.
 _STAY_WHOLE = 8
 
+# Parameters of as many elements get buckets of their own, which rank 0 cuts without copying them.
+_ALONE_NUMEL = 1 << 16
+
 # The bytes that rank 0 keeps for others to take.
 LEAVING_NBYTES = 1 << 25
 
@@ -89,13 +92,14 @@ class _Nursery:
         dtype: torch.dtype | None,
     ) -> list[Bucket]:
         """Cut the values of new parameters over the ranks, to be shown in `dtype`."""
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, nn.Parameter | None], list[nn.Parameter]] = {}
         for parameter in dict.fromkeys(parameters):
             known = parameter in self.bucket_of or is_foreign(parameter)
             if not known and parameter.numel() > 1 and parameter.device.type != "meta":
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+                alone = parameter if parameter.numel() >= _ALONE_NUMEL else None
+                alike.setdefault((parameter.dtype, alone), []).append(parameter)
         buckets = []
-        for number, (given, members) in enumerate(by_dtype.items()):
+        for number, ((given, _), members) in enumerate(alike.items()):
             shown = dtype or given
             # Only trained buckets have masters: param group 0 stands for that.
             group = -1 if shown == given else 0
