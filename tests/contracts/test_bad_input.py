@@ -345,10 +345,16 @@ MISTAKES = [
     Mistake(freed_weight_filled, ShardedAccessError, ("2.weight", "GatheredParameters"), (3,)),
     Mistake(edit_by_a_rank_that_is_not_there, UsageError, ("17",)),
 ]
+# Two stages of each mistake always run, in turn; the others are slow.
 CASES = [
-    pytest.param(mistake, stage, id=f"{mistake.do.__name__}-stage{stage}")
-    for mistake in MISTAKES
-    for stage in mistake.stages
+    pytest.param(
+        mistake,
+        stage,
+        id=f"{mistake.do.__name__}-stage{stage}",
+        marks=() if (number + place) % 2 == 0 or len(mistake.stages) < 3 else pytest.mark.slow,
+    )
+    for number, mistake in enumerate(MISTAKES)
+    for place, stage in enumerate(mistake.stages)
 ]
 
 
