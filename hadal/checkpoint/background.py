@@ -1,6 +1,8 @@
 """Saves of one engine: synchronous, or by a thread that writes a copy while training goes on.
 
-Tests: tests/checkpoint/test_async.py
+The copy is in host memory, or in files of this machine, which the thread then uploads.
+
+Tests: tests/checkpoint/test_async.py, tests/checkpoint/test_staging.py
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,8 +26,10 @@ from hadal.checkpoint.live import Live
 from hadal.checkpoint.saving import Plain, SaveJob, SaveRequest, begin
 from hadal.checkpoint.together import together
 from hadal.comm import Ranks
+from hadal.comm.collectives import gather_codes
 from hadal.device import current_device, synchronize
 from hadal.errors import CheckpointError
+from hadal.offload.folder import OwnFolder
 
 _log = logging.getLogger(__name__)
 _FAILED = 1
@@ -32,7 +37,7 @@ _FAILED = 1
 
 
 @dataclass(slots=True)
-class _Staging:
+class _StagingMemory:
     """Host memory that a state is copied to; it is kept because first writes to memory are slow."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -71,12 +76,13 @@ class Saver:
         self._apart: Ranks | None = None
         self._thread: threading.Thread | None = None
         self._fault: CheckpointError | None = None
-        self._staging = _Staging()
+        self._memory = _StagingMemory()
+        self._folder: OwnFolder | None = None
         self._has_told = False
         _finish_at_exit()
 
     def save(self, request: SaveRequest, live: Live) -> None:
-        """Save; with `Rules.is_async`, return once all is copied. All ranks must call it.
+        """Save; with `Rules.is_async`, return once the state is staged. All ranks must call it.
 
         A save before it that failed in the background has been logged; this one goes on.
 
@@ -87,29 +93,58 @@ class Saver:
         self._fault = None
         _failed.discard(self)
         job = begin(request, live)
-        is_async = live.rules.is_async and not live.loads_on_use
-        if live.rules.is_async and not is_async and not self._has_told and self._world.rank == 0:
+        why_not = self._why_not_staged(job, live) if live.rules.is_async else None
+        if why_not is not None and not self._has_told and self._world.rank == 0:
             self._has_told = True
             _log.warning(
-                "checkpoint.async_save: state on disk, or stored as int8, is not copied to"
-                " host memory, so training waits until the checkpoint is written"
+                "checkpoint.async_save: %s, so training waits until the checkpoint is written",
+                why_not,
             )
-        if not is_async:
+        if why_not is not None or not live.rules.is_async:
             job.write(self._world)
             return
         if self._apart is None:
             self._apart = self._world.apart()
-        job = self._detached(job)
+        folder = live.rules.staging.folder
+        job = self._detached(job) if folder is None else self._on_disk(job, folder)
         self._thread = threading.Thread(
             target=self._write, args=(job, self._apart), name="hadal-checkpoint"
         )
         _running.add(self)
         self._thread.start()
 
+    def _why_not_staged(self, job: SaveJob, live: Live) -> str | None:
+        """Return why a state cannot be staged, the same on all ranks; None if it can."""
+        folder, limit = live.rules.staging
+        if folder is None and live.loads_on_use:
+            return "state on disk, or stored as int8, is not copied to host memory"
+        if limit is None:
+            return None
+        largest = max(gather_codes(job.nbytes, self._world))
+        if largest <= limit:
+            return None
+        return f"a rank's state takes {largest:,} bytes, and checkpoint.staging.size is {limit:,}"
+
+    def _on_disk(self, job: SaveJob, folder: Path) -> SaveJob:
+        """Return the job of uploading what is written into this directory now."""
+        rank = self._world.rank
+        try:
+            with together(self._world, f"checkpoint {job.path} was not staged in {folder}"):
+                self._folder = OwnFolder(folder, "checkpoint.staging.folder")
+                return job.staged_in(self._folder.path, rank)
+        except BaseException:
+            self._forget_folder()
+            raise
+
+    def _forget_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.remove()
+
     def _detached(self, job: SaveJob) -> SaveJob:
         """Return the job with copies of all tensors in host memory."""
         contents = replace(
-            job.contents, tensors=self._staging.copied(job.contents.tensors, "contents")
+            job.contents, tensors=self._memory.copied(job.contents.tensors, "contents")
         )
         own, client = (
             Plain(
@@ -122,7 +157,7 @@ class Saver:
         writing = replace(job.rules.writing, is_doubled=False)
         rules = replace(job.rules, writing=writing)
         detached = replace(job, contents=contents, own=own, client=client, rules=rules)
-        self._staging.keep_only(detached)
+        self._memory.keep_only(detached)
         return detached
 
     def _write(self, job: SaveJob, ranks: Ranks) -> None:
@@ -132,6 +167,7 @@ class Saver:
             self._fault = error
         except Exception as error:  # the other ranks are gone, for example
             self._fault = CheckpointError(f"checkpoint {job.path} was not saved: {error!r}")
+        self._forget_folder()
         if self._fault is not None:
             _log.error("%s", self._fault)
             _failed.add(self)

@@ -203,23 +203,31 @@ def open_new(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Blocks:
-    """The blocks of a file; iterated again, it is read again."""
+    """The blocks of a file, after its first bytes as one; iterated again, it is read again."""
 
-    def __init__(self, path: Location) -> None:
-        self._path = path
+    def __init__(self, path: Location, head_nbytes: int) -> None:
+        self._path, self._head_nbytes = path, head_nbytes
 
     def __iter__(self) -> Iterator[Chunk]:
         file = open_file(self._path)
-        return file.blocks(0, file.nbytes)
+        with system_errors(self._path, "read"):
+            if self._head_nbytes:
+                yield file.read(0, self._head_nbytes)
+            yield from file.blocks(self._head_nbytes, file.nbytes)
 
 
-def upload_file(origin: Path, path: Location) -> Seal:
-    """Write a copy of a file of this machine, as `write_file` does.
+def upload_file(origin: Path, path: Location, seal: Seal | None = None) -> Seal:
+    """Write a copy of a file of this machine, as `write_file` does; it must have this seal.
 
     Raises:
-        CheckpointError: it cannot be written, or does not read back as written.
+        CheckpointError: it cannot be written, does not read back as written, or has another seal.
     """
-    return write_file(path, _Blocks(origin))
+    found = write_file(path, _Blocks(origin, 0 if seal is None else seal.head_nbytes))
+    if seal is not None and found != seal:
+        raise CheckpointError(
+            f"{origin} is damaged: what was read for {path} is not what was written; check its disk"
+        )
+    return found
 
 
 def check_file(path: Location, seal: Seal, *, whole: bool, kept: Kept | None = None) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,6 +42,15 @@ def plain_slots(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     )
 
 
+class StagingRules(NamedTuple):
+    """The place in which an asynchronous save keeps the state until it is written."""
+
+    folder: Path | None = None
+    """A directory of this machine; None: host memory."""
+    nbytes: int | None = None
+    """The most bytes that it may take in a process; None: any number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The configuration's settings for saving and loading."""
@@ -55,7 +65,8 @@ class Rules:
     is_node_local: bool = False
     """True if each node has its own folder, which other nodes do not see."""
     is_async: bool = False
-    """True if a save returns once the state is copied to host memory and a thread writes it."""
+    """True if a save returns once the state is copied, and a thread writes the copy."""
+    staging: StagingRules = field(default_factory=StagingRules)
     uses_masters: bool = True
     """True if masters are loaded from saved masters; otherwise from the weights."""
     writing: Writing = field(default_factory=Writing)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from hadal.checkpoint.collecting import (
     head_of,
 )
 from hadal.checkpoint.contents import part_as_json
-from hadal.checkpoint.files import Seal, check_file, new_mark, system_errors
+from hadal.checkpoint.files import Seal, check_file, new_mark, system_errors, upload_file
 from hadal.checkpoint.folders import CLIENT, rank_file
 from hadal.checkpoint.index import write_index
 from hadal.checkpoint.keep import JOBS, prune
@@ -118,6 +118,8 @@ class SaveJob:
     index: dict[str, Any]
     reports: list[_RankReport]
     """The descriptions of all ranks, for the rank that writes the index."""
+    staged: dict[Path, Seal] = field(default_factory=dict)
+    """This rank's files if they are written already, on a disk of this machine."""
 
     @property
     def path(self) -> Location:
@@ -165,30 +167,54 @@ class SaveJob:
         mine = _Written({}, 0.0)
         try:
             with together(ranks, self._what):
-                mine = self._write_files(ranks.rank, is_leader)
+                mine = self._write_files(ranks.rank)
             of_ranks = gather_objects(mine, ranks)
             with together(ranks, self._what):
                 if is_leader:
                     self._check([one.seals for one in of_ranks], mine.seals)
-        except CheckpointError:
+        except BaseException:  # also if another rank is gone
             if is_leader:
                 folders.discard(self.path, self.mark)
             raise
         return of_ranks
 
-    def _write_files(self, rank: int, is_leader: bool) -> _Written:
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors that this rank writes."""
+        kinds = (self.contents.tensors, self.own.tensors, self.client.tensors)
+        return sum(one.numel() * one.element_size() for kind in kinds for one in kind.values())
+
+    def staged_in(self, folder: Path, rank: int) -> SaveJob:
+        """Write this rank's files into a directory; return the job of copying them to their place.
+
+        Raises:
+            CheckpointError: they cannot be written; the message names the file.
+        """
+        seals = self._write_into(folder, rank)
+        none = RankContents({}, self.contents.mine, self.contents.replicated)
+        plain = Plain(None, {})
+        staged = {folder / name: seal for name, seal in seals.items()}
+        return replace(self, contents=none, own=plain, client=plain, staged=staged)
+
+    def _write_files(self, rank: int) -> _Written:
         """Write this rank's files and return their seals."""
-        home, name = self.path / self.mark, rank_file(rank)
+        home, began = self.path / self.mark, time.monotonic()
+        seals = {
+            path.name: upload_file(path, home / path.name, seal)
+            for path, seal in self.staged.items()
+        } or self._write_into(home, rank)
+        return _Written(seals, time.monotonic() - began)
+
+    def _write_into(self, home: Location, rank: int) -> dict[str, Seal]:
+        name = rank_file(rank)
         # The mark identifies this save, so a file of another save is detected at once.
         text = json.dumps({"rank": rank, "save": self.mark, **self.own.values}, allow_nan=False)
         tensors = {**self.contents.tensors, **self.own.tensors}
-        began = time.monotonic()
         seals = {name: write_tensors(home / name, tensors, {OWN: text}, self.rules.writing)}
-        seconds = time.monotonic() - began
-        if is_leader and self.client.tensors:
+        if rank == self.folder_ranks[0] and self.client.tensors:
             path = home / CLIENT
             seals[CLIENT] = write_tensors(path, self.client.tensors, {OWN: self.mark})
-        return _Written(seals, seconds)
+        return seals
 
     def _sealed(
         self, of_ranks: list[dict[str, Seal]], mine: dict[str, Seal]

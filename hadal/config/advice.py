@@ -52,6 +52,10 @@ def tell_advice(config: Config, prepared: Mapping[str, Any], report: Report) -> 
             "activation_checkpointing.number_checkpoints",
             "has no effect without contiguous_memory_optimization",
         )
+    staging = config.checkpoint.staging
+    for name in type(staging).model_fields if not saves_behind(config) else ():
+        if _is_set(staging, name):
+            report.note_idle(f"checkpoint.staging.{name}", "has no effect without async_save")
     if config.sparse_attention is not None:
         _tell_other_modes(config.sparse_attention, report)
 
@@ -78,6 +82,13 @@ def _tell_disk_keys(config: Config, report: Report) -> None:
                     f"zero_optimization.{name}.{key}",
                     'has no effect with device "cpu": it is for a disk ("nvme")',
                 )
+
+
+def saves_behind(config: Config) -> bool:
+    """Return whether saves are asynchronous, by any of the keys that say so."""
+    section = config.checkpoint
+    is_decoupled = section.writer is not None and section.writer.decoupled
+    return section.async_save or is_decoupled or config.datastates_ckpt is not None
 
 
 def _tell_other_modes(section: SparseAttention, report: Report) -> None:

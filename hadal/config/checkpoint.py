@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from hadal.config.section import NO_EFFECT, Mark, Section, key, section
-from hadal.config.values import Boolean, Integer, Number, lowered, titled
+from hadal.config.values import Boolean, Integer, Nbytes, Number, Text, lowered, titled
 
 
 class ParallelWrite(Section):
@@ -70,6 +70,22 @@ class OnSignal(Section):
     )
 
 
+class Staging(Section):
+    """The place in which an asynchronous save keeps the state until it is written."""
+
+    folder: Text | None = key(
+        None,
+        "Directory on a local disk: the save returns once the state is written there, and needs no "
+        "host memory. null copies the state to host memory.",
+    )
+    size: Nbytes | None = key(
+        None,
+        'Bytes that the copy may take in each process: a number, or text such as "4GB". A larger '
+        "state is written before the save returns, with a warning. null sets no limit.",
+        gt=0,
+    )
+
+
 class Checkpoint(Section):
     """Saving and loading."""
 
@@ -100,6 +116,10 @@ class Checkpoint(Section):
         False,
         "Return from a save once the state is copied to host memory, and write it while "
         "training continues. The memory of the copy is kept for the next save. Hadal's own key.",
+    )
+    staging: Staging = section(
+        Staging,
+        "Where an asynchronous save keeps the state until it is written. Hadal's own section.",
     )
     on_signal: OnSignal | None = key(
         None,

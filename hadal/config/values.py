@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Strict
 
+from hadal.units import nbytes_of
+
 # Sizes and counts end up in 64-bit integers; the largest that is printed as a default is 2^63 - 1.
 _TOO_LARGE = 1 << 63
 
@@ -73,6 +75,14 @@ def spelled_numbers(value: Any) -> Any:
     return value
 
 
+def in_bytes(value: Any) -> Any:
+    """Convert "4GB" and "4GiB" to a number of bytes; leave anything else unchanged."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return nbytes_of(value)
+    return value
+
+
 def lowered(value: Any) -> Any:
     """Return words in lower case."""
     return value.lower() if isinstance(value, str) else value
@@ -106,6 +116,7 @@ class Spelled:
 
 Boolean: TypeAlias = Annotated[bool, Strict()]
 Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
+Nbytes: TypeAlias = Annotated[Integer, BeforeValidator(in_bytes)]
 Number: TypeAlias = Annotated[float, BeforeValidator(real)]
 Text: TypeAlias = Annotated[str, Strict()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ from hadal.errors import (
     Fault,
     MismatchError,
     ModelError,
+    OffloadError,
     OptimizerError,
     UsageError,
     few,
 )
+from hadal.offload.folder import OwnFolder
 from hadal.zero import access, init
 from hadal.zero.kinds import is_foreign, refusal_of
 from hadal.zero.layout import order_of
@@ -254,19 +257,29 @@ def tell_untrained(
 
 
 def check_places(config: Config) -> None:
-    """Raise if a URL that the configuration names for checkpoints cannot be used here.
+    """Raise if checkpoints cannot go where the configuration says.
 
     Raises:
-        ConfigError: its scheme is unknown, or the package for it is not installed.
+        ConfigError: a URL's scheme is unknown, or the package for it is not installed; or what is
+            to be a directory of this machine is none.
     """
-    section = config.checkpoint.on_signal
-    if section is None or section.save_dir is None:
-        return
-    try:
-        location_of(section.save_dir)
-    except CheckpointError as error:
-        faults = (Fault("checkpoint.on_signal.save_dir", str(error)),)
-        raise ConfigError(written("the configuration", faults), faults) from error
+    section, found = config.checkpoint, []
+    if section.on_signal is not None and section.on_signal.save_dir is not None:
+        try:
+            location_of(section.on_signal.save_dir)
+        except CheckpointError as error:
+            found.append(Fault("checkpoint.on_signal.save_dir", str(error)))
+    if section.staging.folder is not None:
+        try:
+            if not isinstance(location_of(section.staging.folder), Path):
+                raise CheckpointError(
+                    f"{section.staging.folder} is a URL; name a directory of a local disk"
+                )
+            OwnFolder(Path(section.staging.folder), "checkpoint.staging.folder").remove()
+        except (CheckpointError, OffloadError) as error:
+            found.append(Fault("checkpoint.staging.folder", str(error)))
+    if found:
+        raise ConfigError(written("the configuration", tuple(found)), tuple(found))
 
 
 def check_scheduler(config: Config, told: str | None) -> None:

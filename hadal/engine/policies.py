@@ -6,14 +6,16 @@ Tests: tests/engine/test_wire.py
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hadal.checkpoint.keep import Keep
-from hadal.checkpoint.live import Rules
+from hadal.checkpoint.live import Rules, StagingRules
 from hadal.checkpoint.shards import Writing
 from hadal.comm.codecs.blockwise import Blockwise
 from hadal.config import Config
+from hadal.config.advice import saves_behind
 from hadal.engine.batches import BatchSizes
 from hadal.engine.dtypes import dtype_named
 from hadal.engine.topology import Topology
@@ -107,9 +109,11 @@ def saving_of(config: Config) -> Rules:
         tag_validation=section.tag_validation,
         prefers_universal=section.load_universal,
         is_node_local=section.use_node_local_storage,
-        is_async=section.async_save
-        or config.datastates_ckpt is not None
-        or (writer is not None and writer.decoupled),
+        is_async=saves_behind(config),
+        staging=StagingRules(
+            None if section.staging.folder is None else Path(section.staging.folder),
+            section.staging.size,
+        ),
         writing=Writing()
         if writer is None
         else Writing(writer.io_buffer_size, writer.io_buffer_double, writer.show_statistics),

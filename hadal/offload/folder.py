@@ -3,7 +3,7 @@
 Its name is `hadal-<host>-<process>-<mark>`, and a lock on the file `lock` in it shows that its
 process is alive: the system releases the lock when the process ends, however it ends.
 
-Tests: tests/offload/test_store.py, tests/offload/test_faults.py
+Tests: tests/offload/test_store.py, tests/offload/test_faults.py, tests/checkpoint/test_staging.py
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class OwnFolder:
-    """A folder that lasts as long as its process, or until it is removed."""
+    """A folder that lasts as long as its process, or until it is removed.
 
-    def __init__(self, parent: Path) -> None:
+    `key` is the one of the configuration that names `parent`, for error messages.
+    """
+
+    def __init__(self, parent: Path, key: str = "nvme_path") -> None:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             _sweep(parent)
@@ -38,7 +41,7 @@ class OwnFolder:
         except OSError as error:
             raise OffloadError(
                 f"{parent} cannot hold offloaded state: {error.strerror}; use a folder that"
-                " this process may write to (`nvme_path`)"
+                f" this process may write to (`{key}`)"
             ) from error
 
     def remove(self) -> None:
@@ -114,8 +117,7 @@ def _sweep_one(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a folder, its lock last, so that an interrupted removal is resumed."""
-    for name in (STATES, _LOCK):
-        with suppress(FileNotFoundError):
-            (path / name).unlink()
     with suppress(FileNotFoundError):
+        for name in sorted(os.listdir(path), key=lambda name: name == _LOCK):
+            (path / name).unlink()
         path.rmdir()
