@@ -12,12 +12,15 @@ its own (Linux).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hadal.sparse_attention import SparseSelfAttention, from_config
+from hadal.sparse_attention import SparseSelfAttention, attention, from_config
+from hadal.sparse_attention.attention import BlockLayout, sparse_attention
+from hadal.sparse_attention.masks import Masks
 
 HEADS, WIDTH = 8, 64
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -80,6 +85,42 @@ def times(names: list[str], length: int, rounds: int) -> dict[str, list[float]]:
             if attempt:
                 found[name].append(spent)
     return found
+
+
+def layouts(length: int, share: float) -> dict[str, Tensor]:
+    """Layouts of about this share of the pairs, in blocks of 16."""
+    count = length // 16
+    places = torch.arange(count)
+    distance = (places[:, None] - places).abs()
+    drawn = torch.rand(count, count, generator=torch.Generator().manual_seed(0))
+    return {
+        "scattered": (drawn < share)[None],
+        "window": (distance <= count * (1 - (1 - share) ** 0.5))[None],
+        "columns": ((places < share * count) | (distance == 0))[None],
+    }
+
+
+def densities(length: int, rounds: int) -> None:
+    """Print the times of layouts by their blocks, and whole with a mask."""
+    inputs = inputs_of(length)
+    gradient = torch.randn_like(inputs[0])
+    print(f"at {length}:\n| layout | causal | share of pairs | blocks ms | whole ms | chosen |")
+    print("|---|---|---|---|---|---|")
+    for is_causal, share in itertools.product((False, True), (0.3, 0.45, 0.6, 0.8)):
+        for name, found in layouts(length, share).items():
+            layout = BlockLayout(found, 16)
+            chosen = "whole" if layout.is_full(is_causal=is_causal) else "blocks"
+            attend = partial(sparse_attention, layout=layout, masks=Masks(is_causal=is_causal))
+            spent: dict[float, list[float]] = {math.inf: [], -1.0: []}
+            for _ in range(rounds + 1):  # the first makes the plans
+                for threshold, each in spent.items():
+                    attention._FULL = threshold
+                    each.append(once(attend, inputs, gradient))
+            attention._FULL = 1.0
+            blocks, whole = (statistics.median(each[1:]) for each in spent.values())
+            pairs = (found.tril() if is_causal else found).float().mean()
+            cells = (name, is_causal, f"{pairs:.2f}", f"{blocks:.0f}", f"{whole:.0f}", chosen)
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def peak_of(name: str, length: int) -> None:
@@ -193,6 +234,7 @@ def main() -> int:
     parser.add_argument("--times", type=Path, help="the --json of an earlier run, for its times")
     parser.add_argument("--output", type=Path, help="a picture over the length")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    parser.add_argument("--densities", action="store_true", help="blocks against a mask instead")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.lengths = [int(length) for length in args.lengths.split(",")]
@@ -200,6 +242,10 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     if args.peak:
         peak_of(args.peak, args.lengths[0])
+        return 0
+    if args.densities:
+        for length in args.lengths:
+            densities(length, args.rounds)
         return 0
     rows = json.loads(args.times.read_text()) if args.times else measure(args)
     if not args.no_memory and not all("MiB" in row for row in rows):

@@ -27,12 +27,16 @@ from hadal.device import (
 from hadal.errors import ModelError, NotBuiltYetError
 from hadal.sparse_attention.flex import flex
 from hadal.sparse_attention.masks import Masks
-from hadal.sparse_attention.plan import Group, Part, parts_of
+from hadal.sparse_attention.plan import RUN, Group, Part, parts_of
 
 # Elements of the largest tensor of gathered blocks: larger ones leave the cache.
 _CHUNK_NUMEL = 1 << 19
 # Shorter sequences are computed whole, with a mask: the overhead of blocks would be larger.
 _SHORT = 1024
+# A layout whose blocks take longer than all pairs with a mask is computed whole: its share of the
+# pairs, of which scattered ones take this many times as long, is above one. Whole means a mask of
+# [layouts, L, L]: larger ones than this many elements would undo what blocks save.
+_FULL, _SCATTERED, _LARGEST_MASK = 1.0, 2.0, 1 << 26
 # The log-sum-exp of a row without columns; finite, so that differences are defined.
 _NOTHING = -1e30
 
@@ -70,6 +74,30 @@ class BlockLayout:
         """The number of tokens."""
         return self.layout.shape[1] * self.block
 
+    def is_full(self, *, is_causal: bool) -> bool:
+        """Return True if the blocks take longer than all pairs with a mask."""
+        heads, count = self.layout.shape[:2]
+        if heads * self.length**2 > _LARGEST_MASK:
+            return False
+        key = ("share", is_causal)
+        if key not in self.kept:
+            pairs = 0.0
+            for part in self._parts_of(is_causal=is_causal, splits=True):
+                for group in part:
+                    entries, rows = group.rows.shape
+                    slower = _SCATTERED if rows * self.block <= RUN else 1.0
+                    pairs += slower * entries * rows * group.columns.shape[1]
+            self.kept[key] = pairs / (heads * count**2)
+        share: float = self.kept[key]
+        return share > _FULL
+
+    def _parts_of(self, *, is_causal: bool, splits: bool) -> list[Part]:
+        parts = self._parts.get((is_causal, splits))
+        if parts is None:
+            parts = parts_of(self.layout, self.block, is_causal=is_causal, splits=splits)
+            self._parts[is_causal, splits] = parts
+        return parts
+
     def chunks(
         self, shape: torch.Size, device: torch.device, *, is_causal: bool, splits: bool
     ) -> list[list[Group]]:
@@ -77,10 +105,7 @@ class BlockLayout:
         batch, heads, _, width = shape
         key = (batch, heads, width, is_causal, splits)
         if key not in self._chunks:
-            parts = self._parts.get((is_causal, splits))
-            if parts is None:
-                parts = parts_of(self.layout, self.block, is_causal=is_causal, splits=splits)
-                self._parts[is_causal, splits] = parts
+            parts = self._parts_of(is_causal=is_causal, splits=splits)
             self._chunks.clear()  # one shape at a time
             self._chunks[key] = [
                 [chunk for group in part for chunk in self._spread(group, shape, device)]
@@ -109,10 +134,11 @@ def sparse_attention(
     layout: BlockLayout,
     masks: Masks | None = None,
     scale: float | None = None,
+    first_row: int | None = None,
 ) -> Tensor:
     """Return softmax(query key^T scale + masks) value over the blocks of a layout.
 
-    A row without any column gives 0. If there are fewer queries than keys, they are the last ones.
+    A row without any column gives 0.
 
     Args:
         query: [batch, heads, rows, D]; under autocast it is cast, as torch's attention does.
@@ -120,6 +146,8 @@ def sparse_attention(
         layout: the blocks to compute, of L tokens rounded up to a block.
         masks: what is added to the scores.
         scale: factor of the scores; 1 / sqrt(D) by default.
+        first_row: the position of the first query if there are fewer queries than keys; by default
+            they are the last ones.
 
     Returns:
         [batch, heads, rows, D].
@@ -135,9 +163,12 @@ def sparse_attention(
     _check_shapes(query, key, value, layout)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     rows, length = query.shape[2], key.shape[2]
-    short = length < _SHORT or layout.is_dense
-    if rows < length or (short and not has_flex_attention(query.device)):
-        return _dense(query, key, value, layout, masks, factor)
+    if rows < length or (
+        not has_flex_attention(query.device)
+        and (length < _SHORT or layout.is_dense or layout.is_full(is_causal=masks.is_causal))
+    ):
+        first = length - rows if first_row is None else first_row
+        return _dense(query, key, value, layout, masks, factor, first)
     query, key, value = (_to_blocks(each, layout.length) for each in (query, key, value))
     masks = masks.padded(length, layout.length, query)
     if masks.is_trained:
@@ -186,11 +217,17 @@ def _to_blocks(values: Tensor, length: int) -> Tensor:
 
 
 def _dense(
-    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: BlockLayout,
+    masks: Masks,
+    scale: float,
+    first: int,
 ) -> Tensor:
-    """Return the attention by one call with a mask of [heads, rows, L]."""
+    """Return the attention of rows from `first` on by one call with a mask of [heads, rows, L]."""
     rows, length = query.shape[2], key.shape[2]
-    places = torch.arange(length - rows, length, device="cpu")
+    places = torch.arange(first, first + rows, device="cpu")
     added = masks.of_tokens(places.to(query.device), length, query)
     if layout.is_dense and added is None and (rows == length or not masks.is_causal):
         return functional.scaled_dot_product_attention(

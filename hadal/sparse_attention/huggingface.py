@@ -35,7 +35,7 @@ NAME = "hadal_sparse"
 _log = logging.getLogger("hadal")
 Model = TypeVar("Model", bound=nn.Module)
 # Arguments of other attention functions that change the result.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask", "block_table")
+_UNKNOWN = ("softcap", "s_aux", "head_mask", "block_table")
 
 
 def register_with_transformers() -> None:
@@ -130,13 +130,15 @@ def hadal_sparse(
 
     Args:
         module: the layer's attention; its `config.sparse_attention` is the pattern.
-        query: [batch, heads, rows, D]; fewer rows than keys are the last ones (generation).
+        query: [batch, heads, rows, D]; fewer rows than keys (generation) are the last ones that
+            the mask shows, or the last of all.
         key, value: [batch, heads or fewer, L, D].
         attention_mask: [batch, L] (true where keys are seen) or [batch, 1 or heads, rows, L].
         dropout: must be 0.
         scaling: factor of the scores.
         is_causal: whether later tokens are not seen; by default what the module says.
-        others: what other attention functions take.
+        others: what other attention functions take. `position_bias`, [batch or 1, heads, rows, L],
+            is added to the scores, and may need a gradient.
 
     Returns:
         [batch, rows, heads, D] and None.
@@ -153,7 +155,9 @@ def hadal_sparse(
     if query.shape[2] != key.shape[2] and not causal:
         raise _of_two_sequences(module)
     layout = _layout(module, query.shape[1], key.shape[2])
-    out = _disabled(query, key, value, layout, _masks(attention_mask, key, causal), scaling)
+    masks = _masks(attention_mask, key, causal, others.get("position_bias"))
+    first = _first_row(attention_mask, query.shape[2], key.shape[2])
+    out = _disabled(query, key, value, layout, masks, scaling, first)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -161,12 +165,25 @@ def hadal_sparse(
 _disabled: Callable[..., Tensor] = torch.compiler.disable(sparse_attention)
 
 
-def _masks(given: Tensor | None, key: Tensor, causal: bool) -> Masks:
+def _masks(given: Tensor | None, key: Tensor, causal: bool, bias: Tensor | None) -> Masks:
+    added = () if bias is None else (PairMask(bias, multiplies=False),)
     if given is None or given.dim() == 2:
         keys = None if given is None else key_mask(given, "mul", key)
-        return Masks(keys, (), causal)
+        return Masks(keys, added, causal)
     # A whole mask says what is causal, too.
-    return Masks(None, (PairMask(given, multiplies=given.dtype is torch.bool),), False)
+    return Masks(None, (*added, PairMask(given, multiplies=given.dtype is torch.bool)), False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _first_row(mask: Tensor | None, rows: int, length: int) -> int | None:
+    """Return the position of the first query if a cache has room for more keys than it holds.
+
+    The last query sees itself and no later key.
+    """
+    if mask is None or mask.dim() != 4 or mask.dtype is not torch.bool or rows == length:
+        return None
+    seen = mask[:, :, -1].flatten(0, 1).any(0).nonzero()
+    return max(0, int(seen[-1]) + 1 - rows) if len(seen) else None
 
 
 def _check_call(module: nn.Module, dropout: float, others: dict[str, Any], *, causal: bool) -> None:
@@ -237,18 +254,20 @@ def _mask_of(
     """Return the padding as [batch, L] where the mask is plain, or the whole of any other one.
 
     Raises:
-        NotBuiltYetError: a cache that is longer than what it holds, or that has dropped keys.
+        NotBuiltYetError: a cache that has dropped keys.
     """
     from transformers import masking_utils as known
 
     plain = (known.causal_mask_function, known.bidirectional_mask_function)
     whole = mask_function is not known.bidirectional_mask_function
-    is_tensor = isinstance(q_offset, Tensor)
-    if whole and (is_tensor or kv_offset != 0 or q_offset + q_length != kv_length):
+    if whole and kv_offset != 0:
         raise NotBuiltYetError(
-            f"{NAME} with a static or sliding cache is not built yet; use a DynamicCache"
+            f"{NAME} with a cache that drops the keys of earlier tokens (a sliding window) is not"
+            " built yet; generate without a cache (use_cache=False), or no further than the window"
         )
-    if mask_function not in plain:  # sliding windows, packed sequences, a program's own
+    has_room = isinstance(q_offset, Tensor) or q_offset + q_length != kv_length
+    # Sliding windows, packed sequences, a program's own; a cache with room for more.
+    if mask_function not in plain or (whole and has_room):
         others.pop("allow_is_causal_skip", None)
         others.pop("allow_is_bidirectional_skip", None)
         found: Tensor | None = known.sdpa_mask(

@@ -18,8 +18,8 @@ from torch import Tensor
 # Tokens of neighbouring rows whose common columns are computed together, and the fewest of these
 # that pay: what two parts have in common must be merged, which costs about as much as 64 columns.
 _TILE, _FEWEST = 512, 128
-# Tokens of neighbouring rows with equal columns in one entry of the second part.
-_RUN = 64
+RUN = 64
+"""Tokens of neighbouring rows with equal columns in one entry of the second part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _runs(layout: Tensor, block: int, *, is_causal: bool) -> Iterator[Group]:
     heads, count, _ = layout.shape
     flat = layout.reshape(heads * count, count)
     # The length of the run that starts in each row; 0 where none does.
-    longest = max(1, _RUN // block)
+    longest = max(1, RUN // block)
     differs = torch.ones(heads * count, dtype=torch.bool, device=layout.device)
     differs[1:] = (flat[1:] != flat[:-1]).any(-1)
     differs[::count] = True

@@ -11,6 +11,7 @@ from engine.toys import config_of
 from ranks import RankPools
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hadal
 from hadal import comm
@@ -71,6 +72,29 @@ def test_a_linear_cross_entropy_sums_wide() -> None:
     assert loss.dtype == torch.float32 and {one.dtype for one in found} == {torch.bfloat16}
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=0.03, atol=2e-3)
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return found
+
+
+def test_logits_of_all_positions_never_exist() -> None:
+    words, rows, width = 1 << 12, 1 << 9, 4
+    hidden, weight = torch.randn(rows, width), torch.randn(words, width)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    with _Largest() as seen:
+        loss = linear_cross_entropy(*leaves, torch.randint(words, (rows,)), rows=16)
+        loss.backward()
+    assert seen.numel == 16 * words
 
 
 def test_a_linear_cross_entropy_under_autocast() -> None:

@@ -37,6 +37,7 @@ GOLDEN = json.loads(Path(__file__).with_name("values.json").read_text())
 def path(request, monkeypatch):
     """Each way to compute it on this machine."""
     monkeypatch.setattr(attention, "_SHORT", 1 << 40 if request.param == "dense" else 0)
+    monkeypatch.setattr(attention, "_FULL", math.inf)
     if request.param == "gathering":
         monkeypatch.setattr(attention, "has_fused_attention", lambda device: False)
     # Small parts and chunks, so that small cases have several of them.
@@ -187,6 +188,7 @@ def test_any_layout_equals_the_written_out_softmax(case):
     for short in (0, 1 << 40):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(attention, "_SHORT", short)
+            patched.setattr(attention, "_FULL", math.inf)
             patched.setattr("hadal.sparse_attention.plan._TILE", 16)
             patched.setattr("hadal.sparse_attention.plan._FEWEST", 8)
             patched.setattr(attention, "_CHUNK_NUMEL", 64)
@@ -517,6 +519,33 @@ def test_flex_attention_computes_the_same(causal, masked):
     masks = Masks(keys, pairs, causal) if masked else Masks(is_causal=causal)
     found = flex.flex(*operands, layout, masks, 1 / math.sqrt(8))
     torch.testing.assert_close(found, written_out(*operands, layout, masks))
+
+
+def test_layouts_that_are_nearly_full_are_computed_whole(monkeypatch):
+    count = 64
+    scattered = torch.rand(1, count, count, generator=torch.Generator().manual_seed(0))
+    columns = torch.zeros(1, count, count, dtype=torch.bool)
+    columns[:, :, : 7 * count // 10] = True
+    expected = {  # shares of all pairs, and whether they are causal
+        (0.4, False): False,
+        (0.6, False): True,
+        (0.75, True): False,  # of half the pairs
+    }
+    for (share, causal), is_full in expected.items():
+        assert BlockLayout(scattered < share, 16).is_full(is_causal=causal) is is_full
+    assert not BlockLayout(columns, 16).is_full(is_causal=False)  # few large products
+    calls = []
+    whole = attention._dense
+    monkeypatch.setattr(attention, "_dense", lambda *args: calls.append(1) or whole(*args))
+    operands = operands_of(count * 16, heads=2, batch=1)
+    for share in (0.6, 0.2):
+        layout = BlockLayout(scattered < share, 16)
+        found = sparse_attention(*operands, layout)
+        expected = written_out(*operands, layout, Masks())
+        torch.testing.assert_close(found, expected)
+    assert calls == [1]
+    monkeypatch.setattr(attention, "_LARGEST_MASK", 1 << 19)
+    assert not BlockLayout(scattered < 0.9, 16).is_full(is_causal=False)
 
 
 @pytest.mark.gpu

@@ -25,21 +25,20 @@ from hadal.sparse_attention import (
 )
 from hadal.sparse_attention.huggingface import _made
 
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 WINDOW = {"mode": "bslongformer", "block": 8}
 
 
 def llama(**changes):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        **changes,
-    )
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **changes)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -56,6 +55,20 @@ def bert(kind=transformers.BertForMaskedLM, positions=64):
         attention_probs_dropout_prob=0.0,
     )
     return kind(config)
+
+
+def t5_config(**changes):
+    return transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        **changes,
+    )
 
 
 def tokens(length, batch=2):
@@ -209,14 +222,53 @@ def test_what_cannot_be_done_is_said():
     dropping = use_sparse_attention(llama(attention_dropout=0.1), WINDOW).train()
     with pytest.raises(UsageError, match=r"no dropout, and LlamaAttention asks for 0\.1; set"):
         dropping(tokens(16))
-    with pytest.raises(NotImplementedError, match="static or sliding cache is not built yet"):
-        use_sparse_attention(llama(), WINDOW).generate(
-            tokens(16),
-            max_new_tokens=2,
-            cache_implementation="static",
-            pad_token_id=0,
-            disable_compile=True,
+    torch.manual_seed(0)
+    sliding = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8)
+    )
+    with pytest.raises(NotImplementedError, match="drops the keys of earlier tokens"):
+        use_sparse_attention(sliding, WINDOW).generate(
+            tokens(16), max_new_tokens=4, pad_token_id=0, eos_token_id=None
         )
+    decoder = transformers.T5ForConditionalGeneration(t5_config(num_decoder_layers=1))
+    with pytest.raises(NotImplementedError, match=r"between two sequences \(T5Attention\)"):
+        use_sparse_attention(decoder, WINDOW)(tokens(16), labels=tokens(4))
+
+
+def test_generation_with_a_static_cache():
+    model, ids = use_sparse_attention(llama(), WINDOW), tokens(21)
+    mask = padding(21, 21, 13, left=True)
+    choices = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    expected = model.generate(ids, **choices)
+    found = model.generate(ids, cache_implementation="static", disable_compile=True, **choices)
+    assert found.sequences.equal(expected.sequences)
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_of_positions_is_added_and_trained():
+    torch.manual_seed(0)
+    model, ids = transformers.T5EncoderModel(t5_config()), tokens(37)
+    mask = padding(37, 37, 20)
+    expected = model(ids, attention_mask=mask)[0][mask.bool()]
+    expected.square().sum().backward()
+    parameters = dict(model.named_parameters())
+    wanted = {name: one.grad.clone() for name, one in parameters.items()}
+    model.zero_grad()
+    found = use_sparse_attention(model, {"mode": "dense"})(ids, attention_mask=mask)[0][mask.bool()]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found.square().sum().backward()
+    for name, one in parameters.items():
+        torch.testing.assert_close(one.grad, wanted[name], rtol=1e-3, atol=1e-4)
+    assert any("relative_attention_bias" in name for name in wanted)
 
 
 # ---- BERT and RoBERTa ----------------------------------------------------------------------------
