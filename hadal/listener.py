@@ -183,6 +183,13 @@ class Listener:
     def after_forward(self, output: Any) -> None:
         """Called after a forward, with its `output`."""
 
+    def loss_weight(self) -> float:
+        """Return the factor of the loss in the backward that is about to run.
+
+        Listeners whose factor is not 1.0 require `engine.backward`.
+        """
+        return 1.0
+
     def before_backward(self) -> None:
         """Called before a backward; if the caller runs it, at its first gradient."""
 

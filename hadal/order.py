@@ -18,6 +18,8 @@ class Picked(NamedTuple):
     """How many samples of all replicas the batch and its peers on the other replicas use up."""
     state: Any = None
     """The order's state after this batch: plain values; None if epoch and samples say all."""
+    note: Any = None
+    """Facts about the batch for whoever follows the loader; not saved."""
 
 
 @runtime_checkable

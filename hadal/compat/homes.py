@@ -87,6 +87,13 @@ _ALIKE: dict[str, dict[str, str]] = {
         " MMapIndexedDatasetBuilder code create_doc_idx data_file_path dataset_exists"
         " index_file_path infer_dataset_impl make_builder make_dataset"
     },
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
+        "hadal.compat.batching": "VariableBatchSizeLR batch_by_seqlens"
+        " dataloader_for_variable_batch_size"
+        " get_dataloader_and_lr_scheduler_for_variable_batch_size"
+        " get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
+        " lr_scheduler_for_variable_batch_size scale_lr"
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.utils": {
         "hadal.compat.indexed": "close_mmap_dataset_builder create_mmap_dataset_builder"
         " split_dataset split_index"
@@ -159,6 +166,7 @@ _ALIKE: dict[str, dict[str, str]] = {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "hadal": "add_tuning_arguments",
     },
+    "deepspeed.runtime.eigenvalue": {"hadal.compat.eigenvalue": "Eigenvalue"},
     "deepspeed.runtime.progressive_layer_drop": {_EFFICIENCY: "ProgressiveLayerDrop"},
     "deepspeed.runtime.utils": {
         _TOOLS: "bwc_pipeline_parallel_group bwc_pipeline_parallel_world_size"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from hadal.config.curriculum_learning import Pace, PaceConfig
-from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section
+from hadal.config.section import NO_EFFECT, Section, key, section
 from hadal.config.values import Boolean, Integer, Integers, Text
 
 _MASTER = (
@@ -66,18 +66,37 @@ class DynamicBatching(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Batch by tokens. Requires max_tokens.", mark=UNBUILT)
-    metrics_path: Text | None = key(None, "Directory of measured lengths; written if missing.")
+    enabled: Boolean = key(
+        False, "Batch by tokens: the batch sizes count packs of samples. Requires max_tokens."
+    )
+    metrics_path: Text | None = key(
+        None,
+        "Directory of lengths (seqlen/seqlen_sample_to_metric); measured and written if missing."
+        " Not read if the data set has an attribute lengths or sizes. null: not kept.",
+    )
     lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
-        "linear", "Scaling of the learning rate with the batch size."
+        "linear", "Scaling of the learning rate with the samples of each update."
     )
-    min_batch_size: Integer = key(1, "Smallest micro-batch, in samples.", ge=1)
-    max_batch_size: Integer | None = key(None, "Largest micro-batch, in samples.", ge=1)
+    base_batch_size: Integer | None = key(
+        None,
+        "Samples of an update with the configured learning rate; null: the mean of the first"
+        " epoch. DeepSpeed takes train_batch_size.",
+        ge=1,
+    )
+    loss_weighting: Literal["tokens", "samples", "none"] = key(
+        "tokens",
+        "Weight of each micro-batch in the mean gradient: by its tokens (for a loss that is a mean"
+        " over tokens), by its samples, or all alike, as in DeepSpeed.",
+    )
+    min_batch_size: Integer = key(1, "Smallest pack, in samples.", ge=1)
+    max_batch_size: Integer | None = key(None, "Largest pack, in samples.", ge=1)
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = key(
-        "dataloader", "Order in which samples are packed."
+        "dataloader",
+        "Order in which samples are packed: that of the data set, shuffled by seed and epoch, or"
+        " ascending by length.",
     )
-    max_tokens: Integer | None = key(None, "Maximum number of tokens in a micro-batch.", gt=0)
-    verbose: Boolean = key(False, "Log each batch.")
+    max_tokens: Integer | None = key(None, "Maximum number of tokens in a pack.", gt=0)
+    verbose: Boolean = key(False, "Log each update's samples and tokens.")
 
 
 class DataSampling(Section):

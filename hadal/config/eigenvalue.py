@@ -1,13 +1,24 @@
-"""`eigenvalue`: curvature of blocks, as a top-level section.
+"""`eigenvalue`: curvature of a model's blocks during training.
 
 Tests: tests/config/test_every_key.py
 """
 
-from hadal.config.section import NO_EFFECT, Section, key
-from hadal.config.values import Boolean
+from typing import ClassVar
+
+from hadal.config.section import Section, key
+from hadal.config.values import Boolean, Integer, Number, Text
 
 
 class Eigenvalue(Section):
-    """Never read at this place, in any release of DeepSpeed."""
+    """The dominant eigenvalue of each block's Hessian, by power iteration."""
 
-    enabled: Boolean = key(False, "Compute eigenvalues.", mark=NO_EFFECT)
+    switch: ClassVar[str | None] = "enabled"
+
+    enabled: Boolean = key(False, "Compute eigenvalues. Requires layer_num.")
+    verbose: Boolean = key(False, "Log each one.")
+    max_iter: Integer = key(100, "Most iterations for each block.", ge=1)
+    tol: Number = key(1e-2, "Relative change at which to stop.", ge=0)
+    stability: Number = key(1e-6, "Added to norms.", ge=0)
+    gas_boundary_resolution: Integer = key(1, "Updates from one computation to the next.", ge=1)
+    layer_name: Text = key("bert.encoder.layer", "Full name of the list of blocks.")
+    layer_num: Integer = key(0, "Number of blocks, from the first.", ge=0)

@@ -127,6 +127,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "progressive_layer_drop": {
         "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001},
     },
+    "eigenvalue": {
+        "eigenvalue": {"enabled": True, "layer_name": "transformer.h", "layer_num": 12},
+    },
     "compression_training": {
         "compression_training": {
             "weight_quantization": {

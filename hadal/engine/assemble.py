@@ -67,6 +67,7 @@ from hadal.engine.wishes import (
     make_loading,
     make_optimizer,
     make_schedule,
+    scaled_by_batch,
     seed_of_program,
 )
 from hadal.errors import OffloadError
@@ -246,7 +247,7 @@ def _assemble(
         runtime.reducing = setting.clocks.reducing
     readers = topology.data_parallel
     seed = seed_of_program(world) if engine_type.seeds_data else 0
-    loading = make_loading(wishes, config, readers.size, readers.rank, seed)
+    loading = make_loading(wishes, config, readers, seed, listeners)
     loader = make_loader(wishes, loading, world)
     hooks = Hooks(model, runtime)
     hooks.watch_refreshes(adopter.uses())
@@ -261,7 +262,7 @@ def _assemble(
             runtime.exchange = stepper
         schedule = make_schedule(wishes, config, optimizer, admitted.is_chosen, loader)
         LaterGroups(model, runtime, hooks, optimizer, stepper, adopter)
-        return Training(optimizer, schedule, stepper)
+        return Training(optimizer, scaled_by_batch(schedule, optimizer, listeners), stepper)
 
     training = None
     with told_to_all(world, "initialize"):

@@ -5,6 +5,7 @@ Tests: tests/engine/test_engine.py, tests/engine/test_direct_backward.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,10 +41,14 @@ class Backwards:
             self._count_factor(factor)
             if divides:
                 factor /= session.batches.accumulation
+            factor *= self._weight()
             exact = torch.promote_types(loss.dtype, torch.float32)
             scaled = loss if factor == 1.0 else loss.to(exact) * factor
             with self._around(boundary, loss.detach()):
                 hooks.backward(scaled, retain_graph)
+
+    def _weight(self) -> float:
+        return math.prod(listener.loss_weight() for listener in self._session.listeners)
 
     @contextmanager
     def direct(self) -> Iterator[None]:
@@ -60,6 +65,12 @@ class Backwards:
                 raise UsageError(
                     f"{where} leaves out the loss scale ({scale}), without which fp16 gradients"
                     " vanish; call engine.scale(loss).backward(), or engine.backward(loss)"
+                )
+            if self._weight() != 1.0:
+                raise UsageError(
+                    f"{where} leaves out the weight of this micro-batch; call"
+                    " engine.backward(loss), or set data_efficiency.data_sampling.dynamic_batching"
+                    '.loss_weighting to "none"'
                 )
             # The update divides by the micro-steps; only `run` divides the loss itself.
             self._count_factor(scale * session.batches.accumulation)

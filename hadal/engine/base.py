@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hadal.config import Config
+from hadal.data_efficiency.batching import BatchingByTokens
 from hadal.engine.listeners import options_of
 from hadal.engine.loader import Reading, ShardedLoader
 from hadal.engine.parts import Parts
@@ -169,6 +170,11 @@ class EngineBase(nn.Module):
                 the middle of an update.
         """
         batches = self._session.batches.with_train(train_batch_size)
+        if any(isinstance(one, BatchingByTokens) for one in self._session.listeners):
+            raise UsageError(
+                "set_train_batch_size: dynamic_batching makes packs for the train_batch_size of the"
+                " configuration; change it there, and initialize again"
+            )
         if self._session.is_inside_accumulation or self._session.cycle.backwards:
             raise UsageError("set_train_batch_size was called inside an accumulation; step first")
         self._session.batches = batches

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from hadal.data_efficiency.batching import BatchingByTokens
 from hadal.data_efficiency.layer_drop import LayerDrop
 from hadal.data_efficiency.seqlen import LengthCurriculum
 from hadal.data_efficiency.token_drop import TokenDrop
@@ -19,6 +20,7 @@ from hadal.engine.base import EngineBase
 from hadal.engine.checkpoints import Checkpoints
 from hadal.engine.collector import hold_collector
 from hadal.engine.compile import compile_module
+from hadal.engine.curvature import BlockEigenvalues
 from hadal.engine.direct import DirectBackward
 from hadal.engine.efficiency import Efficiency
 from hadal.engine.giving import WeightsOut
@@ -412,6 +414,18 @@ class Engine(EngineBase):
     def token_drop(self) -> TokenDrop | None:
         """The schedule of kept tokens, if `data_efficiency.data_routing.random_ltd` is on."""
         found: TokenDrop | None = self._named(TokenDrop.name)
+        return found
+
+    @property
+    def dynamic_batching(self) -> BatchingByTokens | None:
+        """Batches by tokens, if `data_efficiency.data_sampling.dynamic_batching` is on."""
+        found: BatchingByTokens | None = self._named(BatchingByTokens.name)
+        return found
+
+    @property
+    def eigenvalues(self) -> BlockEigenvalues | None:
+        """The curvature of the model's blocks, if `eigenvalue` is on."""
+        found: BlockEigenvalues | None = self._named(BlockEigenvalues.name)
         return found
 
     def _named(self, name: str) -> Any:

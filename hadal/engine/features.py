@@ -21,11 +21,13 @@ from hadal.compression.compress import is_on, tell_missing_teacher
 from hadal.compression.report import compression_report
 from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
+from hadal.data_efficiency.batching import BatchingByTokens
 from hadal.data_efficiency.layer_drop import LayerDrop
 from hadal.data_efficiency.seqlen import LengthCurriculum, Write
 from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.curvature import BlockEigenvalues
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
 from hadal.engine.recomputed import budget_of, recomputed_modules
@@ -107,6 +109,13 @@ def _lengths(setting: Setting) -> Listener | None:
     return LengthCurriculum(section, setting.model, readers, _write(setting))
 
 
+def _batching(setting: Setting) -> Listener | None:
+    section = setting.config.data_efficiency.data_sampling.dynamic_batching
+    if not section.enabled:
+        return None
+    return BatchingByTokens(section, setting.batches.accumulation, _write(setting))
+
+
 def _layer_drop(setting: Setting) -> Listener | None:
     section = setting.config.progressive_layer_drop
     if section is None or not section.enabled:
@@ -134,6 +143,20 @@ def _compression(setting: Setting) -> Listener | None:
     if not is_on(section):
         return None
     return CompressionTechniques(section, setting.model, setting.topology.sharding)
+
+
+def _eigenvalues(setting: Setting) -> Listener | None:
+    section, topology = setting.config.eigenvalue, setting.topology
+    if section is None or not section.enabled:
+        return None
+    if topology.model_parallel_size > 1 or topology.sequence_parallel_size > 1:
+        raise UsageError(
+            "eigenvalue: a block's second derivatives are not built yet for a model, or sequences,"
+            " that are split over several ranks; switch eigenvalue off"
+        )
+    writes = setting.monitor.enabled
+    write = setting.monitor.write_events if writes else None
+    return BlockEigenvalues(section, setting.model, topology.data_parallel, write)
 
 
 def _clocks(setting: Setting) -> Listener | None:
@@ -276,10 +299,12 @@ class _OwnLog(Listener):
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {
     # What changes inputs comes before what counts their tokens.
     "curriculum_learning": _lengths,
+    "data_efficiency.data_sampling.dynamic_batching": _batching,
     "progressive_layer_drop": _layer_drop,
     "activation_checkpointing": _recomputed,
     "data_efficiency.data_routing.random_ltd": _token_drop,
     "compression_training": _compression,
+    "eigenvalue": _eigenvalues,
     "wall_clock_breakdown": _clocks,
     "steps_per_print": _reporter,
     # What a report has beside the scalars is written before the monitors close their files.

@@ -99,6 +99,9 @@ class ShardedLoader:
         self._in_turn = True
         self.post_process: PostProcess | None = None
         """Changes each batch before it is handed out; it is given the order's state, too."""
+        self.on_batch: Callable[[Any], None] | None = None
+        """Called with the order's note on each batch as it is handed out, and with None when an
+        iteration begins."""
         if not self._is_stream and len(self) == 0:
             _log.warning(
                 "a loader gives no batch: %d samples on %d replicas, %d to a batch, drop_last %s",
@@ -224,11 +227,15 @@ class ShardedLoader:
         order, picks = self._order, deque[Picked]()
         if self._order_state is not None:
             order.load_state_dict(self._order_state)
+        if self.on_batch is not None:
+            self.on_batch(None)
         batches = Batches(self.dataset, self._collate, self._epoch)
         for batch in self._loader(batches, self._requests(order, picks)):
             picked = picks.popleft()
             self._handed += picked.samples
             self._order_state = picked.state
+            if self.on_batch is not None:
+                self.on_batch(picked.note)
             yield batch
 
     def _requests(self, order: Order, picks: deque[Picked]) -> Iterator[Request]:
@@ -365,6 +372,20 @@ class ShardedLoader:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenOrder:
+    """The order of the training data that the configuration asks for."""
+
+    path: str
+    """The JSON path of the section that does."""
+    make: Callable[[Dataset[Any]], Order]
+    """Makes it for a data set with a length and items."""
+    workers: int
+    pin_memory: bool
+    on_batch: Callable[[Any], None] | None = None
+    """Follows the loader, as `ShardedLoader.on_batch`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loading:
     """Options that the loaders of one engine share."""
 
@@ -373,9 +394,8 @@ class Loading:
     can_pin: bool
     """True if there is a device to which pinned memory is copied faster."""
     seed: int = 0
-    curriculum: Callable[[int], tuple[Order, int, bool]] | None = None
-    """Makes the order of a training data set of so many samples, if the configuration has one;
-    also its workers, and whether batches are pinned."""
+    chosen: ChosenOrder | None = None
+    """The order of training data, if the configuration has one."""
 
     def training_loader(
         self, dataset: Dataset[Any], reading: Reading, batch_size: int | None = None
@@ -386,26 +406,29 @@ class Loading:
             UsageError: the configuration has an order, and the data set no indices; or its files do
                 not belong to the data set.
         """
-        if self.curriculum is None or reading.sampler is not None:
+        chosen = self.chosen
+        if chosen is None or reading.sampler is not None:
             return self.loader(dataset, batch_size, reading)
         if batch_size not in (None, self.sharding.batch_size):
             raise UsageError(
-                f"deepspeed_io(batch_size={batch_size}): data_sampling.curriculum_learning draws"
-                f" micro-batches of {self.sharding.batch_size} samples; leave batch_size out"
+                f"deepspeed_io(batch_size={batch_size}): {chosen.path} makes the micro-batches"
+                f" (train_micro_batch_size_per_gpu {self.sharding.batch_size}); leave batch_size"
+                " out"
             )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UsageError(
-                "data_efficiency.data_sampling.curriculum_learning chooses samples by their index;"
-                f" {type(dataset).__name__} has none. Give a data set with a length and items"
+                f"{chosen.path} chooses samples by their index; {type(dataset).__name__} has none."
+                " Give a data set with a length and items"
             )
-        order, workers, pins = self.curriculum(len(dataset))
         reading = replace(
             reading,
-            sampler=order,
-            workers=reading.workers or workers,
-            pin_memory=pins,
+            sampler=chosen.make(dataset),
+            workers=reading.workers or chosen.workers,
+            pin_memory=chosen.pin_memory,
         )
-        return self.loader(dataset, None, reading)
+        made = self.loader(dataset, None, reading)
+        made.on_batch = chosen.on_batch
+        return made
 
     def loader(
         self,

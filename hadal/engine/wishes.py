@@ -6,7 +6,7 @@ Tests: tests/engine/test_arguments.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,15 @@ from hadal.comm import Ranks
 from hadal.comm.collectives import broadcast_
 from hadal.comm.faults import told_to_all
 from hadal.config import Config
+from hadal.data_efficiency import batching as by_tokens
+from hadal.data_efficiency.lengths import lengths_of
+from hadal.data_efficiency.sampler import PATH as CURRICULUM
 from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.device import current_device
-from hadal.engine.loader import Loading, Reading, ShardedLoader
+from hadal.engine.loader import ChosenOrder, Loading, Reading, ShardedLoader
 from hadal.engine.sampler import Sharding
 from hadal.errors import OptimizerError
+from hadal.listener import Listener
 from hadal.optim.build import build_optimizer
 from hadal.optim.muon import muon_groups
 from hadal.optim.schedules import build_schedule
@@ -153,39 +157,62 @@ def seed_of_program(world: Ranks) -> int:
     return int(shared)
 
 
-def make_loading(wishes: Wishes, config: Config, replicas: int, replica: int, seed: int) -> Loading:
-    """Make the loaders' shared options; `replica` of `replicas` reads its own samples."""
+def _batching(listeners: Iterable[Listener]) -> by_tokens.BatchingByTokens | None:
+    return next((one for one in listeners if isinstance(one, by_tokens.BatchingByTokens)), None)
+
+
+def scaled_by_batch(schedule: Any, optimizer: Optimizer, listeners: Iterable[Listener]) -> Any:
+    """Return the schedule as scaled by the size of each batch, if there is a listener for that."""
+    batching = _batching(listeners)
+    return schedule if batching is None else batching.scaled(schedule, optimizer)
+
+
+def make_loading(
+    wishes: Wishes, config: Config, readers: Ranks, seed: int, listeners: Iterable[Listener]
+) -> Loading:
+    """Make the loaders' shared options; each of `readers` reads its own samples."""
+    micro, drops = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
+    sharding = Sharding(micro, readers.size, readers.rank, drops)
     return Loading(
-        Sharding(
-            config.train_micro_batch_size_per_gpu, replicas, replica, config.dataloader_drop_last
-        ),
+        sharding,
         wishes.collate_fn,
         can_pin=current_device().type != "cpu",
         seed=seed,
-        curriculum=_curriculum(config, replicas, replica),
+        chosen=_chosen_order(config, sharding, _batching(listeners)),
     )
 
 
-def _curriculum(
-    config: Config, replicas: int, replica: int
-) -> Callable[[int], tuple[Order, int, bool]] | None:
-    """Return the maker of the order by metrics, if it is on."""
+def _chosen_order(
+    config: Config, sharding: Sharding, batching: by_tokens.BatchingByTokens | None
+) -> ChosenOrder | None:
+    """Return the order by metrics, or by tokens, if one is on."""
     section = config.data_efficiency
     sampling = section.data_sampling
-    if not sampling.curriculum_learning.enabled:
-        return None
     taking = Taking(
-        config.train_micro_batch_size_per_gpu,
-        replicas,
-        replica,
+        sharding.batch_size,
+        sharding.replicas,
+        sharding.replica,
         config.gradient_accumulation_steps,
-        config.dataloader_drop_last,
+        sharding.drop_last,
     )
 
-    def make(count: int) -> tuple[Order, int, bool]:
-        return CurriculumOrder(section, count, taking), sampling.num_workers, sampling.pin_memory
+    def by_metrics(dataset: Any) -> Order:
+        return CurriculumOrder(section, len(dataset), taking)
 
-    return make
+    def in_packs(dataset: Any) -> Order:
+        folder = sampling.dynamic_batching.metrics_path
+        lengths = lengths_of(dataset, folder, writes=sharding.replica == 0)
+        order = by_tokens.PackedOrder(section, lengths, taking)
+        if batching is not None:
+            batching.order = order
+        return order
+
+    workers, pins = sampling.num_workers, sampling.pin_memory
+    if sampling.curriculum_learning.enabled:
+        return ChosenOrder(CURRICULUM, by_metrics, workers, pins)
+    if batching is not None:
+        return ChosenOrder(by_tokens.PATH, in_packs, workers, pins, batching.note)
+    return None
 
 
 def make_loader(wishes: Wishes, loading: Loading, world: Ranks) -> ShardedLoader | None:

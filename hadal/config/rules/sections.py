@@ -16,6 +16,7 @@ from hadal.config.data_efficiency import (
     DataEfficiency,
     DataRouting,
     DataSampling,
+    DynamicBatching,
     LtdSchedule,
     LtdScheduleConfig,
 )
@@ -91,7 +92,20 @@ def _sampling(config: Config) -> Iterator[Fault]:
             if (metric.clustering_type, metric.difficulty_type) == ("schedule_based", "value"):
                 yield from _missing(metric, here, "index_to_metric_path")
     if batching.enabled:
-        yield from _missing(batching, f"{path}.dynamic_batching", "max_tokens")
+        yield from _batching(batching, f"{path}.dynamic_batching")
+        if curriculum.enabled:
+            yield Fault(
+                f"{path}.dynamic_batching.enabled",
+                f"{path}.curriculum_learning chooses the samples of each batch, too; switch one of"
+                " the two off",
+            )
+
+
+def _batching(batching: DynamicBatching, path: str) -> Iterator[Fault]:
+    yield from _missing(batching, path, "max_tokens")
+    least, most = batching.min_batch_size, batching.max_batch_size
+    if most is not None and most < least:
+        yield Fault(f"{path}.max_batch_size", f"{most} is less than min_batch_size {least}")
 
 
 @reading("data_efficiency")
@@ -152,6 +166,16 @@ def _outer_switches(config: Config) -> Iterator[Fault]:
                     f"{where}.enabled",
                     f"false contradicts {path}.enabled, which is true; change one of the two",
                 )
+
+
+@reading("eigenvalue")
+def _eigenvalue(config: Config) -> Iterator[Fault]:
+    section = config.eigenvalue
+    if section is not None and section.enabled and not section.layer_num:
+        yield Fault(
+            "eigenvalue.layer_num",
+            "required while the section is on; give the number of blocks in layer_name",
+        )
 
 
 @reading("progressive_layer_drop")
@@ -394,6 +418,7 @@ def _folders_of_monitors(config: Config) -> Iterator[Fault]:
 
 RULES = (
     _curriculum,
+    _eigenvalue,
     _sampling,
     _token_dropping,
     _outer_switches,

@@ -1,0 +1,207 @@
+"""Eigenvalues of blocks during training (`eigenvalue`).
+
+Tests: tests/engine/test_curvature.py
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hadal.comm import Ranks
+from hadal.comm.collectives import sum_
+from hadal.comm.faults import told_to_all
+from hadal.compression.curvature import (
+    PowerIteration,
+    blocks_of,
+    dominant_eigenvalue,
+    relative,
+)
+from hadal.config.eigenvalue import Eigenvalue
+from hadal.data_efficiency.seqlen import Write
+from hadal.engine.parts import Parts
+from hadal.errors import UsageError
+from hadal.listener import Forward, Listener, Update
+
+_log = logging.getLogger(__name__)
+_LABEL = "the eigenvalues of blocks"
+LossOf = Callable[[Any], Tensor]
+"""Returns the loss of a forward's output."""
+
+
+class BlockEigenvalues(Listener):
+    """Computes the dominant eigenvalue of each block's Hessian before some of the updates.
+
+    The last micro-batch goes through a copy of the model that shares the weights and has none of
+    the engine's hooks, so that gradients and the training graph are left alone. At stage 3 all
+    weights are gathered for it.
+    """
+
+    name = "eigenvalue"
+
+    def __init__(
+        self, section: Eigenvalue, model: nn.Module, ranks: Ranks, write: Write | None
+    ) -> None:
+        self._section = section
+        self._rule = PowerIteration(section.max_iter, section.tol, section.stability)
+        self._count = len(blocks_of(model, section.layer_name, section.layer_num, "eigenvalue."))
+        self._ranks = ranks
+        self._write = write
+        self._engine: weakref.ref[Any] | None = None
+        self._batch: Forward | None = None
+        self._is_fresh = False
+        self.loss_of: LossOf | None = None
+        """Returns the loss of a forward's output; None: the output is the loss, or has it."""
+        self.values: list[float] = []
+        """Each block's last eigenvalue, the mean over the ranks."""
+
+    @property
+    def relative(self) -> list[float]:
+        """The magnitude of each block's last eigenvalue relative to the largest."""
+        return relative(self.values)
+
+    def on_attach(self, engine: Any) -> None:
+        """Keep the engine for its model."""
+        self._engine = weakref.ref(engine)
+
+    def before_forward(self, forward: Forward) -> None:
+        """Keep the batch if its update is due."""
+        is_due = (forward.updates + 1) % self._section.gas_boundary_resolution == 0
+        if forward.is_training and is_due:
+            self._batch = forward
+
+    def before_update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Compute the eigenvalues if the update is due."""
+        del gradients
+        batch, self._batch = self._batch, None
+        engine = None if self._engine is None else self._engine()
+        if engine is None or (engine.global_steps + 1) % self._section.gas_boundary_resolution:
+            return
+        parts = engine._parts
+        with (
+            torch.enable_grad(),
+            parts.runtime.whole(parts.runtime.buckets),
+            told_to_all(self._ranks, "eigenvalue", UsageError),
+        ):
+            values = self._computed(parts, batch)
+        total = torch.tensor(values, dtype=torch.float64)
+        sum_(total, self._ranks, _LABEL)
+        self.values = (total / self._ranks.size).tolist()
+        self._is_fresh = True
+        if self._section.verbose and self._ranks.rank == 0:
+            for number, value in enumerate(self.values):
+                _log.info("update %d: block %d: %.6g", engine.global_steps + 1, number, value)
+
+    def _computed(self, parts: Parts, batch: Forward | None) -> list[float]:
+        if batch is None:
+            raise UsageError(
+                "eigenvalue: the update had no forward in training mode; call engine.train() before"
+                " it"
+            )
+        section, model = self._section, _without_hooks(parts.model)
+        # Attention's fused kernels have no second derivative.
+        with _kept_random_state(parts.device), sdpa_kernel(SDPBackend.MATH):
+            output = parts.casting.run(model, parts.device, batch.args, batch.kwargs)
+            loss = _loss_of(output) if self.loss_of is None else self.loss_of(output)
+            blocks = blocks_of(model, section.layer_name, section.layer_num)
+            parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+            flat = [p for own in parameters for p in own]
+            try:
+                found = torch.autograd.grad(loss, flat, create_graph=True, allow_unused=True)
+                grads = {p: g for p, g in zip(flat, found, strict=True) if g is not None}
+                _expect_gradients(parameters, grads, section.layer_name)
+                return [self._value({p: grads[p] for p in own if p in grads}) for own in parameters]
+            except RuntimeError as error:
+                raise UsageError(
+                    f"eigenvalue: a part of {type(parts.model).__name__} has no second"
+                    f" derivative ({error}); use plain torch operations there, no reentrant"
+                    " recomputation, or switch eigenvalue off"
+                ) from error
+
+    def _value(self, gradients: dict[nn.Parameter, Tensor]) -> float:
+        curved = {p: g for p, g in gradients.items() if g.requires_grad}
+        return dominant_eigenvalue([*curved], [*curved.values()], self._rule) if curved else 0.0
+
+    def after_update(self, update: Update) -> None:
+        """Write the eigenvalues to the monitors."""
+        if not self._is_fresh:
+            return
+        self._is_fresh = False
+        if self._write is not None:
+            self._write(
+                [
+                    (f"Train/Eigenvalues/ModelBlockParam_{number}", value, update.total_samples)
+                    for number, value in enumerate(self.relative)
+                ]
+            )
+
+    def on_error(self, error: BaseException) -> None:
+        """Forget the batch."""
+        self._batch = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the last eigenvalues."""
+        return {"values": self.values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Show those of a checkpoint."""
+        self.values = [float(value) for value in state["values"]]
+
+
+def _without_hooks(model: nn.Module) -> nn.Module:
+    """Return a copy that shares the parameters' memory, without the engine's hooks.
+
+    Raises:
+        UsageError: something in the model cannot be copied.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(
+            f"eigenvalue computes on a copy of {type(model).__name__}, which cannot be copied"
+            f" ({error}); keep what cannot be copied out of the module, or switch eigenvalue off"
+        ) from error
+
+
+def _expect_gradients(
+    parameters: list[list[nn.Parameter]], gradients: Mapping[nn.Parameter, Tensor], name: str
+) -> None:
+    for number, own in enumerate(parameters):
+        if own and not any(parameter in gradients for parameter in own):
+            raise UsageError(
+                f"eigenvalue: the loss does not lead to {name}.{number} in a way that autograd can"
+                " differentiate twice; recompute with use_reentrant=False, let no layer be"
+                " skipped, or switch eigenvalue off"
+            )
+
+
+def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = getattr(output, "loss", output)
+    if isinstance(found, Mapping):
+        found = found.get("loss")
+    if isinstance(found, tuple | list) and found:
+        found = found[0]
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+        raise UsageError(
+            "eigenvalue needs the loss, and the model's forward returned"
+            f" {type(output).__name__}; return the loss (or first, or as .loss), or set"
+            " engine.eigenvalues.loss_of to a function of the output"
+        )
+    return found.reshape(())
