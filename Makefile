@@ -57,7 +57,7 @@ demo-clean:  ## forget the demo's checkpoint and picture
 
 # ---- checks -----------------------------------------------------------------------------------
 
-test: $(VENV)/.test  ## run the tests, but for the slow ones (8 minutes on two cores)
+test: $(VENV)/.test  ## run the tests, but for the slow ones (12 minutes on two cores)
 	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-quick: $(VENV)/.test  ## run arithmetic, configuration and one pass of the contracts (under 90 seconds)

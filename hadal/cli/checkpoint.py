@@ -264,7 +264,9 @@ def run_verify(parsed: argparse.Namespace) -> int:
     with byte_progress(total, "verifying") as tell:
         reports = inspected(parsed.dir, parsed.tag, tell=tell)
     for report in reports:
-        size = f"{report.file_count} files, {shown_nbytes(report.file_nbytes)}"
+        count = report.file_count
+        noun = "file" if count == 1 else "files"
+        size = f"{count} {noun}, {shown_nbytes(report.file_nbytes)}"
         show(Text.assemble((report.tag, "key"), f": {size}: ", _health(report)))
         for fault in report.faults:
             show(Text.assemble(("damaged: ", "error"), fault))
