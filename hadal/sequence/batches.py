@@ -20,10 +20,16 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 def length_of(batch: Mapping[str, Any]) -> int | None:
     """Return the length of a batch's sequences; None if it has none."""
+    tokens = tokens_of(batch)
+    return None if tokens is None else tokens.shape[1]
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return a batch's sequences, [batch, length, ...]; None if it has none."""
     for name in _TOKENS:
         tokens = batch.get(name)
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
-            return tokens.shape[1]
+            return tokens
     return None
 
 

@@ -9,16 +9,20 @@ Tests: tests/sequence/test_training.py
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hadal.comm import Ranks
+from hadal.comm.functions import all_gather_object, labelled
 from hadal.errors import SequenceError
 from hadal.listener import Forward, Listener
-from hadal.sequence.batches import is_cut, length_of, padded, slice_of_rank
+from hadal.sequence.batches import is_cut, length_of, padded, slice_of_rank, tokens_of
 from hadal.sequence.huggingface import attach, detach, is_attached
 from hadal.sequence.loss import whole_value
 from hadal.sequence.tiles import IGNORED
@@ -38,6 +42,7 @@ class SequenceSlices(Listener):
         self._model, self._group = model, group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._is_loss_cut = False
+        self._is_compared = False
         attach(model, group, disable_in_eval=True)
         self._handle: RemovableHandle = model.register_forward_hook(self._join_loss)
 
@@ -51,13 +56,17 @@ class SequenceSlices(Listener):
         if not forward.is_training:
             return None
         batch = _by_name(self._model, forward)
-        if length_of(batch) is None:
+        tokens = tokens_of(batch)
+        if tokens is None:
             raise SequenceError(
                 "sequence_parallel_size: the model's forward got no input_ids or inputs_embeds"
                 " [batch, length, ...] to split over the ranks; pass them by name"
             )
         labels = batch.get("labels")
         self._check(batch, labels)
+        if not self._is_compared:
+            self._is_compared = True
+            self._compare(tokens)
         whole = padded(batch, self._size)
         if isinstance(labels, Tensor):
             targets = whole["shift_labels"]
@@ -102,6 +111,24 @@ class SequenceSlices(Listener):
                 f" so that padding would be seen; give batches without padding, of a length that"
                 f" {self._size} ranks divide (found {length})"
             )
+
+    def _compare(self, tokens: Tensor) -> None:
+        """Raise an error on all ranks if they were given different sequences: slices do not fit."""
+        values = tokens.detach().cpu().contiguous().flatten().view(torch.uint8)
+        mine = tuple(tokens.shape), zlib.crc32(values.numpy().tobytes())
+        ranks = Ranks.of(self._group)
+        found: list[Any] = [None] * self._size
+        label = "the first batch of the ranks that share sequences"
+        labelled(label, all_gather_object, found, mine, group=ranks.host_group)
+        for number, other in zip(ranks.numbers, found, strict=True):
+            if other != found[0]:
+                raise SequenceError(
+                    f"sequence_parallel_size: ranks {ranks.numbers[0]} and {number} share sequences"
+                    f" and got different ones (of shapes {found[0][0]} and {other[0]}); read the"
+                    " same samples on all ranks of a sequence, as the loader that initialize"
+                    " returns does. With Accelerate or the Trainer, set"
+                    ' ParallelismConfig(sp_backend="deepspeed", sp_size=...) instead of this key'
+                )
 
     def _join_loss(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_loss_cut:

@@ -234,6 +234,8 @@ def _refused(kind: str) -> None:
         given["attention_mask"] = torch.ones(2, 1, 11, 11)
     if kind == "nothing":
         del given["input_ids"]
+    if kind in ("other", "longer"):
+        given = batch(0, comm.get_rank(), 11 + (comm.get_rank() if kind == "longer" else 0))
     if kind == "lengths":
         given["labels"] = given["labels"][:, 1:]
     engine(**given)
@@ -248,6 +250,8 @@ def _refused(kind: str) -> None:
         ("both ways", "attends in both directions"),
         ("mask", r"attention_mask has the shape \(2, 1, 11, 11\); expected \[batch, length\]"),
         ("nothing", "got no input_ids or inputs_embeds"),
+        ("other", r"ranks 0 and 1 share sequences and got different ones .*ParallelismConfig"),
+        ("longer", r"different ones \(of shapes \(2, 11\) and \(2, 12\)\)"),
         ("lengths", r"shift_labels has the shape \(2, 10\)"),
     ],
 )
