@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from cases import diagonal
 from ranks import RankPools
 from torch import Tensor
 
@@ -147,8 +148,7 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("destroys", [False, True])
-@pytest.mark.parametrize("late", [0, 1])
+@diagonal(late=[0, 1], destroys=[False, True])
 def test_a_process_ends_in_order(late: int, destroys: bool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -156,7 +156,8 @@ def test_hadal_run_lets_its_ranks_save(folder: Path, sent: str, way: str, reache
     assert first == saved
 
 
-@pytest.mark.parametrize("reached", often(["torchrun", "rank"], "rank"))
+@pytest.mark.slow
+@pytest.mark.parametrize("reached", ["torchrun", "rank"])
 def test_torchrun_lets_its_ranks_save(folder: Path, reached: str) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     job = subprocess.Popen(
