@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hadal.checkpoint.contents import SavedGroup
 from hadal.checkpoint.storage import Location
+from hadal.errors import CheckpointError
 from hadal.zero.layout import Slot
 
 OWN = "hadal"
@@ -130,3 +131,43 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Close all files."""
+
+
+class ForeignSource:
+    """The part of a `Source` that formats without buckets and without state of ranks share."""
+
+    path: Location
+    entries: Mapping[tuple[str, str], Entry]
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Return elements of a value."""
+        raise NotImplementedError
+
+    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
+        """Return a whole value in its shape."""
+        entry = self.entries[name, kind]
+        return self.read(name, kind, 0, entry.numel).view(entry.shape)
+
+    def _expect_within(self, name: str, kind: str, start: int, stop: int) -> None:
+        """Raise CheckpointError unless a value has these elements."""
+        numel = self.entries[name, kind].numel
+        if not 0 <= start <= stop <= numel:
+            raise CheckpointError(
+                f"{self.path}: elements {start} to {stop} of {kind} of {name} are requested, which"
+                f" has {numel}"
+            )
+
+    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
+        """Return False: the files have no buckets."""
+        return False
+
+    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
+        """Raise CheckpointError: the files have no buckets."""
+        raise CheckpointError(f"{self.path} holds no buckets")
+
+    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
+        """Return None: all values are copied."""
+
+    def own(self, rank: int) -> RankState | None:
+        """Return None: the format has no state of single ranks."""
+        return None

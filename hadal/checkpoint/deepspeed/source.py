@@ -22,9 +22,8 @@ from hadal.checkpoint.deepspeed.layouts import TrainedValues
 from hadal.checkpoint.deepspeed.pickles import check_pickle, read_pickle
 from hadal.checkpoint.files import inside, parsing_errors
 from hadal.checkpoint.plain import encoded
-from hadal.checkpoint.source import Entry, RankState
+from hadal.checkpoint.source import Entry, ForeignSource
 from hadal.errors import CheckpointError
-from hadal.zero.layout import Slot
 
 OWN_KEYS = frozenset(
     {
@@ -74,7 +73,7 @@ class _FileValue(NamedTuple):
     pieces: Sequence[Tensor]
 
 
-class DeepSpeedSource:
+class DeepSpeedSource(ForeignSource):
     """A checkpoint that DeepSpeed's `save_checkpoint` or `ds_to_universal` wrote.
 
     At stage 0 DeepSpeed saves its optimizer without names: `names` lists the parameters of each
@@ -84,6 +83,8 @@ class DeepSpeedSource:
         CheckpointError: a file is missing, damaged, or names something not known to be harmless.
         NotBuiltYetError: the format is not supported.
     """
+
+    path: Path
 
     def __init__(self, folder: Path, names: Sequence[Sequence[str]] | None = None) -> None:
         self.path = folder
@@ -289,12 +290,7 @@ class DeepSpeedSource:
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check the range only: the files' headers were read at the start."""
-        numel = self.entries[name, kind].numel
-        if not 0 <= start <= stop <= numel:
-            raise CheckpointError(
-                f"{self.path}: elements {start} to {stop} of {kind} of {name} are requested, which"
-                f" has {numel}"
-            )
+        self._expect_within(name, kind, start, stop)
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """Return elements of a value; a view of the mapped file if one piece holds them."""
@@ -308,27 +304,6 @@ class DeepSpeedSource:
             offset += piece.numel()
         whole = found[0] if len(found) == 1 else torch.cat([*found, pieces[0][:0]])
         return whole.to(entry.dtype)
-
-    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
-        """Return a whole value in its shape."""
-        entry = self.entries[name, kind]
-        return self.read(name, kind, 0, entry.numel).view(entry.shape)
-
-    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
-        """Return False: DeepSpeed's files have no buckets."""
-        return False
-
-    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
-        """Raise CheckpointError: DeepSpeed's files have no buckets."""
-        raise CheckpointError(f"{self.path} holds no buckets")
-
-    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
-        """Return None: all values are copied."""
-        return None
-
-    def own(self, rank: int) -> RankState | None:
-        """Return None: DeepSpeed saves neither random generators nor loader positions."""
-        return None
 
     def client_state(self) -> dict[str, Any]:
         """Return the caller's own values."""

@@ -31,10 +31,9 @@ from hadal.checkpoint.formats.dcp_files import (
     read_item,
 )
 from hadal.checkpoint.plain import decoded, encoded
-from hadal.checkpoint.source import Entry, RankState
+from hadal.checkpoint.source import Entry, ForeignSource
 from hadal.checkpoint.storage import Location
 from hadal.errors import CheckpointError
-from hadal.zero.layout import Slot
 
 _OPTIMIZERS = (OPTIMIZER, "optim")
 _OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -58,7 +57,7 @@ class _Entries(dict[tuple[str, str], Entry]):
         )
 
 
-class DcpSource:
+class DcpSource(ForeignSource):
     """A checkpoint that `torch.distributed.checkpoint.save` or an export wrote.
 
     Only the index and the values that are not tensors are read at first. `names` lists the
@@ -211,12 +210,8 @@ class DcpSource:
 
     def expect(self, name: str, kind: str, start: int, stop: int) -> None:
         """Check the range and that the files are there; `verify` checks the contents."""
+        self._expect_within(name, kind, start, stop)
         stored = self._stored(name, kind)
-        numel = Entry(stored.shape, stored.dtype).numel
-        if not 0 <= start <= stop <= numel:
-            raise CheckpointError(
-                f"{self.path}: elements {start} to {stop} of {name} are requested of {numel}"
-            )
         ends: dict[str, int] = {}
         for chunk in stored.chunks:
             item = chunk.item
@@ -248,27 +243,6 @@ class DcpSource:
             self._chunk = None  # never two of them
             self._chunk = chunk, read_chunk(self.path, chunk, dtype).reshape(-1)
         return self._chunk[1]
-
-    def read_own(self, name: str, kind: str, rank: int) -> Tensor:
-        """Return a whole value in its shape."""
-        stored = self._stored(name, kind)
-        return self.read(name, kind, 0, Entry(stored.shape, stored.dtype).numel).view(stored.shape)
-
-    def has_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> bool:
-        """Return False: the files have no buckets."""
-        return False
-
-    def read_slice(self, kind: str, slots: Sequence[Slot], start: int, out: Tensor) -> None:
-        """Raise CheckpointError: the files have no buckets."""
-        raise CheckpointError(f"{self.path} holds no buckets")
-
-    def take_slice(self, kind: str, slots: Sequence[Slot], start: int, stop: int) -> None:
-        """Return None: all values are copied."""
-        return None
-
-    def own(self, rank: int) -> RankState | None:
-        """Return None: the format has no state of single ranks."""
-        return None
 
     def client_state(self) -> dict[str, Any]:
         """Return the caller's own values; {} if another library wrote the folder."""
