@@ -50,8 +50,17 @@ def write_picture(figure: Figure, path: Path) -> None:
     Raises:
         CommandError: the file cannot be written.
     """
+    save_picture(figure, path)
+    print(path)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=_DPI)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}") from error
-    print(path)

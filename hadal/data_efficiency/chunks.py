@@ -1,6 +1,6 @@
 """Work over a range of samples in chunks: several processes compute, and a restart does the rest.
 
-Tests: tests/compat/test_analyzers.py
+Tests: tests/data_efficiency/test_analysis.py
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ class RowsBuilder:
         self.prefix = Path(prefix)
         self.dtype = dtype_of(dtype)
         self.sizes = array("i")
-        self._marks = [0]
+        self._marks = array("q", [0])
         self._draft = Path(f"{prefix}.bin.{os.getpid()}.partial")
         try:
             self._draft.parent.mkdir(parents=True, exist_ok=True)
@@ -333,8 +333,13 @@ class RowsBuilder:
             joined = np.concatenate(made) if len(made) > 1 else made[0]
             self._append(joined, [row.size for row in made])
 
-    def add_joined(self, numbers: Any, sizes: Any) -> None:
+    def add_joined(self, numbers: Any, sizes: Any, ends: Any = ()) -> None:
         """Append rows that are given end to end, with the size of each.
+
+        Args:
+            numbers: the numbers of all rows.
+            sizes: the number of each row's numbers.
+            ends: how many of these rows there are up to the end of each document.
 
         Raises:
             UsageError: a number does not fit the dtype, or a row is too long.
@@ -342,7 +347,9 @@ class RowsBuilder:
         joined, counts = self._as_row(numbers), np.asarray(sizes)
         if len(joined) != counts.sum():
             raise ValueError(f"{len(joined)} numbers for rows of {counts.sum()}")
+        marks = np.asarray(ends, np.int64) + len(self.sizes)
         self._append(joined, counts)
+        self._marks.frombytes(marks.tobytes())
 
     def _append(self, joined: Row, sizes: Any) -> None:
         counts = np.asarray(sizes, np.int64)
@@ -383,7 +390,7 @@ class RowsBuilder:
             raise UsageError(f"{prefix} is of {other.dtype}, but {self.prefix} of {self.dtype}")
         shift = len(self.sizes)
         self.sizes.frombytes(other.sizes.astype(np.int32).tobytes())
-        self._marks += (other.doc_idx[1:] + shift).tolist()
+        self._marks.frombytes((other.doc_idx[1:].astype(np.int64) + shift).tobytes())
         with open(bin_path(prefix), "rb") as file:
             shutil.copyfileobj(file, self._file, _COPIED_NBYTES)
 

@@ -1,11 +1,13 @@
 """Files of an analysis of the data: samples by difficulty, and the values of a metric.
 
-Tests: tests/data_efficiency/test_sampler.py, tests/compat/test_analyzers.py
+Tests: tests/data_efficiency/test_sampler.py, tests/data_efficiency/test_analysis.py
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,14 @@ from hadal.errors import UsageError
 
 _log = logging.getLogger(__name__)
 Values = npt.NDArray[Any]
+_ORIGIN = "origin.json"
+
+
+class Distribution(NamedTuple):
+    """The distinct values of a metric, ascending, and the number of samples with each."""
+
+    values: Values
+    counts: Values
 
 
 class MetricRows(NamedTuple):
@@ -101,7 +111,7 @@ def write_single(
     *,
     by_id: bool = False,
     reducers: int | None = None,
-) -> None:
+) -> Distribution:
     """Write the files of a metric with one value for each sample.
 
     Args:
@@ -112,7 +122,12 @@ def write_single(
         by_id: True puts samples of one value in the order of their ids; False: as they were read.
         reducers: a document ends after each of so many parts, and at the end of the file, as
             where several of DeepSpeed's reducers wrote; None: one document.
+
+    Raises:
+        UsageError: a file cannot be written, or has a row of 2^31 samples or more.
     """
+    # Files that are replaced one by one have no origin meanwhile.
+    prefix_of(folder, metric, _ORIGIN).unlink(missing_ok=True)
     count = len(values)
     small = values.astype(fitting(values))
     # A stable sort of small types is a radix sort.
@@ -147,6 +162,7 @@ def write_single(
         raise UsageError(f"metric {metric}: {error}") from error
     if count:
         _log_percentiles(metric, in_order)
+    return Distribution(distinct, sizes)
 
 
 def _marks(count: int, reducers: int | None) -> list[int]:
@@ -167,6 +183,15 @@ def write_accumulated(folder: Path, metric: str, total: Values) -> None:
     with RowsBuilder(prefix_of(folder, metric, "metric_value"), fitting(total)) as builder:
         builder.add(total)
         builder.end_document()
+
+
+def write_origin(folder: Path, metric: str, samples: int, checksum: str) -> None:
+    """Write which data set a metric is of: its samples, and `IndexedRows.checksum`."""
+    told = {"samples": samples, "data_set": checksum}
+    path = prefix_of(folder, metric, _ORIGIN)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    draft.write_text(json.dumps(told) + "\n", "utf-8")
+    os.replace(draft, path)
 
 
 # ---- of a configuration --------------------------------------------------------------------------

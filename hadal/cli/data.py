@@ -1,0 +1,379 @@
+"""`hadal data`: from texts to indexed data sets, and to the files of a curriculum."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hadal.cli.arguments import add_json, integer, positive
+from hadal.cli.parser import add_command, add_group
+from hadal.cli.pictures import COLOURS, FAINT, INK
+from hadal.cli.terminal import (
+    CommandError,
+    aligned,
+    byte_progress,
+    key,
+    note,
+    progress,
+    show,
+    show_json,
+    table,
+)
+from hadal.units import shown_nbytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hadal.data_efficiency.metric_files import Distribution
+
+_FORMATS = ("text", "jsonl", "parquet", "dataset")
+_BARS = 100
+_DOCUMENTS = ("line", "paragraph", "file")
+
+
+def add_to(group: Any) -> None:
+    """Add the subcommand and its own."""
+    parser = add_command(
+        group,
+        "data",
+        help="Index texts as tokens, and measure samples for a curriculum",
+        description="Make an indexed data set (.bin and .idx) of texts, and measure its samples for"
+        " a curriculum.",
+        examples=(
+            "hadal data index corpus.jsonl --tokenizer gpt2 --output corpus",
+            "hadal data analyze corpus --output analysis",
+        ),
+    )
+    own = add_group(parser, "action")
+    _add_index(own)
+    _add_analyze(own)
+
+
+def _add_index(own: Any) -> None:
+    parser = add_command(
+        own,
+        "index",
+        help="Write the tokens of texts as an indexed data set",
+        description="Write the tokens of text, JSONL or Parquet files, or of a data set of Hugging"
+        " Face, as OUTPUT.bin and OUTPUT.idx, which DeepSpeed and Megatron read, too. The order of"
+        " the documents stays; empty ones are left out.",
+        examples=(
+            "hadal data index corpus.jsonl --tokenizer gpt2 --end --output corpus",
+            "hadal data index book.txt --document paragraph --length 128 --output book",
+            "hadal data index roneneldan/TinyStories --format dataset --output stories",
+        ),
+    )
+    parser.add_argument(
+        "input", metavar="INPUT", nargs="+", help="Files of one format, or the name of a data set"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PREFIX",
+        help="The path of the two files, without .bin and .idx",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="A model of the hub, a folder, a tokenizer.json, or bytes, which needs nothing"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--format", choices=_FORMATS, help="The format (default: by the files' suffixes)"
+    )
+    parser.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="The field or column with the text; not for text files (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--split",
+        default="train",
+        metavar="NAME",
+        help="The split of a data set (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--document",
+        choices=_DOCUMENTS,
+        default="line",
+        help="The part of a text file that is a document (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        help="Cut documents into rows of at most N tokens (default: a document is a row)",
+    )
+    parser.add_argument(
+        "--end", action="store_true", help="Append the token for the end to each document"
+    )
+    _add_workers(parser)
+    add_json(parser)
+    parser.set_defaults(run=run_index)
+
+
+def _add_analyze(own: Any) -> None:
+    parser = add_command(
+        own,
+        "analyze",
+        help="Measure the samples of an indexed data set for a curriculum",
+        description="Measure every row of an indexed data set, and write the files that"
+        " data_efficiency.data_sampling.curriculum_learning reads, with a picture of each metric's"
+        " distribution. An analysis that was stopped does only the rest when it is run again.",
+        examples=(
+            "hadal data analyze corpus --output analysis",
+            "hadal data analyze corpus -o analysis --metrics loss --model gpt2",
+        ),
+    )
+    parser.add_argument(
+        "dataset", metavar="PREFIX", type=Path, help="The data set, without .bin and .idx"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="The directory of the files; each metric has its own in it",
+    )
+    parser.add_argument(
+        "--metrics",
+        type=_names,
+        default=("length", "rarity"),
+        metavar="NAMES",
+        help="Metrics by name, with commas: length (tokens), rarity (the sum of -log of the words'"
+        " shares), loss (1000 times the mean loss by a model) (default: length,rarity)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="The model of the loss: one of transformers for causal language modelling, on the hub"
+        " or in a folder",
+    )
+    parser.add_argument("--no-picture", action="store_true", help="Do not draw the distributions")
+    _add_workers(parser)
+    add_json(parser)
+    parser.set_defaults(run=run_analyze)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=integer(ge=0),
+        metavar="N",
+        help="Processes (default: one for each CPU of this process)",
+    )
+
+
+def _workers(asked: int | None) -> int:
+    return len(os.sched_getaffinity(0)) if asked is None else asked
+
+
+def run_index(parsed: argparse.Namespace) -> int:
+    """Write an indexed data set.
+
+    Raises:
+        HadalError: a file cannot be read or written, or a package is missing.
+    """
+    # The processes are the parallelism; threads of each would only get in each other's way.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from hadal.data_efficiency.indexed import bin_path
+    from hadal.data_efficiency.indexing import Indexing, index_texts, tokenizer_of
+
+    source = _source(parsed)
+    indexing = Indexing(tokenizer_of(parsed.tokenizer), parsed.end, parsed.length)
+    pieces = source.pieces()
+    total = sum(piece.size for piece in pieces)
+    began = time.perf_counter()
+    if parsed.format == "dataset":
+        bar, task = progress(total, "indexing")
+        with bar:
+            found = index_texts(
+                source,
+                indexing,
+                parsed.output,
+                _workers(parsed.workers),
+                lambda count: bar.advance(task, count),
+            )
+    else:
+        with byte_progress(total, "indexing") as advance:
+            found = index_texts(source, indexing, parsed.output, _workers(parsed.workers), advance)
+    seconds = time.perf_counter() - began
+    nbytes = bin_path(parsed.output).stat().st_size
+    told: dict[str, Any] = {
+        "files": str(parsed.output),
+        "documents": found.documents,
+        "rows": found.rows,
+        "tokens": found.tokens,
+        "dtype": str(indexing.dtype),
+        "nbytes": nbytes,
+        "seconds": round(seconds, 3),
+    }
+    if parsed.json:
+        show_json(told)
+        return 0
+    shown = {
+        "files": f"{parsed.output}.bin, {parsed.output}.idx",
+        "documents": f"{found.documents:,}",
+        "rows": f"{found.rows:,}",
+        "tokens": f"{found.tokens:,} of {indexing.dtype} ({shown_nbytes(nbytes)})",
+        "seconds": f"{seconds:.1f} ({found.tokens / seconds:,.0f} tokens/s)",
+    }
+    show(aligned([(key(name), text) for name, text in shown.items()]))
+    return 0
+
+
+def _source(parsed: argparse.Namespace) -> Any:
+    from hadal.data_efficiency.texts import DatasetTexts, source_of
+
+    if parsed.format != "dataset":
+        return source_of(parsed.input, parsed.format, parsed.field, parsed.document)
+    if len(parsed.input) > 1:
+        raise CommandError(
+            f"{len(parsed.input)} data sets were given; index one at a time, and merge them with"
+            " RowsBuilder.merge"
+        )
+    return DatasetTexts.load(parsed.input[0], parsed.split, parsed.field)
+
+
+def run_analyze(parsed: argparse.Namespace) -> int:
+    """Measure the samples of an indexed data set.
+
+    Raises:
+        HadalError: the data set cannot be read, a metric is unknown, or a package is missing.
+    """
+    from hadal.data_efficiency.analysis import analyze, passes
+    from hadal.data_efficiency.indexed import IndexedRows
+    from hadal.data_efficiency.metric_files import prefix_of
+
+    rows = len(IndexedRows(parsed.dataset))
+    model = _model(parsed.model) if "loss" in parsed.metrics and parsed.model else None
+    bar, task = progress(rows * passes(parsed.metrics), "measuring")
+    with bar:
+        found = analyze(
+            parsed.dataset,
+            parsed.output,
+            parsed.metrics,
+            model=model,
+            workers=_workers(parsed.workers),
+            progress=lambda count: bar.advance(task, count),
+        )
+    told = {name: _summary(*distribution) for name, distribution in found.items()}
+    for name in told:
+        told[name]["files"] = str(prefix_of(parsed.output, name, ""))
+    pictures = [] if parsed.no_picture else _draw(parsed.output, found)
+    if parsed.json:
+        show_json({"samples": rows, "metrics": told, "pictures": [str(path) for path in pictures]})
+        return 0
+    columns = ("metric", "distinct", "min", "5 %", "median", "95 %", "max")
+    made = table(*columns, right=columns[1:])
+    for name, each in told.items():
+        numbers = (each[key] for key in ("distinct", "min", "p5", "median", "p95", "max"))
+        made.add_row(name, *(f"{number:,}" for number in numbers))
+    show(f"{rows:,} samples", made)
+    where = [each["files"] + "index_to_..." for each in told.values()]
+    show(aligned([(key("files"), "\n".join([*where, *map(str, pictures)]))]))
+    return 0
+
+
+def _model(name: str) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise CommandError(
+            "models of the loss are loaded with transformers, which is not installed: pip install"
+            " transformers"
+        ) from None
+    from hadal.device import current_device
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name)
+        return model.to(current_device())
+    except Exception as error:
+        raise CommandError(f"model {name} cannot be loaded: {error}") from error
+
+
+def _summary(values: Any, counts: Any) -> dict[str, Any]:
+    """Return where the values lie."""
+    import numpy as np
+
+    ranks = np.cumsum(counts)
+
+    def quantile(share: float) -> int:
+        place = int(np.searchsorted(ranks, share * ranks[-1]))
+        return int(values[place])
+
+    return {
+        "distinct": len(values),
+        "min": int(values[0]),
+        "p5": quantile(0.05),
+        "median": quantile(0.5),
+        "p95": quantile(0.95),
+        "max": int(values[-1]),
+    }
+
+
+def _draw(folder: Path, found: Mapping[str, Distribution]) -> list[Path]:
+    """Draw each metric's distribution; without matplotlib, say so."""
+    from hadal.cli.pictures import picture_path, save_picture
+
+    paths = []
+    for name, distribution in found.items():
+        try:
+            path = picture_path(folder / name / f"{name}_distribution.png")
+        except CommandError as error:
+            note(f"no picture: {error}")
+            return []
+        save_picture(figure_of(name, *distribution), path)
+        paths.append(path)
+    return paths
+
+
+def figure_of(name: str, values: Any, counts: Any) -> Figure:
+    """Draw the distribution of a metric, and below it the share of samples up to each value."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=[2, 1])
+    # Whole numbers: an edge lies between two of them.
+    low, high = int(values[0]), int(values[-1])
+    width = max(1, -(-(high - low + 1) // _BARS))
+    edges = np.arange(low, high + width + 1, width) - 0.5
+    heights, _ = np.histogram(values, edges, weights=counts)
+    upper.bar(edges[:-1], heights, width, align="edge", color=COLOURS[0], linewidth=0)
+    upper.set_ylabel("samples" if width == 1 else f"samples per {width:,} values")
+    shares = np.cumsum(counts) / counts.sum()
+    lower.step([low - 0.5, *values], [0, *shares], where="post", color=COLOURS[0], linewidth=2)
+    lower.set_ylabel("share up to here")
+    lower.set_ylim(0, 1.02)
+    lower.set_xlabel(name)
+    summary = _summary(values, counts)
+    for axis in (upper, lower):
+        for label in ("p5", "median", "p95"):
+            axis.axvline(summary[label], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+        axis.grid(color=FAINT, linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    figure.suptitle(f"{name} of {int(counts.sum()):,} samples", fontsize=13, weight="bold")
+    told = (
+        f"5 %: {summary['p5']:,}",
+        f"median: {summary['median']:,}",
+        f"95 %: {summary['p95']:,}",
+    )
+    upper.set_title("dashed lines: " + " · ".join(told), fontsize=8.5, color=INK)
+    return figure

@@ -1,0 +1,247 @@
+"""From texts to an indexed data set of tokens: processes tokenize, this one writes.
+
+Tests: tests/data_efficiency/test_indexing.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hadal.data_efficiency.chunks import compute_all
+from hadal.data_efficiency.indexed import RowsBuilder
+from hadal.data_efficiency.texts import TextPiece, TextSource
+from hadal.errors import UsageError
+
+BYTES = "bytes"
+"""The name of the built-in tokenizer."""
+_BYTES = 256
+
+
+class Tokens(NamedTuple):
+    """Tokens of documents, end to end."""
+
+    numbers: npt.NDArray[Any]
+    sizes: npt.NDArray[np.int64]
+    """The number of each document's tokens."""
+
+
+class Tokenizer(Protocol):
+    """Makes tokens of texts."""
+
+    @property
+    def words(self) -> int:
+        """A number that is larger than all tokens."""
+
+    @property
+    def end(self) -> int | None:
+        """The token for the end of a document; None: there is none."""
+
+    def encode(self, texts: list[str]) -> Tokens:
+        """Return the tokens of the texts, without any that mark a beginning or an end."""
+
+
+class ByteTokenizer:
+    """Makes a token of each byte of the UTF-8 text; 256 is the end of a document."""
+
+    words = _BYTES + 1
+    end = _BYTES
+
+    def encode(self, texts: list[str]) -> Tokens:
+        """Return the bytes."""
+        raw = [text.encode("utf-8") for text in texts]
+        sizes = np.fromiter(map(len, raw), np.int64, len(raw))
+        return Tokens(np.frombuffer(b"".join(raw), np.uint8), sizes)
+
+
+class LibraryTokenizer:
+    """A tokenizer of tokenizers or transformers.
+
+    Args:
+        name: a model on the hub, its folder, or a `tokenizer.json`.
+
+    Raises:
+        UsageError: the libraries are not installed, or there is no such tokenizer.
+    """
+
+    def __init__(self, name: str) -> None:
+        slow, backend = _from_file(name) if name.endswith(".json") else _from_transformers(name)
+        self.end: int | None = None if slow is None else slow.eos_token_id
+        self._slow = slow
+        self._backend = backend
+        if backend is None:
+            self.words = len(slow)
+            return
+        # A document is neither cut nor filled up.
+        backend.no_truncation()
+        backend.no_padding()
+        self.words = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, texts: list[str]) -> Tokens:
+        """Return the tokens of the texts."""
+        if self._backend is not None:
+            encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            found = [each.ids for each in encoded]
+        else:
+            found = self._slow(texts, add_special_tokens=False)["input_ids"]
+        sizes = np.fromiter(map(len, found), np.int64, len(found))
+        total = int(sizes.sum())
+        return Tokens(np.fromiter(chain.from_iterable(found), np.int32, total), sizes)
+
+
+def _from_transformers(name: str) -> tuple[Any, Any]:
+    """Return a tokenizer, and the one of tokenizers inside it, if there is one."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UsageError(
+            f'tokenizer "{name}" needs transformers, which is not installed: pip install'
+            f' transformers; "{BYTES}" needs nothing'
+        ) from None
+    try:
+        found: Any = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise UsageError(f"tokenizer {name} cannot be loaded: {error}") from error
+    return found, getattr(found, "backend_tokenizer", None)
+
+
+def _from_file(name: str) -> tuple[Any, Any]:
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError:
+        raise UsageError(
+            f"{name} is read with tokenizers, which is not installed: pip install tokenizers"
+        ) from None
+    try:
+        return None, Backend.from_file(name)
+    except Exception as error:
+        raise UsageError(f"{name} is not a tokenizer: {error}") from error
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """Return the tokenizer of a name: "bytes", a model or folder of transformers, or a file.
+
+    Raises:
+        UsageError: a library is not installed, or there is no such tokenizer.
+    """
+    return ByteTokenizer() if name == BYTES else LibraryTokenizer(name)
+
+
+def dtype_for(words: int) -> np.dtype[Any]:
+    """Return the dtype for tokens less than `words`, as programs that read the files expect it."""
+    for kind in (np.uint8, np.uint16):
+        if words <= np.iinfo(kind).max + 1:
+            return np.dtype(kind)
+    return np.dtype(np.int32)
+
+
+class _Encoded(NamedTuple):
+    """The rows of a piece."""
+
+    numbers: npt.NDArray[Any]
+    sizes: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    """The number of rows up to the end of each document."""
+    characters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """The way in which texts become rows."""
+
+    tokenizer: Tokenizer
+    end: bool = False
+    """True appends the token for the end of a document to each."""
+    length: int | None = None
+    """The longest row: longer documents are several rows; None: a document is one row."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the tokens in the file."""
+        spare = 0 if self.end or not isinstance(self.tokenizer, ByteTokenizer) else 1
+        return dtype_for(self.tokenizer.words - spare)
+
+    def rows(self, texts: list[str]) -> _Encoded:
+        """Return the rows of texts."""
+        numbers, sizes = self.tokenizer.encode(texts)
+        numbers = numbers.astype(self.dtype, copy=False)
+        if self.end:
+            places = np.cumsum(sizes)
+            numbers = np.insert(numbers, places, np.asarray(self.tokenizer.end, self.dtype))
+            sizes = sizes + 1
+        counts = np.ones(len(sizes), np.int64)
+        if self.length is not None:
+            counts = -(-sizes // self.length)
+            last = np.cumsum(counts) - 1
+            rest = sizes - (counts - 1) * self.length
+            full = np.full(int(counts.sum()), self.length, np.int64)
+            full[last[counts > 0]] = rest[counts > 0]
+            sizes = full
+        return _Encoded(numbers, sizes, np.cumsum(counts), sum(map(len, texts)))
+
+
+@dataclass(slots=True)
+class Indexed:
+    """Counts of what was written."""
+
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    characters: int = 0
+
+
+def index_texts(
+    source: TextSource,
+    indexing: Indexing,
+    prefix: str | Path,
+    workers: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Indexed:
+    """Write the tokens of all documents as `prefix`.bin and `prefix`.idx, in their order.
+
+    Args:
+        source: the documents.
+        indexing: tokenizer and rows.
+        prefix: the path of the two files without their endings.
+        workers: processes that tokenize; 0 and 1: this one does.
+        progress: told the size of each piece that is done.
+
+    Raises:
+        UsageError: a file cannot be read, there is no text, or the tokenizer has no token for the
+            end.
+    """
+    if indexing.end and indexing.tokenizer.end is None:
+        raise UsageError("the tokenizer has no token for the end of a document; leave it out")
+    pieces = source.pieces()
+    found = Indexed()
+    rows = _PieceRows(source, indexing)
+    with RowsBuilder(prefix, indexing.dtype) as builder:
+        encoded = compute_all(rows, [(piece,) for piece in pieces], workers)
+        for piece, made in zip(pieces, encoded, strict=True):
+            builder.add_joined(made.numbers, made.sizes, made.ends)
+            found.documents += len(made.ends)
+            found.rows += len(made.sizes)
+            found.tokens += len(made.numbers)
+            found.characters += made.characters
+            if progress is not None:
+                progress(piece.size)
+        if not found.documents:
+            raise UsageError(f"no document with text, so {prefix} is not written")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceRows:
+    """The work of a process: read a piece, and tokenize it."""
+
+    source: TextSource
+    indexing: Indexing
+
+    def __call__(self, piece: TextPiece) -> _Encoded:
+        return self.indexing.rows(self.source.documents(piece))
