@@ -30,6 +30,7 @@ from hadal.compression.rules import ActivationRule, Bits, WeightRule
 from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.load import load_config
+from hadal.config.quantize_training import QuantizeTraining
 from hadal.config.report import written
 from hadal.errors import ConfigError, Fault, UsageError
 
@@ -60,9 +61,39 @@ def section_of(config: Any) -> CompressionTraining:
         raise ConfigError(
             f"expected a dict or the path of a configuration, got {type(config).__name__}"
         )
-    section = raw.get("compression_training", {})
-    loaded = load_config({"train_batch_size": 1, "compression_training": section})
-    return loaded.compression_training
+    read = ("compression_training", "quantize_training")
+    loaded = load_config({"train_batch_size": 1, **{name: raw.get(name) or {} for name in read}})
+    return with_old_form(loaded.compression_training, loaded.quantize_training)
+
+
+def with_old_form(
+    section: CompressionTraining, old: QuantizeTraining | None
+) -> CompressionTraining:
+    """Return the section with what `quantize_training` asks for as its weight quantization."""
+    if old is None or not old.enabled:
+        return section
+    algo = old.quantize_algo
+    named = "q_type" in algo.model_fields_set
+    shared = {
+        "enabled": True,
+        "schedule_offset": old.quantize_schedule.schedule_offset,
+        "quantize_groups": old.quantize_groups,
+        "quantize_verbose": old.quantize_verbose,
+        "quantization_type": algo.q_type if named else old.quantize_type,
+        "rounding": algo.rounding,
+    }
+    params = {
+        "start_bits": old.quantize_bits.start_bits,
+        "target_bits": old.quantize_bits.target_bits,
+        "quantization_period": old.quantize_schedule.quantize_period,
+    }
+    groups = {"all": {"params": params, "modules": ["*"]}}
+    weights = {"shared_parameters": shared, "different_groups": groups}
+    read = load_config(
+        {"train_batch_size": 1, "compression_training": {"weight_quantization": weights}}
+    )
+    found = read.compression_training.weight_quantization
+    return section.model_copy(update={"weight_quantization": found})
 
 
 def is_on(section: CompressionTraining) -> bool:

@@ -147,6 +147,14 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
             },
         },
     },
+    "quantize_training": {
+        "quantize_training": {
+            "enabled": True,
+            "quantize_bits": {"start_bits": 16, "target_bits": 8},
+            "quantize_schedule": {"quantize_period": 400, "schedule_offset": 0},
+            "quantize_groups": 8,
+        },
+    },
     "elasticity": {
         "elasticity": {
             "enabled": True,

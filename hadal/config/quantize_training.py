@@ -9,8 +9,6 @@ from typing import ClassVar, Literal
 from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section
 from hadal.config.values import Boolean, Integer, Number, Text
 
-_OLD = "Superseded by compression_training.weight_quantization."
-
 
 class QuantizeEigenvalue(Section):
     """Curvature of blocks by power iteration."""
@@ -30,26 +28,32 @@ class QuantizeEigenvalue(Section):
 class QuantizeBits(Section):
     """Bits at the start and at the end."""
 
-    start_bits: Integer = key(16, _OLD, mark=NO_EFFECT)
-    target_bits: Integer = key(16, _OLD, mark=NO_EFFECT)
+    start_bits: Integer = key(16, "Bits at the start.", ge=1)
+    target_bits: Integer = key(16, "Bits at the end.", ge=1)
 
 
 class QuantizeSchedule(Section):
     """Schedule of the bit width."""
 
-    quantize_period: Integer = key(100, _OLD, mark=NO_EFFECT)
-    schedule_offset: Integer = key(100, _OLD, mark=NO_EFFECT)
+    quantize_period: Integer = key(
+        100,
+        "Updates until the bit width is reduced by one; doubles each time. 0: one bit per update.",
+        ge=0,
+    )
+    schedule_offset: Integer = key(100, "Updates before it starts.", ge=0)
 
 
 class QuantizeAlgo(Section):
     """Rounding of values."""
 
-    q_type: Literal["symmetric", "asymmetric"] = key("symmetric", _OLD, mark=NO_EFFECT)
-    rounding: Literal["nearest", "stochastic"] = key("nearest", _OLD, mark=NO_EFFECT)
+    q_type: Literal["symmetric", "asymmetric"] = key(
+        "symmetric", "Scales without (symmetric) or with an offset; before quantize_type."
+    )
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding mode.")
 
 
 class QuantizeTraining(Section):
-    """Options of quantized training (Mixture of Quantization)."""
+    """Options of quantized training (Mixture of Quantization), before `compression_training`."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "quantize-algo": "quantize_algo",
@@ -57,12 +61,20 @@ class QuantizeTraining(Section):
         "quantize-schedule": "quantize_schedule",
     }
 
-    enabled: Boolean = key(False, _OLD, mark=NO_EFFECT)
-    quantize_verbose: Boolean = key(False, _OLD, mark=NO_EFFECT)
-    quantizer_kernel: Boolean = key(False, _OLD, mark=NO_EFFECT)
-    quantize_type: Literal["symmetric", "asymmetric"] = key("symmetric", _OLD, mark=NO_EFFECT)
-    quantize_groups: Integer = key(1, _OLD, mark=NO_EFFECT)
-    quantize_bits: QuantizeBits = section(QuantizeBits, _OLD)
-    quantize_schedule: QuantizeSchedule = section(QuantizeSchedule, _OLD)
-    quantize_algo: QuantizeAlgo = section(QuantizeAlgo, _OLD)
+    enabled: Boolean = key(
+        False,
+        "Quantize the weights of all suitable modules bit by bit;"
+        " compression_training.weight_quantization says which ones, and more.",
+    )
+    quantize_verbose: Boolean = key(False, "Log changes.")
+    quantizer_kernel: Boolean = key(
+        False, "Use a dedicated kernel; Hadal has one path, in torch.", mark=NO_EFFECT
+    )
+    quantize_type: Literal["symmetric", "asymmetric"] = key(
+        "symmetric", "The same as quantize_algo.q_type, which comes first if both are given."
+    )
+    quantize_groups: Integer = key(1, "Scales per weight.", ge=1)
+    quantize_bits: QuantizeBits = section(QuantizeBits, "Bits at the start and at the end.")
+    quantize_schedule: QuantizeSchedule = section(QuantizeSchedule, "Schedule of the bit width.")
+    quantize_algo: QuantizeAlgo = section(QuantizeAlgo, "Rounding of values.")
     eigenvalue: QuantizeEigenvalue = section(QuantizeEigenvalue, "Curvature of blocks.")

@@ -5,6 +5,7 @@ Tests: tests/engine/test_listeners.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from hadal.autotuning.measuring import Experiment
 from hadal.comm import Ranks
 from hadal.comm.faults import told_to_all
 from hadal.comm.summary import end_of_log
-from hadal.compression.compress import is_on, tell_missing_teacher
+from hadal.compression.compress import is_on, tell_missing_teacher, with_old_form
 from hadal.compression.report import compression_report
 from hadal.compression.training import CompressionTechniques
 from hadal.config import Config
@@ -41,6 +42,8 @@ from hadal.monitor.opening import open_writers, sections_on
 from hadal.monitor.run import describe_run
 from hadal.monitor.training import ScalarScope, TrainingEvents
 from hadal.optim.loss_scale import ScaleRule
+
+_log = logging.getLogger("hadal.compression")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,13 @@ def _token_drop(setting: Setting) -> Listener | None:
 
 
 def _compression(setting: Setting) -> Listener | None:
-    section = setting.config.compression_training
+    old = setting.config.quantize_training
+    section = with_old_form(setting.config.compression_training, old)
+    if old is not None and old.enabled and setting.world.rank == 0:
+        _log.warning(
+            "quantize_training is read as compression_training.weight_quantization of all suitable"
+            " modules; write that section, which says which modules, and more"
+        )
     tell_missing_teacher(setting.model, section)
     if not is_on(section):
         return None

@@ -388,6 +388,28 @@ def _bits(config: Config) -> Iterator[Fault]:
         )
 
 
+@reading("quantize_training", "compression_training")
+def _old_quantization(config: Config) -> Iterator[Fault]:
+    old, path = config.quantize_training, "quantize_training"
+    if old is None or not old.enabled:
+        return
+    if config.compression_training.weight_quantization.is_on:
+        yield Fault(
+            f"{path}.enabled",
+            "true contradicts compression_training.weight_quantization, which is on; switch one"
+            " off",
+        )
+    bits, given = old.quantize_bits, old.quantize_algo.model_fields_set
+    kind = old.quantize_algo.q_type if "q_type" in given else old.quantize_type
+    here = f"{path}.quantize_bits.target_bits"
+    if bits.target_bits > bits.start_bits:
+        yield Fault(here, f"{bits.target_bits} is more than start_bits {bits.start_bits}")
+    elif bits.target_bits <= 2 and kind != "symmetric":
+        yield Fault(here, f'{bits.target_bits} needs quantize_algo.q_type "symmetric"')
+    elif bits.target_bits <= 2 and old.quantize_algo.rounding != "nearest":
+        yield Fault(here, f'{bits.target_bits} needs quantize_algo.rounding "nearest"')
+
+
 @reading("compression_training")
 def _pruning(config: Config) -> Iterator[Fault]:
     path = "compression_training"
@@ -432,6 +454,7 @@ RULES = (
     _compression_groups,
     _layer_reduction,
     _bits,
+    _old_quantization,
     _pruning,
     _folders_of_monitors,
 )

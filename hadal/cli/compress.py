@@ -1,0 +1,187 @@
+"""`hadal compress`: quantized weights of a trained model in fewer bytes.
+
+Tests: tests/compression/test_export.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hadal.cli.arguments import integer
+from hadal.cli.parser import add_command, add_group
+from hadal.cli.terminal import CommandError, show, table
+from hadal.units import shown_nbytes
+
+_LAYOUTS = ("hadal", "compressed-tensors")
+_ROUNDS = 10
+
+
+def add_to(group: Any) -> None:
+    """Add the subcommand and its own."""
+    parser = add_command(
+        group,
+        "compress",
+        help="Write a trained model with quantized weights in fewer bytes",
+        description="Write a trained model with quantized weights in fewer bytes.",
+        examples=("hadal compress export exported small --config ds_config.json",),
+    )
+    own = add_group(parser, "action")
+    exporting = add_command(
+        own,
+        "export",
+        help="Quantize the weights of a model of transformers, and write them as integers",
+        description="Quantize the weights of a model of transformers as compression_training says,"
+        " or to a number of bits, and write them as integers; then compare size, latency and"
+        " accuracy with the model before.",
+        examples=(
+            "hadal compress export exported small --config ds_config.json --eval checks:accuracy",
+            "hadal compress export exported small --bits 8 --layout compressed-tensors",
+        ),
+    )
+    exporting.add_argument(
+        "model",
+        metavar="MODEL",
+        type=Path,
+        help="Folder that from_pretrained of transformers reads",
+    )
+    exporting.add_argument("out", metavar="OUT", type=Path, help="The directory to write to")
+    how = exporting.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="The ds_config.json of the training, whose weight_quantization is applied",
+    )
+    how.add_argument(
+        "--bits",
+        type=integer(ge=1, le=8),
+        metavar="N",
+        help="Quantize all linear layers to N bits, one scale per weight",
+    )
+    exporting.add_argument(
+        "--layout",
+        choices=_LAYOUTS,
+        default="hadal",
+        help="What reads the files: hadal.compression.load_packed, or compressed-tensors, by which"
+        " from_pretrained of transformers reads them (default: %(default)s)",
+    )
+    exporting.add_argument(
+        "--eval",
+        metavar="MODULE:FUNCTION",
+        help="A function that takes the model and returns its accuracy",
+    )
+    exporting.set_defaults(run=run_export)
+
+
+def run_export(parsed: argparse.Namespace) -> int:
+    """Write the model, and compare it with the one before."""
+    from hadal.compression import init_compression, pack_weights, redundancy_clean
+    from hadal.compression.export import export_packed
+
+    evaluate = None if parsed.eval is None else _function(parsed.eval)
+    model = _model(parsed.model)
+    before = copy.deepcopy(model)
+    wishes = _weights_only(parsed.config) if parsed.bits is None else _all_linear(parsed.bits)
+    redundancy_clean(init_compression(model, wishes), wishes)
+    left = pack_weights(model)
+    left += export_packed(model, parsed.out, parsed.layout)
+    rows = table("", "before", "after", right=("before", "after"))
+    for name, values in _measured(before, model, evaluate).items():
+        rows.add_row(name, *values)
+    show(f"wrote {parsed.out}")
+    if left:
+        show(f"not packed: {', '.join(left)}")
+    show(rows)
+    return 0
+
+
+def _model(folder: Path) -> Any:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise CommandError(
+            f"transformers cannot be imported ({error}); pip install transformers, or call"
+            " hadal.compression.pack_weights and save_packed in a program of your own"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise CommandError(
+            f"{folder} has no config.json; pass a folder that save_pretrained wrote, or that"
+            " hadal checkpoint export wrote for a model of transformers"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise CommandError(
+            f"{folder}/config.json names the architectures {names}; expected a class of"
+            " transformers"
+        )
+    return kind.from_pretrained(folder).eval()
+
+
+def _weights_only(path: Path) -> dict[str, Any]:
+    """The weight quantization of a configuration."""
+    from hadal.compression.compress import section_of
+
+    section = section_of(path)
+    if not section.weight_quantization.is_on:
+        raise CommandError(
+            f"{path}: compression_training.weight_quantization is not on; switch it on, or pass"
+            " --bits"
+        )
+    shown = section.weight_quantization.model_dump(mode="json", exclude_unset=True)
+    return {"compression_training": {"weight_quantization": shown}}
+
+
+def _all_linear(bits: int) -> dict[str, Any]:
+    shared = {"enabled": True, "quantize_weight_in_forward": True}
+    group = {"params": {"start_bits": bits, "target_bits": bits}, "modules": ["*"]}
+    section = {"shared_parameters": shared, "different_groups": {"all": group}}
+    return {"compression_training": {"weight_quantization": section}}
+
+
+def _function(name: str) -> Callable[[Any], float]:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Callable[[Any], float] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CommandError(f"--eval {name}: {error}; expected MODULE:FUNCTION") from error
+    return found
+
+
+def _measured(
+    before: Any, after: Any, evaluate: Callable[[Any], float] | None
+) -> dict[str, tuple[str, str]]:
+    from hadal.compression import compression_report
+
+    sizes = [compression_report(each).nbytes_after for each in (before, after)]
+    rows = {"size": tuple(shown_nbytes(size) for size in sizes)}
+    times = _latencies(before, after)
+    rows["forward on this machine"] = tuple(f"{1000 * each:.1f} ms" for each in times)
+    if evaluate is not None:
+        rows["accuracy"] = tuple(f"{evaluate(each):.4g}" for each in (before, after))
+    return {name: (values[0], values[1]) for name, values in rows.items()}
+
+
+def _latencies(*models: Any) -> list[float]:
+    """Return the shortest forward of each, measured in alternating order."""
+    import torch
+
+    best = [float("inf")] * len(models)
+    inputs = models[0].dummy_inputs
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            for index, model in enumerate(models):
+                begin = time.perf_counter()
+                model(**inputs)
+                best[index] = min(best[index], time.perf_counter() - begin)
+    return best

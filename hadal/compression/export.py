@@ -1,0 +1,153 @@
+"""Packed models as other libraries read them.
+
+Tests: tests/compression/test_export.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hadal.compression.files import FILE, distinct, save_configuration, save_packed
+from hadal.compression.packed import Packed, packed_modules
+from hadal.compression.packing import levels_of
+from hadal.errors import UsageError
+
+LAYOUTS = ("hadal", "compressed-tensors")
+_BUFFERS = ("codes", "scale", "zero", "spec")
+
+
+@torch.no_grad()
+def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -> list[str]:
+    """Write a packed model into a folder; return the modules whose weights were written unpacked.
+
+    `hadal` is what `load_packed` reads; it holds everything. `compressed-tensors` is what
+    `from_pretrained` of transformers reads where compressed-tensors is installed: symmetric weights
+    of linear layers as 4-bit or 8-bit integers with a scale per row or slice of a row, the values
+    unchanged. What that layout cannot express is written unpacked, and inputs are not quantized.
+
+    Args:
+        model: a model after `pack_weights`; for `compressed-tensors` one of transformers.
+        folder: is created if it does not exist.
+        layout: one of `LAYOUTS`.
+
+    Raises:
+        UsageError: the layout is unknown, its package is not installed, the model is not one of
+            transformers, or no weight is packed.
+    """
+    if layout not in LAYOUTS:
+        raise UsageError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if not any(packed_modules(model)):
+        raise UsageError(
+            f"{type(model).__name__} has no packed weights; call redundancy_clean and pack_weights"
+            " before"
+        )
+    if layout == "hadal":
+        save_packed(model, folder)
+        return []
+    return _compressed_tensors(model, Path(folder))
+
+
+def _compressed_tensors(model: nn.Module, folder: Path) -> list[str]:
+    package = _needed("compressed_tensors.compressors", "compressed-tensors")
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        raise UsageError(
+            f"compressed-tensors needs a model of transformers, whose config.json says how to load"
+            f" it; {type(model).__name__} has none: use the layout hadal"
+        )
+    state = dict(model.state_dict())
+    groups: dict[tuple[int, int | None], list[str]] = {}
+    left = []
+    for name, module in packed_modules(model):
+        for part in _BUFFERS:
+            state.pop(f"{name}.weight_{part}", None)
+        slice_size = _slice_size(module)
+        if slice_size is None:
+            state[f"{name}.weight"] = module.weight
+            left.append(name)
+            continue
+        bits = 4 if module.layout.bits <= 4 else 8
+        whole_rows = slice_size == module.layout.columns
+        groups.setdefault((bits, None if whole_rows else slice_size), []).append(name)
+        state |= _integers(name, module, bits, package)
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, _ = distinct(state)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    save_configuration(model, folder)
+    path = folder / "config.json"
+    told = json.loads(path.read_text("utf-8"))
+    told["quantization_config"] = _description(groups)
+    path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", "utf-8")
+    return left
+
+
+def _slice_size(module: Packed) -> int | None:
+    """Return how many elements of a row share a scale; None if the layout has no such thing."""
+    layout = module.layout
+    rows, groups = layout.shape[0], layout.groups
+    fits = isinstance(module, nn.Linear) and module.weight_zero is None and layout.bits <= 8
+    if not fits or (rows % groups and groups % rows):
+        return None
+    return layout.columns // max(1, groups // rows)
+
+
+def _integers(name: str, module: Packed, bits: int, package: ModuleType) -> dict[str, Tensor]:
+    layout = module.layout
+    levels = levels_of(module.weight_codes, layout, torch.float32).to(torch.int8)
+    rows = layout.shape[0]
+    scale = module.weight_scale.repeat_interleave(max(1, rows // layout.groups)).view(rows, -1)
+    found = {f"{name}.weight_scale": scale}
+    if bits == 8:
+        return {**found, f"{name}.weight": levels}
+    return {
+        **found,
+        f"{name}.weight_packed": package.pack_to_int32(levels, bits),
+        f"{name}.weight_shape": torch.tensor(layout.shape),
+    }
+
+
+def _description(groups: dict[tuple[int, int | None], list[str]]) -> dict[str, Any]:
+    formats = {8: "int-quantized", 4: "pack-quantized"}
+    found = {}
+    for index, ((bits, size), names) in enumerate(groups.items()):
+        weights = {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": True,
+            "dynamic": False,
+            "strategy": "channel" if size is None else "group",
+            "group_size": size,
+        }
+        found[f"group_{index}"] = {
+            "targets": names,
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": formats[bits],
+        }
+    used = {formats[bits] for bits, _ in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": used.pop() if len(used) == 1 else "mixed-precision",
+        "ignore": [],
+        "config_groups": found,
+    }
+
+
+def _needed(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"the layout {package} needs the package {package}, which cannot be imported"
+            f" ({error}); pip install {package}, or use the layout hadal"
+        ) from error

@@ -1,0 +1,94 @@
+"""Packed models for other libraries, and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compression.toys import Bert, config, weights
+from hadal.cli.main import main
+from hadal.compression import init_compression, load_packed, pack_weights, redundancy_clean
+from hadal.compression.export import export_packed
+from hadal.errors import UsageError
+
+NOW = {"quantize_weight_in_forward": True}
+TOKENS = torch.arange(20).view(2, 10)
+
+
+def tiny():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    shape = BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(shape).eval()
+
+
+def packed(model, wishes):
+    redundancy_clean(init_compression(model, wishes), wishes)
+    assert pack_weights(model) == []
+    return model
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch):
+    model = packed(Bert(), config(weights(8, 8, modules=["attention"], **NOW)))
+    with pytest.raises(UsageError, match="layout is 'gguf'; expected one of hadal, compressed-t"):
+        export_packed(model, tmp_path, "gguf")
+    with pytest.raises(UsageError, match="Bert has no packed weights; call redundancy_clean"):
+        export_packed(Bert(), tmp_path)
+    monkeypatch.setitem(sys.modules, "compressed_tensors.compressors", None)
+    with pytest.raises(UsageError, match="needs the package compressed-tensors, which cannot be"):
+        export_packed(model, tmp_path, "compressed-tensors")
+
+
+@pytest.mark.parametrize(("bits", "groups", "most"), [(8, 1, 0.6), (4, 64, 0.6), (2, 32, 0.6)])
+def test_transformers_loads_the_same_values(tmp_path: Path, bits, groups, most):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    modules = ["encoder", "word_embeddings"]
+    model = tiny()
+    size = sum(value.nbytes for value in model.state_dict().values())
+    packed(model, config(weights(bits, bits, modules=modules, quantize_groups=groups, **NOW)))
+    left = export_packed(model, tmp_path, "compressed-tensors")
+    assert left == ["bert.embeddings.word_embeddings"]
+    assert (tmp_path / "model.safetensors").stat().st_size < most * size + 8000
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+
+
+def test_the_command_quantizes_and_compares(tmp_path: Path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "export_checks.py").write_text("def accuracy(model):\n    return 91.25\n")
+    model = tiny()
+    model.save_pretrained(tmp_path / "dense")
+    wishes = config(weights(8, 4, modules=["encoder"], quantize_groups=4))
+    (tmp_path / "config.json").write_text(json.dumps({"train_batch_size": 1, **wishes}))
+    command = ["compress", "export", "dense", "small"]
+    assert main([*command, "--config", "config.json", "--eval", "export_checks:accuracy"]) == 0
+    told = capsys.readouterr().out
+    assert "wrote small" in told
+    assert "91.25" in told
+    assert "forward on this machine" in told
+    loaded = load_packed(tiny(), tmp_path / "small")
+    expected = packed(model, wishes)
+    assert torch.equal(loaded(input_ids=TOKENS).logits, expected(input_ids=TOKENS).logits)
+    assert main([*command, "--bits", "8"]) == 0
+    assert main([*command, "--bits", "8", "--eval", "nope:nope"]) == 1
+    assert main(["compress", "export", "nope", "small", "--bits", "8"]) == 1
+    assert "nope has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"train_batch_size": 1}')
+    assert main([*command, "--config", "config.json"]) == 1
+    assert "weight_quantization is not on" in capsys.readouterr().err
