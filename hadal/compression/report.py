@@ -162,9 +162,9 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _nbytes_of_model(model: nn.Module) -> int:
-    # Tensors that modules share count once; a weight in shards has no storage to compare.
-    found = {id(value): value for value in model.state_dict(keep_vars=True).values()}
-    return sum(value.numel() * value.element_size() for value in found.values())
+    # Tensors that modules share count once; stage 3 has no state dict, only sizes.
+    own = [*model.parameters(), *model.buffers()]
+    return sum(value.numel() * value.element_size() for value in own)
 
 
 def _shown(bits: int | None) -> str:
