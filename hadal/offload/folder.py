@@ -22,6 +22,7 @@ from hadal.errors import OffloadError
 STATES = "states"
 """The file that holds all regions."""
 _LOCK = "lock"
+_STAGED = ".safetensors"  # files of a checkpoint that are still to be uploaded
 _NAME = re.compile(r"hadal-(?P<host>.+)-\d+-[0-9a-f]{8}")
 
 _log = logging.getLogger(__name__)
@@ -116,8 +117,13 @@ def _sweep_one(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, its lock last, so that an interrupted removal is resumed."""
+    """Remove a folder, its lock last, so that an interrupted removal is resumed.
+
+    A file of anybody else's stays, and so does the folder: OSError.
+    """
     with suppress(FileNotFoundError):
-        for name in sorted(os.listdir(path), key=lambda name: name == _LOCK):
-            (path / name).unlink()
+        names = [name for name in os.listdir(path) if name == STATES or name.endswith(_STAGED)]
+        for name in (*names, _LOCK):
+            with suppress(FileNotFoundError):
+                (path / name).unlink()
         path.rmdir()
