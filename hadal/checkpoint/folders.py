@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from hadal.checkpoint.deepspeed.folder import LATEST_UNIVERSAL, is_deepspeed
 from hadal.checkpoint.files import (
@@ -313,8 +314,11 @@ def latest_tag(save_dir: Location) -> str | None:
         return None
 
 
-def remove(folder: Location) -> None:
+def remove(folder: Location, beside: Location | None = None) -> None:
     """Remove a checkpoint: first its index, so that it is none at once.
+
+    The lease meanwhile is in `beside`, the folder of another tag. Nothing is written into a folder
+    that goes: a request that timed out and was repeated may still come through, and make it anew.
 
     Raises:
         CheckpointError: another process is saving under this tag.
@@ -326,7 +330,7 @@ def remove(folder: Location) -> None:
         named = named_by(folder)
     if named is not None:
         expect_alone(folder, named, time.time())
-    with replacing(folder, named):
+    with replacing(beside or folder, named):
         storage.remove(folder / INDEX)
         if isinstance(folder, Path):
             sync_folder(folder)
@@ -334,6 +338,13 @@ def remove(folder: Location) -> None:
 
 
 # ---- leftovers -----------------------------------------------------------------------------------
+
+
+class _Leases(NamedTuple):
+    """The marks that the leases in a folder of tags cover, and the places of the dead ones."""
+
+    alive: set[str]
+    dead: dict[str, Location]
 
 
 def sweep(save_dir: Location, now: float | None = None) -> None:
@@ -348,52 +359,65 @@ def sweep(save_dir: Location, now: float | None = None) -> None:
     now = time.time() if now is None else now
     storage = storage_of(save_dir)
     items = storage.items(save_dir)
-    dead: set[str] = set()
-    for item in items:
-        if _is_tag(item):
-            dead |= _sweep_tag(save_dir / item.name, now)
+    tags = {
+        save_dir / item.name: storage.items(save_dir / item.name) for item in filter(_is_tag, items)
+    }
+    tags = {folder: listed for folder, listed in tags.items() if _is_suspect(listed)}
+    leases = _leases_in(tags, now)
+    swept = {folder for folder, listed in tags.items() if _sweep_tag(folder, listed, leases, now)}
     for item, found in _drafts(items):
         path = save_dir / item.name
         if found["state"] == "old" and not exists(save_dir / found["name"] / INDEX):
             continue  # the only whole checkpoint of its tag
-        if found["mark"] in dead or _is_quiet(path, item, now):
+        if found["mark"] in leases.dead or _is_quiet(path, item, now):
             storage.remove(path)
+    # Last, as they cover files of other tags as well.
+    for lease in leases.dead.values():
+        if lease.parent in swept:
+            storage.remove(lease)
+    for folder in swept:
+        if isinstance(folder, Path) and not items_of(folder):
+            with suppress(OSError):
+                folder.rmdir()
 
 
-def _sweep_tag(folder: Location, now: float) -> set[str]:
-    """Sweep a tag's folder; return the marks of its dead leases."""
+def _leases_in(tags: Mapping[Location, list[StorageItem]], now: float) -> _Leases:
+    """Return the leases in these folders, each given with what was listed of it before."""
+    leases = _Leases(set(), {})
+    for folder, listed in tags.items():
+        # A lease is older than all it covers: those of what is listed are certainly seen by now,
+        # unless their saves have ended, as the index then says.
+        for mark in filter(None, map(mark_of, {*listed, *storage_of(folder).items(folder)})):
+            if is_alive(folder, mark, now):
+                leases.alive.add(mark)
+            else:
+                leases.dead[mark] = lease_of(folder, mark)
+    return leases
+
+
+def _is_suspect(listed: list[StorageItem]) -> bool:
+    """Return whether a tag's folder holds more than a checkpoint, or less."""
+    saves = sum(item.is_folder and bool(MARK.fullmatch(item.name)) for item in listed)
+    has_more = any(mark_of(item) for item in listed) or any(_drafts(listed))
+    return has_more or saves > any(item.name == INDEX for item in listed)
+
+
+def _sweep_tag(folder: Location, listed: list[StorageItem], leases: _Leases, now: float) -> bool:
+    """Sweep what was listed of a tag's folder; return false if its index cannot be read."""
     storage = storage_of(folder)
-    items = storage.items(folder)
-    saves = [item for item in items if item.is_folder and MARK.fullmatch(item.name)]
-    leases = {mark for item in items if (mark := mark_of(item))}
-    drafts = list(_drafts(items))
-    if not leases and not drafts and len(saves) <= any(item.name == INDEX for item in items):
-        return set()
-    # A lease is older than all it covers: those of what is listed are certainly seen by now, unless
-    # their saves have ended, as the index then says.
-    leases |= {mark for item in storage.items(folder) if (mark := mark_of(item))}
-    alive = {mark for mark in leases if is_alive(folder, mark, now)}
     try:
         named = named_by(folder)
     except CheckpointError as error:
         if is_file(folder / INDEX):  # else its own job has removed it meanwhile
             _log.warning("%s: leftovers are not removed: %s", folder, error)
-        return set()
-    dead = leases - alive
-    for item in saves:
-        is_needed = item.name in alive or item.name == named
-        is_left = item.name in dead or _is_quiet(folder / item.name, item, now)
-        if is_left and not is_needed:
+        return False
+    marks = {item: item.name for item in listed if item.is_folder and MARK.fullmatch(item.name)}
+    drafts = {item: found["mark"] for item, found in _drafts(listed)}
+    for item, mark in (marks | drafts).items():
+        is_needed = item in marks and (mark in leases.alive or mark == named)
+        if not is_needed and (mark in leases.dead or _is_quiet(folder / item.name, item, now)):
             storage.remove(folder / item.name)
-    for item, found in drafts:
-        if found["mark"] in dead or _is_quiet(folder / item.name, item, now):
-            storage.remove(folder / item.name)
-    for mark in dead:
-        storage.remove(lease_of(folder, mark))
-    if isinstance(folder, Path) and not items_of(folder):
-        with suppress(OSError):
-            folder.rmdir()
-    return dead
+    return True
 
 
 def named_by(folder: Location) -> str | None:

@@ -8,6 +8,7 @@ Tests: tests/checkpoint/test_storage.py, tests/checkpoint/test_s3.py
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -225,6 +226,9 @@ class FsspecStorage:
     def replace(self, path: RemotePath, content: bytes, mark: str = "") -> None:
         """Replace an object by one request, or a file by a rename."""
         ask = _Requests(path)
+        if hasattr(ask.filesystem, "call_s3"):
+            ask(partial(_replace_known, ask, content))
+            return
         if path.scheme in _OBJECT_STORES:
             ask(partial(ask.filesystem.pipe_file, ask.inside, content))
             return
@@ -309,6 +313,26 @@ def _upload_to(ask: _Requests, *, again: bool) -> Any:
     has_parts = getattr(ask.filesystem, "async_impl", False)
     options = {"block_size": _UPLOAD_NBYTES} if has_parts else {}
     return ask.filesystem.open(ask.inside, "wb", **options)
+
+
+def _replace_known(ask: _Requests, content: bytes) -> None:
+    """Replace an object on S3, unless somebody else has done so since this attempt began.
+
+    A request that timed out may still come through after it was repeated. On this condition it
+    cannot undo what was written later, such as the next save's `latest`.
+    """
+    bucket, key, _ = ask.filesystem.split_path(ask.inside)
+    call = partial(ask.filesystem.call_s3, Bucket=bucket, Key=key)
+    try:
+        condition = {"IfMatch": call("head_object")["ETag"]}
+    except FileNotFoundError:
+        condition = {"IfNoneMatch": "*"}
+    try:
+        call("put_object", Body=content, **condition)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:  # a store without conditions
+            raise
+        call("put_object", Body=content)
 
 
 class _S3Upload:

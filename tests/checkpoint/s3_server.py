@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 FAULTS = ("none", "throttle", "drop", "stall", "etag")
+LATE = "late"
+"""The first of two requests that write the same object comes after the second."""
 STALL_S = 4.0
 
 
@@ -23,6 +25,7 @@ class Faulty:
         self.inner, self.fault, self.every = inner, fault, every
         self.count = itertools.count(1)
         self.confusions = 1
+        self.seen: set[str] = set()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         """Answer a request."""
@@ -33,7 +36,12 @@ class Faulty:
         if is_due and self.fault == "drop":
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             return []
-        if is_due and self.fault == "stall":
+        path = environ["PATH_INFO"]
+        is_late = (
+            self.fault == LATE and environ["REQUEST_METHOD"] == "PUT" and path not in self.seen
+        )
+        self.seen.add(path)
+        if is_late or (is_due and self.fault == "stall"):
             time.sleep(STALL_S)
 
         def changed(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:

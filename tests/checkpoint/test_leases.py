@@ -115,6 +115,17 @@ def test_a_lease_that_is_not_whole_is_judged_by_its_age(
     assert not is_alive(tmp_path / "a", MARKS[0])
 
 
+def test_a_dead_lease_covers_files_under_another_tag(tmp_path: Path) -> None:
+    """That of a removal is beside a tag that stays."""
+    (tmp_path / "gone" / MARKS[0]).mkdir(parents=True)
+    here = leases._this_process()
+    path = lease_elsewhere(tmp_path / "kept", machine=here.machine, pid=os.getppid(), start="1")
+    (tmp_path / "kept" / MARKS[1]).mkdir()
+    folders.sweep(tmp_path)
+    assert not path.exists() and not (tmp_path / "gone").exists()
+    assert (tmp_path / "kept" / MARKS[1]).is_dir()
+
+
 def test_a_process_number_that_was_given_again_is_dead(tmp_path: Path) -> None:
     here = leases._this_process()
     lease_elsewhere(tmp_path / "a", machine=here.machine, pid=os.getppid(), start="1")

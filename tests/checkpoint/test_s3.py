@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from engine.toys import assert_equal, engine_of, train
 from ranks import RankPools
 
 from hadal import comm
-from hadal.checkpoint import remote
-from hadal.checkpoint.files import check_file, location_of, storage_of, write_file
+from hadal.checkpoint import folders, remote
+from hadal.checkpoint.files import check_file, location_of, read_small, storage_of, write_file
+from hadal.checkpoint.index import INDEX, write_index
 from hadal.checkpoint.inspection import inspected
 
 from .s3 import needed, server, use
-from .s3_server import FAULTS
+from .s3_server import FAULTS, LATE, STALL_S
 
 pytestmark = needed
 
@@ -50,6 +52,29 @@ def save_and_load(address: str, bucket: str, also_async: bool) -> None:
 def test_engines_save_and_load_on_s3(fault: str, ranks: RankPools) -> None:
     with server(fault) as address:
         ranks(2).run(save_and_load, address, fault, fault != "none", timeout=300)
+
+
+def come_late(address: str, bucket: str) -> None:
+    """A request that timed out was repeated, and comes through after others have gone on."""
+    place = location_of(use(address, bucket))
+    storage = storage_of(place)
+    for text in (b"one", b"two"):
+        storage.replace(place / "latest", text)
+    write_index(place / "a", {"save": "0123456789abcde0"})
+    time.sleep(STALL_S)
+    write_index(place / "b", {"save": "0123456789abcde1"})
+    folders.remove(place / "a", place / "b")
+    time.sleep(STALL_S)
+    assert read_small(place / "latest", 10) == b"two"
+    assert [item.name for item in storage.items(place)] == ["b", "latest"]
+    folders.sweep(place)
+    assert [item.name for item in storage.items(place / "b")] == [INDEX]
+
+
+@pytest.mark.slow
+def test_a_request_that_comes_late_undoes_nothing(ranks: RankPools) -> None:
+    with server(LATE) as address:
+        ranks(1).run(come_late, address, "late", timeout=100)
 
 
 def upload_in_parts(address: str) -> None:
