@@ -25,8 +25,11 @@ from hadal.compression.layers import (
 from hadal.compression.matching import Match, matches_of
 from hadal.compression.packed import remember
 from hadal.compression.packing import Grid, grid_of
+from hadal.compression.pruning import begin, prunings_of
+from hadal.compression.pruning import is_on as prunes
 from hadal.compression.report import note_sizes
 from hadal.compression.rules import ActivationRule, Bits, WeightRule
+from hadal.compression.shrinking import make_masks_final
 from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.load import load_config
@@ -98,7 +101,8 @@ def with_old_form(
 
 def is_on(section: CompressionTraining) -> bool:
     """Return whether any technique is on that changes modules."""
-    return section.weight_quantization.is_on or section.activation_quantization.is_on
+    quantizes = section.weight_quantization.is_on or section.activation_quantization.is_on
+    return quantizes or prunes(section)
 
 
 def prepare(model: nn.Module, section: CompressionTraining) -> None:
@@ -111,6 +115,7 @@ def prepare(model: nn.Module, section: CompressionTraining) -> None:
     weights = _matches(model, section, "weight_quantization", _WEIGHTS, faults)
     inputs = _matches(model, section, "activation_quantization", _INPUTS, faults)
     faults += _uneven(section, weights)
+    prunings = prunings_of(model, section, faults)
     if faults:
         told = tuple({fault.path: fault for fault in reversed(faults)}.values())[::-1]
         raise ConfigError(written(f"the compression of {type(model).__name__}", told), told)
@@ -122,6 +127,8 @@ def prepare(model: nn.Module, section: CompressionTraining) -> None:
         changed.compression.activation = rule
         if rule.static and changed.activation_quantizer is None:
             changed.activation_quantizer = _range_beside(match.module, rule)
+    for match, pruning in prunings:
+        begin(match, pruning)
     _keep_calls(model)
     advance(model, 0)
 
@@ -271,7 +278,8 @@ def tell_missing_teacher(model: nn.Module, section: CompressionTraining) -> None
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
     """Make the compressed weights the model's own after training, and return the model.
 
-    A quantized weight gets the values that it has with its target bits. Parameters are replaced by
+    A quantized weight gets the values that it has with its target bits, and a pruned one zeros.
+    Masks and scores are removed. Parameters are replaced by
     new ones, so that the engine no longer trains them. A quantized input stays quantized.
     `pack_weights` stores the weights in fewer bytes then.
 
@@ -304,6 +312,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             module.weight, grid = made[key]
             remember(module, grid)
             module.compression.weight = module.compression.bits = None
+    make_masks_final([module for _, module in changed])
     for _, module in changed:
         if module.compression.activation is None:
             change_back(module)

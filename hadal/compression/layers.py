@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hadal.compression.masks import as_weight, chosen, masked_heads
 from hadal.compression.quantizers import quantize, quantize_in_range, straight_through
-from hadal.compression.rules import ActivationRule, Bits, WeightRule
+from hadal.compression.rules import ActivationRule, Bits, BlockRule, PruneRule, WeightRule
 from hadal.device import is_in_backward
 
 
@@ -28,9 +29,13 @@ class Compression:
 
     weight: WeightRule | None = None
     activation: ActivationRule | None = None
+    prunings: tuple[PruneRule | BlockRule, ...] = ()
+    """In the order in which a forward applies them."""
     bits: Bits | None = None
     """Bits of the weight in the next forward; None: it is used as it is."""
     activation_is_on: bool = False
+    active: tuple[PruneRule | BlockRule, ...] = ()
+    """Those of `prunings` that the next forward applies."""
 
     def advance(self, updates: int) -> None:
         """Set the state to that after a number of applied updates."""
@@ -38,12 +43,36 @@ class Compression:
             self.bits = self.weight.at(updates)
         if self.activation is not None:
             self.activation_is_on = updates >= self.activation.offset
+        self.active = tuple(rule for rule in self.prunings if updates >= rule.offset)
 
     @property
     def settled(self) -> int:
         """The number of applied updates after which nothing changes any more."""
-        rules = (self.weight, self.activation)
+        rules = (self.weight, self.activation, *self.prunings)
         return max((rule.settled for rule in rules if rule is not None), default=0)
+
+
+_SCORES = {
+    "sparse_pruning": "sparse_mask_scores",
+    "row_pruning": "row_mask_scores",
+    "head_pruning": "head_pruning_scores",
+    "channel_pruning": "channel_mask_scores",
+}
+
+
+def score_name(technique: str) -> str:
+    """Return the name of a module's trained scores, as in DeepSpeed's checkpoints."""
+    return _SCORES[technique]
+
+
+def is_score(name: str) -> bool:
+    """Return whether a parameter of this full name holds trained scores."""
+    return name.rpartition(".")[2] in _SCORES.values()
+
+
+def mask_name(technique: str) -> str:
+    """Return the name of a module's fixed mask, as in DeepSpeed's checkpoints."""
+    return f"{technique}_mask"
 
 
 class RunningRange(nn.Module):
@@ -86,6 +115,7 @@ class Compressed(nn.Module):
     """The class that a module has again once nothing is left to do to it."""
     compression: Compression
     weight: Tensor
+    bias: Tensor | None
     activation_quantizer: RunningRange | None
 
     @property
@@ -110,8 +140,45 @@ class Compressed(nn.Module):
 
     def effective_weight(self) -> Tensor:
         """Return the weight that this forward computes with."""
+        return self.effective()[0]
+
+    def effective(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and the bias that this forward computes with."""
         bits = self.compression.bits
-        return self.weight if bits is None else straight_through(self.weight, self.quantized(bits))
+        weight, bias = self.weight, self.bias_or_none()
+        if bits is not None:
+            weight = straight_through(weight, self.quantized(bits))
+        for rule in self.compression.active:
+            weight, bias = self.pruned(rule, weight, bias)
+        return weight, bias
+
+    def bias_or_none(self) -> Tensor | None:
+        """Return the bias; None if the module has none, as an embedding."""
+        bias: Tensor | None = getattr(self, "bias", None)
+        return bias
+
+    def pruned(
+        self, rule: PruneRule | BlockRule, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a weight and a bias times the masks of one technique."""
+        mask = self.mask(rule).to(weight.dtype)
+        if isinstance(rule, BlockRule):
+            whole = as_weight(rule.blocks.expand(mask), weight.shape)
+            # Weights are trained on while they are pruned, as their blocks may return.
+            return straight_through(weight, weight.detach() * whole), bias
+        if rule.technique == "sparse_pruning":
+            return weight * mask, bias
+        if rule.technique == "head_pruning":
+            return masked_heads(weight, mask), bias
+        return weight * mask, None if bias is None else bias * mask.reshape(-1)
+
+    def mask(self, rule: PruneRule | BlockRule) -> Tensor:
+        """Return the mask of one technique: 1.0, or True, for what is kept."""
+        if isinstance(rule, PruneRule) and rule.learned:
+            scores = getattr(self, score_name(rule.technique))
+            return chosen(scores, rule.ratio)
+        mask: Tensor = getattr(self, mask_name(rule.technique))
+        return mask
 
     def effective_input(self, x: Tensor) -> Tensor:
         """Return the input that this forward computes with."""
@@ -145,7 +212,7 @@ class CompressedLinear(Compressed, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product."""
-        return F.linear(self.effective_input(input), self.effective_weight(), self.bias)
+        return F.linear(self.effective_input(input), *self.effective())
 
 
 class CompressedConv2d(Compressed, nn.Conv2d):
@@ -163,8 +230,7 @@ class CompressedConv2d(Compressed, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution."""
-        x, weight = self.effective_input(input), self.effective_weight()
-        found: Tensor = self._conv_forward(x, weight, self.bias)
+        found: Tensor = self._conv_forward(self.effective_input(input), *self.effective())
         return found
 
 

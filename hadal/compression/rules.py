@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hadal.compression.masks import Blocks, sparsity_at
+
 
 class Bits(NamedTuple):
     """Bit width of a weight, and how far it counts."""
@@ -84,3 +86,48 @@ class ActivationRule:
     def settled(self) -> int:
         """The number of applied updates after which nothing changes any more."""
         return self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRule:
+    """Settings of one technique that prunes one module."""
+
+    technique: str
+    """The section: `sparse_pruning`, `row_pruning`, `head_pruning` or `channel_pruning`."""
+    ratio: float
+    """The fraction to keep."""
+    offset: int
+    learned: bool
+    """True if the masks follow trained scores; False if they are those of the first weights."""
+    heads: int = 0
+
+    @property
+    def settled(self) -> int:
+        """The number of applied updates after which nothing changes any more."""
+        return self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRule:
+    """Settings of the pruning of blocks by the momentum of weights times gradients."""
+
+    blocks: Blocks
+    ratio: float
+    """The fraction to keep."""
+    offset: int
+    end: int
+    stride: int
+    technique: str = "sparse_pruning"
+
+    @property
+    def settled(self) -> int:
+        """The number of applied updates after which nothing changes any more."""
+        return self.end
+
+    def sparsity_at(self, updates: int) -> float | None:
+        """Return the fraction to prune before the next update; None: masks stay."""
+        since = updates - self.offset
+        if not self.offset <= updates <= self.end or since % self.stride:
+            return None
+        last = (self.end - self.offset) // self.stride
+        return sparsity_at(since // self.stride, last, 1.0 - self.ratio)

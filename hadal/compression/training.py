@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hadal.comm import Ranks
 from hadal.comm.collectives import sum_
-from hadal.compression.compress import advance, prepare
+from hadal.compression.compress import advance
 from hadal.compression.layers import RunningRange, compressed_modules
+from hadal.compression.momentum import BlockPruning, Values
 from hadal.config.compression_training import CompressionTraining
 from hadal.listener import Forward, Listener, Update
 
@@ -26,20 +28,21 @@ _LABEL = "the ranges of activations"
 class CompressionTechniques(Listener):
     """Moves the techniques of `compression_training` along with the applied updates.
 
-    The counters of the engine say everything, so there is no state of its own to save.
+    The counters of the engine, and the model's parameters and buffers, say everything.
     """
 
     name = "compression_training"
 
-    def __init__(self, section: CompressionTraining, model: nn.Module, ranks: Ranks) -> None:
-        if not any(compressed_modules(model)):
-            prepare(model, section)
+    def __init__(
+        self, section: CompressionTraining, model: nn.Module, ranks: Ranks, values: Values
+    ) -> None:
         self._model = model
         self._ranks = ranks
         self._speaks = section.weight_quantization.shared_parameters.quantize_verbose
         modules = [module for _, module in compressed_modules(model)]
         self._settled = max((module.compression.settled for module in modules), default=0)
         self._ranges = [part for part in model.modules() if isinstance(part, RunningRange)]
+        self._blocks = BlockPruning(model, ranks, values)
         self._attempts = -1
         self._applied = -1
         self._engine: weakref.ref[Any] | None = None
@@ -61,12 +64,19 @@ class CompressionTechniques(Listener):
         if applied != self._applied:
             before = self._bits()
             advance(self._model, applied)
+            self._blocks.prune(applied)
             self._tell(before, applied)
         self._applied = applied
 
+    def before_update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Look at the gradients while blocks are still pruned by them."""
+        if self._blocks.rule is not None and self._applied < self._blocks.rule.end:
+            self._blocks.watch(gradients)
+
     def after_update(self, update: Update) -> None:
         """Average the running ranges over the ranks, which have seen different samples."""
-        del update
+        if self._blocks.has_watched:
+            self._blocks.keep(not update.skipped)
         if not self._ranges or self._ranks.size == 1:
             return
         with torch.no_grad():
@@ -77,6 +87,15 @@ class CompressionTechniques(Listener):
                 self._ranges, total.view_as(both) / self._ranks.size, strict=True
             ):
                 part.x_min_max.copy_(mean)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the applied updates, which the engine's counters say as well."""
+        return {"applied": self._applied}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the modules again at the next forward: masks were loaded as they were."""
+        del state
+        self._attempts = self._applied = -1
 
     def _bits(self) -> dict[str, int | None]:
         if not self._speaks or self._ranks.rank != 0:

@@ -162,14 +162,24 @@ class _PruningShared(Section):
 class SparsePruningShared(_PruningShared):
     """Settings shared by all groups of sparse pruning."""
 
-    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "Criterion.")
+    enabled: Boolean = key(False, "Prune. Requires different_groups, except for snip_momentum.")
+    method: Literal["l1", "topk", "snip_momentum"] = key(
+        "l1",
+        "Keep the largest of the first weights (l1), those with the largest trained scores (topk),"
+        " or blocks by a running mean of weight times gradient, in all modules (snip_momentum).",
+    )
     schedule_offset_end: Integer | None = key(
         None, "snip_momentum: last update that prunes; null is schedule_offset.", ge=0
     )
     schedule_offset_stride: Integer = key(1, "snip_momentum: updates between prunings.", ge=1)
-    block_pattern: Text = key("4x1", "snip_momentum: NxM blocks, or N of M.")
+    block_pattern: Text = key(
+        "4x1",
+        'snip_momentum: blocks of N rows and M columns ("4x1"), or N of every M inputs ("2:4").',
+    )
     dense_ratio: Number = key(0.1, "snip_momentum: fraction to keep.", gt=0, lt=1)
-    excluded_modules: Texts = key((), "snip_momentum: modules to leave unpruned.")
+    excluded_modules: Texts = key(
+        (), "snip_momentum: regular expressions of modules to leave unpruned."
+    )
 
 
 class RowPruningShared(_PruningShared):
@@ -204,13 +214,20 @@ class PruningGroup(_Scope):
     related_modules: _Related | None = key(None, _RELATED)
 
 
+class SparsePruningGroup(_Scope):
+    """One group of modules."""
+
+    params: PruningParams | None = key(None, "Fraction to keep.")
+    related_modules: _Related | None = key(None, _UNREAD, mark=NO_EFFECT)
+
+
 class SparsePruningSection(Section):
     """Pruning of single weights, which become zero."""
 
     switch: ClassVar[str | None] = "shared_parameters.enabled"
 
     shared_parameters: SparsePruningShared = section(SparsePruningShared, "Settings of all groups.")
-    different_groups: dict[str, PruningGroup] | None = key(None, _GROUPS)
+    different_groups: dict[str, SparsePruningGroup] | None = key(None, _GROUPS)
 
 
 class RowPruningSection(Section):

@@ -33,6 +33,7 @@ from hadal.engine.checks import (
     members_of_groups,
     tell_untrained,
 )
+from hadal.engine.compressing import check_scores, prepare_model
 from hadal.engine.engine import Engine
 from hadal.engine.features import LISTENERS, opened_monitor, setting_of
 from hadal.engine.later_groups import LaterGroups
@@ -200,9 +201,11 @@ def _admit(
     open_log(config, ranks.rank)
     log_notes(config)
     check_parameters(model.named_parameters(), current_device(), ranks)
+    prepare_model(config, model)
     optimizer = make_optimizer(wishes, config, model)
     is_chosen = wishes.optimizer is not None or config.optimizer is not None
     groups = members_of_groups(model, optimizer, ranks)
+    check_scores(model, groups)
     precisions = precisions_of(config, model, current_device())
     if config.sparse_attention is not None:
         from hadal.sparse_attention import give_pattern  # for this alone

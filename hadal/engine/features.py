@@ -28,6 +28,7 @@ from hadal.data_efficiency.seqlen import LengthCurriculum, Write
 from hadal.data_efficiency.token_drop import TokenDrop
 from hadal.engine.batches import BatchSizes
 from hadal.engine.clocks import Clocks, Throughput
+from hadal.engine.compressing import ParameterValues
 from hadal.engine.curvature import BlockEigenvalues
 from hadal.engine.precision import scale_rule_of
 from hadal.engine.progress import updates_of
@@ -151,7 +152,9 @@ def _compression(setting: Setting) -> Listener | None:
     tell_missing_teacher(setting.model, section)
     if not is_on(section):
         return None
-    return CompressionTechniques(section, setting.model, setting.topology.sharding)
+    return CompressionTechniques(
+        section, setting.model, setting.topology.sharding, ParameterValues()
+    )
 
 
 def _eigenvalues(setting: Setting) -> Listener | None:

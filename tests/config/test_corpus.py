@@ -11,7 +11,6 @@ from hadal.errors import ConfigError, NotBuiltYetError, UnbuiltConfigError
 CORPUS = Path(__file__).with_name("corpus")
 LOADS = sorted((CORPUS / "loads").glob("*.json"))
 COMPRESSED = (
-    "sparse_pruning",
     "row_pruning",
     "head_pruning",
     "channel_pruning",

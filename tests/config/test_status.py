@@ -14,7 +14,7 @@ from hadal.config.top_level import Config
 TABLE = Path(__file__).with_name("keys.csv").read_text(encoding="utf-8").splitlines()
 ROWS = [row["path"] for row in csv.DictReader(TABLE)]
 UNBUILT = re.compile(
-    r"^(compression_training\.(sparse|row|head|channel)_pruning"
+    r"^(compression_training\.(row|head|channel)_pruning"
     r"|weight_quantization|nebula|hybrid_engine"
     r"|expert_parallel)\."
 )

@@ -5,11 +5,12 @@ Tests: tests/config/test_rules.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 
-from hadal.config.compression_training import CompressionTraining
+from hadal.config.compression_training import CompressionTraining, SparsePruningShared
 from hadal.config.curriculum_learning import CurriculumLearning, PaceConfig
 from hadal.config.data_efficiency import (
     CurriculumMetric,
@@ -336,6 +337,8 @@ def _compression_groups(config: Config) -> Iterator[Fault]:
         technique, path = getattr(compression, name), f"compression_training.{name}"
         if name == "layer_reduction" or not technique.shared_parameters.enabled:
             continue
+        if getattr(technique.shared_parameters, "method", "") == "snip_momentum":
+            continue  # in all modules
         yield from _missing(technique, path, "different_groups")
         for group, content in (technique.different_groups or {}).items():
             here = f"{path}.different_groups.{group}.params"
@@ -423,6 +426,18 @@ def _pruning(config: Config) -> Iterator[Fault]:
             f"{path}.sparse_pruning.shared_parameters.schedule_offset_end",
             f"{end} is before schedule_offset {sparse.schedule_offset}; raise it",
         )
+    if sparse.enabled and sparse.method == "snip_momentum":
+        yield from _block_pattern(sparse, f"{path}.sparse_pruning.shared_parameters")
+
+
+def _block_pattern(sparse: SparsePruningShared, path: str) -> Iterator[Fault]:
+    found = re.fullmatch(r"([1-9]\d*)([x:])([1-9]\d*)", sparse.block_pattern)
+    if found is None or (found[2] == ":" and int(found[1]) >= int(found[3])):
+        expected = 'expected rows x columns, such as "4x1", or N of M with N < M, such as "2:4"'
+        yield Fault(f"{path}.block_pattern", f"{shown(sparse.block_pattern)}; {expected}")
+    elif found[2] == ":" and 1 - sparse.dense_ratio > int(found[1]) / int(found[3]) + 1e-9:
+        most = f"{found[1]} of {found[3]} pruned leave {1 - int(found[1]) / int(found[3]):g}"
+        yield Fault(f"{path}.dense_ratio", f"{sparse.dense_ratio:g} is too few: {most}; raise it")
 
 
 @reading("tensorboard", "csv_monitor", "jsonl_monitor")

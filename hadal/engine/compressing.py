@@ -1,0 +1,71 @@
+"""Compression of the model that an engine is about to train.
+
+Tests: tests/compression/test_training.py, tests/compression/test_momentum.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hadal.compression.compress import is_on, prepare, with_old_form
+from hadal.compression.layers import compressed_modules, is_score
+from hadal.config import Config
+from hadal.errors import UsageError
+from hadal.zero.access import GatheredParameters
+from hadal.zero.place import held_place
+from hadal.zero.state import safe_get_full_fp32_param, safe_set_local_fp32_param
+from hadal.zero.views import flattened
+
+
+def prepare_model(config: Config, model: nn.Module) -> None:
+    """Prepare a model that `init_compression` was not called for, before its optimizer is made.
+
+    Raises:
+        ConfigError: the groups of `compression_training` do not fit the model.
+    """
+    section = with_old_form(config.compression_training, config.quantize_training)
+    if not is_on(section) or any(compressed_modules(model)):
+        return
+    # Masks are chosen by whole weights, and these may have been born sharded.
+    with GatheredParameters(model.parameters()):
+        prepare(model, section)
+
+
+def check_scores(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Refuse an optimizer without the scores that pruning learns.
+
+    Raises:
+        UsageError: it was made before `init_compression`.
+    """
+    trained = {parameter for group in groups for parameter in group}
+    found = [
+        name
+        for name, parameter in model.named_parameters()
+        if is_score(name) and parameter.requires_grad and parameter not in trained
+    ]
+    if found and trained:
+        raise UsageError(
+            f"pruning learns scores that the optimizer does not train: {', '.join(found[:3])}"
+            f" ({len(found)} in all); call init_compression before the parameters for the"
+            " optimizer are collected"
+        )
+
+
+class ParameterValues:
+    """Access to whole parameters of a model in an engine, at every stage."""
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """Return a whole parameter, in fp32. All ranks call it alike."""
+        found = safe_get_full_fp32_param(parameter)
+        return parameter.detach().float() if found is None else found
+
+    def cut(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return this rank's part of new values, 1-D."""
+        place = held_place(parameter, "pruning")
+        return place.fragment_of(flattened(whole, place.slot)).clone()
+
+    def put(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """Replace this rank's part of a parameter. All ranks call it alike."""
+        safe_set_local_fp32_param(parameter, part)
