@@ -115,7 +115,6 @@ class Compressed(nn.Module):
     """The class that a module has again once nothing is left to do to it."""
     compression: Compression
     weight: Tensor
-    bias: Tensor | None
     activation_quantizer: RunningRange | None
 
     @property

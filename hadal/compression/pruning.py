@@ -244,7 +244,7 @@ def _fix_mask(name: str, module: Compressed, rule: PruneRule) -> None:
 
 def _begin_blocks(module: Compressed, rule: BlockRule) -> None:
     shape = rule.blocks.shape(matrix_shape(module))
-    like = {"dtype": module.weight.dtype, "device": module.weight.device}
+    like: dict[str, Any] = {"dtype": module.weight.dtype, "device": module.weight.device}
     firsts: dict[str, Any] = {
         mask_name(rule.technique): torch.ones(shape, **like),
         BLOCK_SCORES: torch.zeros(shape, **like),

@@ -34,7 +34,8 @@ def make_masks_final(modules: list[Compressed]) -> None:
 
 def bias_trains(module: Compressed) -> bool:
     """Return whether a module's bias is trained."""
-    return module.bias is not None and module.bias.requires_grad
+    bias = module.bias_or_none()
+    return bias is not None and bias.requires_grad
 
 
 def _made(
