@@ -25,7 +25,7 @@ from hadal.compression.layers import (
 from hadal.compression.matching import Match, matches_of
 from hadal.compression.packed import remember
 from hadal.compression.packing import Grid, grid_of
-from hadal.compression.pruning import begin, prunings_of
+from hadal.compression.pruning import Whole, as_it_is, begin, prunings_of
 from hadal.compression.pruning import is_on as prunes
 from hadal.compression.report import note_sizes
 from hadal.compression.rules import ActivationRule, Bits, WeightRule
@@ -105,8 +105,13 @@ def is_on(section: CompressionTraining) -> bool:
     return quantizes or prunes(section)
 
 
-def prepare(model: nn.Module, section: CompressionTraining) -> None:
+def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it_is) -> None:
     """Let a model's modules do what the techniques that are on ask of them.
+
+    Args:
+        model: changed in place.
+        section: what is asked.
+        whole: makes weights readable that may be sharded.
 
     Raises:
         ConfigError: groups and modules do not fit; the message lists every fault.
@@ -128,7 +133,7 @@ def prepare(model: nn.Module, section: CompressionTraining) -> None:
         if rule.static and changed.activation_quantizer is None:
             changed.activation_quantizer = _range_beside(match.module, rule)
     for match, pruning in prunings:
-        begin(match, pruning)
+        begin(match, pruning, whole)
     _keep_calls(model)
     advance(model, 0)
 

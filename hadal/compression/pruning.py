@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ BLOCK_SCORES = "sparse_pruning_scores"
 _OF_BLOCKS = {"schedule_offset_end", "schedule_offset_stride", "block_pattern", "excluded_modules"}
 _SPARSE = "compression_training.sparse_pruning"
 Pruned = tuple[Match, "PruneRule | BlockRule"]
+Whole = Callable[[Iterable[Any]], AbstractContextManager[Any]]
+"""Makes a context in which parameters are readable that may be sharded."""
+
+
+def as_it_is(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Return a context that leaves parameters as they are."""
+    return nullcontext(parameters)
 
 
 def is_on(section: CompressionTraining) -> bool:
@@ -183,7 +191,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
     return module.out_channels, module.in_channels // module.groups * kernel
 
 
-def begin(match: Match, rule: PruneRule | BlockRule) -> None:
+def begin(match: Match, rule: PruneRule | BlockRule, whole: Whole = as_it_is) -> None:
     """Let a module prune by a rule from now on.
 
     Raises:
@@ -202,7 +210,8 @@ def begin(match: Match, rule: PruneRule | BlockRule) -> None:
         if getattr(module, name, None) is None:
             module.register_parameter(name, _first_scores(module, rule))
     else:
-        _fix_mask(match.name, module, rule)
+        with whole([module.weight]):
+            _fix_mask(match.name, module, rule)
 
 
 def _first_scores(module: Compressed, rule: PruneRule) -> nn.Parameter:

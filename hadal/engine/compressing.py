@@ -28,9 +28,8 @@ def prepare_model(config: Config, model: nn.Module) -> None:
     section = with_old_form(config.compression_training, config.quantize_training)
     if not is_on(section) or any(compressed_modules(model)):
         return
-    # Masks are chosen by whole weights, and these may have been born sharded.
-    with GatheredParameters(model.parameters()):
-        prepare(model, section)
+    # Masks are chosen by whole weights, one at a time: these may have been born sharded.
+    prepare(model, section, GatheredParameters)
 
 
 def check_scores(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
