@@ -229,6 +229,13 @@ class Listener:
     def close(self) -> None:
         """Write what is left and close files: the engine is destroyed."""
 
+    def at_exit(self) -> None:
+        """The program ends, and the engine was not destroyed: finish files.
+
+        It must not wait for other ranks or for the device. A listener that has this method stays
+        alive until then, and keeps the engine by a weak reference only.
+        """
+
     def state_dict(self) -> Mapping[str, Any] | None:
         """Return the state to save under `name` in a checkpoint: plain values; None for none.
 

@@ -26,6 +26,6 @@ class JsonlMonitor(Section):
     report: Boolean = key(
         False,
         "Also record warnings, checkpoints, memory, profile and communication, and write "
-        "report.html beside the file when the engine is destroyed. `hadal report FOLDER` makes "
+        "report.html beside the file when the program ends. `hadal report FOLDER` makes "
         "that page from any such file.",
     )

@@ -473,8 +473,7 @@ class Engine(EngineBase):
         if self._preemption is not None:
             self._preemption.close()
         self._session.cycle.destroyed = True
-        for listener in self._session.listeners:
-            listener.close()
+        self._session.listeners.close()
         runtime = self._parts.runtime
         self._parts.hooks.remove()
         access.forget(runtime.bucket_of)

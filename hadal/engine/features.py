@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -259,21 +259,26 @@ def _journal(setting: Setting) -> Listener | None:
         return _OwnLog(setting.world) if _is_reported(setting) else None
     from hadal.monitor.report import Journal, communication_lines  # for this alone
 
+    written: Any = None
+
     def profile(engine: Any) -> Mapping[str, Any] | None:
-        found = engine.flops_profiler and engine.flops_profiler.profile
-        return None if found is None else found.as_dict()
+        nonlocal written
+        found = engine and engine.flops_profiler and engine.flops_profiler.profile
+        if found is None or found is written:
+            return None
+        written = found
+        return cast(Mapping[str, Any], found.as_dict())
 
     def compression(engine: Any) -> Mapping[str, Any] | None:
-        found = compression_report(engine)
-        return found.as_dict() if found.rows else None
+        found = engine and compression_report(engine)
+        return found.as_dict() if found and found.rows else None
 
     first = {"memory": lambda engine: {"bytes": engine.state_nbytes()}}
     at_end = {
-        "profile": profile,
         "compression": compression,
         "communication": lambda _: communication_lines(end_of_log(setting.world)),
     }
-    return Journal(path, first, at_end)
+    return Journal(path, first, {"profile": profile}, at_end)
 
 
 def _page(setting: Setting) -> Listener | None:
@@ -306,6 +311,9 @@ class _OwnLog(Listener):
 
     def close(self) -> None:
         end_of_log(self._ranks)
+
+    def at_exit(self) -> None:
+        self.close()
 
 
 LISTENERS: Mapping[str, Callable[[Setting], Listener | None]] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -14,12 +17,17 @@ from hadal.listener import Forward, Listener, Options
 from hadal.zero.runtime import ZeroRuntime
 from hadal.zero.state import safe_get_full_grad
 
+_log = logging.getLogger(__name__)
+
 
 class Listeners:
     """Listeners in call order; as a context, it reports errors to them."""
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self._all = tuple(listeners)
+        self._end = _EndOfProgram()
+        for listener in self._all:
+            self._end.add(listener)
 
     def add(self, listener: Listener) -> None:
         """Call one more from now on.
@@ -38,6 +46,7 @@ class Listeners:
                 " new one another `name`"
             )
         self._all = (*self._all, listener)
+        self._end.add(listener)
 
     def remove(self, listener: Listener) -> None:
         """Stop calling it.
@@ -52,6 +61,13 @@ class Listeners:
                 f" {names}"
             )
         self._all = tuple(one for one in self._all if one is not listener)
+        self._end.drop(listener)
+
+    def close(self) -> None:
+        """Close them all: the engine is destroyed."""
+        for listener in self._all:
+            listener.close()
+            self._end.drop(listener)
 
     def __iter__(self) -> Iterator[Listener]:
         return iter(self._all)
@@ -77,6 +93,35 @@ class Listeners:
         for listener in self._all:
             forward = listener.before_forward(forward) or forward
         return forward
+
+
+class _EndOfProgram:
+    """Calls `at_exit` of the listeners that have it, in call order, and keeps them until then."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._all: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        if type(listener).at_exit is Listener.at_exit:
+            return
+        if not self._all:
+            atexit.register(self._run)
+        self._all.append(listener)
+
+    def drop(self, listener: Listener) -> None:
+        self._all = [one for one in self._all if one is not listener]
+        if not self._all:
+            atexit.unregister(self._run)
+
+    def _run(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked process ends
+        for listener in self._all:
+            try:
+                listener.at_exit()
+            except Exception:
+                _log.exception("listener %s failed at the end of the program", listener.name)
 
 
 class MeanGradients(Mapping[str, Tensor]):

@@ -87,7 +87,7 @@ class Monitor:
         self.flush()
         self._close()
 
-    def close_in_time(self, seconds: float) -> None:
+    def close_in_time(self, seconds: float = _LAST_LOOK_S) -> None:
         """The same, but wait at most so long for the device, which may hang."""
         deadline = time.monotonic() + seconds
         self.write_known()
@@ -112,4 +112,4 @@ def _close_at_exit(reference: weakref.ref[Monitor], process: int) -> None:
     """Write what is known when the program ends without `engine.destroy()`."""
     monitor = reference()
     if monitor is not None and os.getpid() == process:
-        monitor.close_in_time(_LAST_LOOK_S)
+        monitor.close_in_time()

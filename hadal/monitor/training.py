@@ -144,6 +144,10 @@ class TrainingEvents(Listener):
         """Write what is left."""
         self._monitor.close()
 
+    def at_exit(self) -> None:
+        """Write what the device has computed by now."""
+        self._monitor.close_in_time()
+
     def _sums(self, update: Update) -> HostCopy:
         row, loss = torch.zeros(3, dtype=self._dtype, device=self._device), update.loss
         if loss is not None:

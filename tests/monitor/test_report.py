@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -119,6 +121,56 @@ def test_the_page_has_the_figures_of_the_file(ranks: RankPools, tmp_path: Path) 
     assert {"Loss", "Learning rate", "Gradient norm", "Samples per second"} <= set(titles)
     assert "Time of an update by phase" in titles
     assert all(link.startswith("#") for link in page.links), "nothing is loaded from elsewhere"
+
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+import hadal
+
+def main() -> None:
+    hadal.init_distributed(dist_backend="gloo")
+    folder = sys.argv[1]
+    place = {"enabled": True, "output_path": folder, "job_name": "run", "report": True}
+    profiler = {"enabled": True, "profile_step": 1, "output_file": folder + "/profile.txt"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "comms_logger": {"enabled": True},
+        "flops_profiler": profiler,
+        "jsonl_monitor": place,
+    }
+    engine, *_ = hadal.initialize(model=nn.Linear(3, 1), config=config)
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 3)).mean())
+        engine.step()
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_never_destroys_its_engine_has_a_page(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "hadal.cli", "run", "--num_accelerators", "2"]
+    subprocess.run([*command, str(program), str(tmp_path)], check=True)
+    page, run = Page(tmp_path / "run" / "report.html"), read_run(tmp_path / "run")
+    assert page.figures["updates"] == "4" and page.figures["state"] == "ended"
+    assert run.profile is not None and run.profile["modules"]["class"] == "Linear"
+    cells = [cell for row in page.rows for cell in row]
+    assert any("reduce_scatter" in cell or "all_to_all" in cell for cell in cells), cells
+
+
+def test_a_profile_is_in_the_file_before_the_end(tmp_path: Path) -> None:
+    profiler = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "p")}
+    engine = engine_of(0, **keys_of(tmp_path, flops_profiler=profiler))
+    train(engine, range(5))
+    profile = read_run(tmp_path / "run").profile
+    assert profile is not None and profile["modules"]["parameters"] > 0
+    engine.destroy()
 
 
 def a_run(folder: Path, updates: int = 3, **changes: Any) -> Path:

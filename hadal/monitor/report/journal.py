@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 _house = logging.getLogger("hadal")
 
 Lines = Mapping[str, Callable[[Any], Mapping[str, Any] | None]]
-"""Functions by kind of line, called with the engine; None leaves the line out."""
+"""Functions by kind of line, called with the engine, or None if it was collected. A function
+returns None to leave the line out."""
 
 
 class Journal(Listener):
@@ -32,15 +33,16 @@ class Journal(Listener):
     Args:
         path: the file.
         first: lines that are written after the first update.
-        at_end: lines that are written when the engine is destroyed.
+        known: lines that are written once they are known: after any update, or at the end.
+        at_end: lines that are written when the engine is destroyed, or the program ends.
     """
 
     name = "hadal.report"
 
-    def __init__(self, path: Path, first: Lines, at_end: Lines) -> None:
+    def __init__(self, path: Path, first: Lines, known: Lines, at_end: Lines) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(path)
-        self._first, self._at_end = first, at_end
+        self._first, self._known, self._at_end = first, known, at_end
         self._engine: Callable[[], Any] = lambda: None
         self._updates = 0
         self._handler = _Warnings(self._append)
@@ -55,6 +57,7 @@ class Journal(Listener):
         self._updates = update.number
         first, self._first = self._first, {}
         self._write(first)
+        self._write(self._known)
 
     def after_save(self, folder: Any, seconds: float) -> None:
         """Note the checkpoint."""
@@ -63,13 +66,18 @@ class Journal(Listener):
     def close(self) -> None:
         """Write what is known at the end."""
         _house.removeHandler(self._handler)
+        self._write(self._known)
         self._write(self._at_end)
         self._file.close()
+
+    def at_exit(self) -> None:
+        """The same: other ranks' records are taken if they are there within two seconds."""
+        self.close()
 
     def _write(self, lines: Lines) -> None:
         engine = self._engine()
         for kind, make in lines.items():
-            line = None if engine is None else make(engine)
+            line = make(engine)
             if line is not None:
                 self._append(kind, line)
 
@@ -83,7 +91,7 @@ class Journal(Listener):
 
 
 class PageAtEnd(Listener):
-    """Writes the page of a run when its engine is destroyed, on rank 0. Comes after its writers."""
+    """Writes the page of a run at its end, on rank 0. Comes after its writers."""
 
     name = "hadal.report.page"
 
@@ -98,6 +106,10 @@ class PageAtEnd(Listener):
             _log.info("wrote %s", write_page(self._path))
         except (OSError, HadalError) as error:
             _log.error("the page of %s cannot be written: %s", self._path, error)
+
+    def at_exit(self) -> None:
+        """Write it."""
+        self.close()
 
 
 class _Warnings(logging.Handler):
