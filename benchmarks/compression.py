@@ -4,6 +4,7 @@ A BERT classifies pieces of Python's standard library by the package they come f
 from files that training has not seen. See `docs/compression.md`.
 
     python benchmarks/compression.py quantize
+    python benchmarks/compression.py prune
     python benchmarks/compression.py shorten
 """
 
@@ -170,6 +171,41 @@ def quantized(of: nn.Module, texts: Texts, updates: int, weight: int, activation
     return model
 
 
+HALF = {"dense_ratio": 0.5}
+LAYER = r"encoder\.layer\.\d+"
+PRUNING = {
+    "head_pruning": {
+        "shared_parameters": {"enabled": True, "num_heads": 8, "schedule_offset": 0},
+        "different_groups": {
+            "heads": {
+                "params": HALF,
+                "modules": [rf"{LAYER}\.attention\.output\.dense"],
+                "related_modules": [
+                    [rf"{LAYER}\.attention\.self\.{name}" for name in ("query", "key", "value")]
+                ],
+            }
+        },
+    },
+    "row_pruning": {
+        "shared_parameters": {"enabled": True, "method": "topk", "schedule_offset": 0},
+        "different_groups": {
+            "ffn": {
+                "params": HALF,
+                "modules": [rf"{LAYER}\.intermediate\.dense"],
+                "related_modules": [[rf"{LAYER}\.output\.dense"]],
+            }
+        },
+    },
+}
+
+
+def pruned(of: nn.Module, texts: Texts, updates: int) -> nn.Module:
+    config = {"compression_training": PRUNING}
+    model = init_compression(copy.deepcopy(of), config)
+    train(model, texts, updates, PRUNING, teacher=of, rate=5e-4).destroy()
+    return redundancy_clean(model, config)
+
+
 def shortened(of: nn.Module, texts: Texts, updates: int, width: int) -> nn.Module:
     section = {
         "enabled": True,
@@ -201,7 +237,7 @@ def plain(arguments: argparse.Namespace, texts: Texts, layers: int) -> nn.Module
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("goal", choices=["quantize", "shorten"])
+    parser.add_argument("goal", choices=["quantize", "prune", "shorten"])
     parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("--more", type=int, default=200, help="updates with compression")
     parser.add_argument("--width", type=int, default=128)
@@ -221,6 +257,8 @@ def main() -> None:
         for pair in ((8, 8), (4, 8), (2, 8)):
             name = f"{pair[0]}-bit weights, {pair[1]}-bit inputs"
             models[name] = quantized(model, texts, arguments.more, *pair)
+    elif arguments.goal == "prune":
+        models["half the heads and FFN rows"] = pruned(model, texts, arguments.more)
     else:
         torch.manual_seed(0)
         models["6 layers"] = shortened(model, texts, arguments.more, arguments.width)

@@ -22,6 +22,7 @@ from hadal.compression.compress import (
 from hadal.compression.distillation import distillation_loss, hidden_state_loss
 from hadal.compression.files import load_packed, save_packed
 from hadal.compression.packed import pack_weights, unpack_weights
+from hadal.compression.pretrained import register_with_transformers
 from hadal.compression.report import CompressionReport, compression_report
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "load_packed",
     "pack_weights",
     "redundancy_clean",
+    "register_with_transformers",
     "save_packed",
     "student_initialization",
     "unpack_weights",

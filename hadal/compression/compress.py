@@ -25,11 +25,13 @@ from hadal.compression.layers import (
 from hadal.compression.matching import Match, matches_of
 from hadal.compression.packed import remember
 from hadal.compression.packing import Grid, grid_of
-from hadal.compression.pruning import Whole, as_it_is, begin, prunings_of
+from hadal.compression.pretrained import describe
+from hadal.compression.pruning import Pruned, Whole, as_it_is, begin, matrix_shape, prunings_of
 from hadal.compression.pruning import is_on as prunes
+from hadal.compression.relations import cuts_of
 from hadal.compression.report import note_sizes
-from hadal.compression.rules import ActivationRule, Bits, WeightRule
-from hadal.compression.shrinking import make_masks_final
+from hadal.compression.rules import ActivationRule, Bits, PruneRule, WeightRule
+from hadal.compression.shrinking import Cuts, count_heads, make_masks_final, shrink
 from hadal.compression.student import take_over_layers
 from hadal.config.compression_training import CompressionTraining
 from hadal.config.load import load_config
@@ -121,9 +123,8 @@ def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it
     inputs = _matches(model, section, "activation_quantization", _INPUTS, faults)
     faults += _uneven(section, weights)
     prunings = prunings_of(model, section, faults)
-    if faults:
-        told = tuple({fault.path: fault for fault in reversed(faults)}.values())[::-1]
-        raise ConfigError(written(f"the compression of {type(model).__name__}", told), told)
+    cuts_of(model, section, prunings, faults)
+    _expect_none(faults, model)
     for match in weights:
         change(match.module).compression.weight = _weight_rule(section, match)
     for match in inputs:
@@ -136,6 +137,12 @@ def prepare(model: nn.Module, section: CompressionTraining, whole: Whole = as_it
         begin(match, pruning, whole)
     _keep_calls(model)
     advance(model, 0)
+
+
+def _expect_none(faults: list[Fault], model: nn.Module) -> None:
+    if faults:
+        told = tuple({fault.path: fault for fault in reversed(faults)}.values())[::-1]
+        raise ConfigError(written(f"the compression of {type(model).__name__}", told), told)
 
 
 def _matches(
@@ -283,10 +290,13 @@ def tell_missing_teacher(model: nn.Module, section: CompressionTraining) -> None
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
     """Make the compressed weights the model's own after training, and return the model.
 
-    A quantized weight gets the values that it has with its target bits, and a pruned one zeros.
-    Masks and scores are removed. Parameters are replaced by
-    new ones, so that the engine no longer trains them. A quantized input stays quantized.
-    `pack_weights` stores the weights in fewer bytes then.
+    A quantized weight gets the values that it has with its target bits. A module of a group with
+    `related_modules` loses its pruned rows, heads or channels, and the related modules lose what
+    belongs to them; other pruned weights get zeros. Modules know their new sizes, attention
+    modules the number of their heads, and the configuration of a model of transformers says both.
+    Masks and scores are removed. Parameters are replaced by new ones, so that the engine no longer
+    trains them. A quantized input stays quantized. `pack_weights` stores the weights in fewer bytes
+    then.
 
     Args:
         model: the model or its engine, in the state to keep; changed in place.
@@ -294,6 +304,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
         mpu: accepted, and unused.
 
     Raises:
+        ConfigError: the configuration does not fit the model.
         UsageError: the model was never prepared, or its weights are sharded.
     """
     del mpu
@@ -304,6 +315,10 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             f"redundancy_clean: {type(whole).__name__} has no compressed modules; call"
             " init_compression before training"
         )
+    faults: list[Fault] = []
+    prunings = prunings_of(whole, section, faults)
+    cuts = cuts_of(whole, section, prunings, faults)
+    _expect_none(faults, whole)
     note_sizes(whole)
     made: dict[tuple[int, WeightRule, int], tuple[nn.Parameter, Grid]] = {}
     for name, module in changed:
@@ -317,11 +332,31 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             module.weight, grid = made[key]
             remember(module, grid)
             module.compression.weight = module.compression.bits = None
-    make_masks_final([module for _, module in changed])
+    _remove_pruned(whole, dict(changed), cuts, prunings)
     for _, module in changed:
         if module.compression.activation is None:
             change_back(module)
     return model
+
+
+def _remove_pruned(
+    model: nn.Module, modules: Mapping[str, Compressed], cuts: Cuts, prunings: list[Pruned]
+) -> None:
+    heads: set[tuple[int, int]] = set()
+    rows: set[tuple[int, int]] = set()
+    before = {match.name: getattr(match.module, "out_features", 0) for match, _ in prunings}
+    shrink(model, make_masks_final(modules, cuts))
+    for match, rule in prunings:
+        found = cuts.get((match.technique, match.name))
+        if found is None or not isinstance(rule, PruneRule):
+            continue
+        left = matrix_shape(found[0].module)
+        if rule.technique == "head_pruning":
+            count_heads(model, found, rule.heads)
+            heads.add((rule.heads, left[1] // found[0].each))
+        elif rule.technique == "row_pruning":
+            rows.add((before[match.name], left[0]))
+    describe(model, heads, rows)
 
 
 def _final(module: Compressed, rule: WeightRule) -> tuple[nn.Parameter, Grid]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hadal.compression.layers import Compressed, RunningRange, change, compressed_modules
 from hadal.compression.packed import load_state
 from hadal.compression.rules import ActivationRule
+from hadal.compression.shrinking import shapes_of, take_shapes
 from hadal.errors import ModelError, UsageError
 
 FILE = "model.safetensors"
@@ -42,7 +43,9 @@ def save_packed(model: nn.Module, folder: str | Path) -> Path:
         for name, module in compressed_modules(model)
         if module.compression.activation is not None
     }
-    note = json.dumps({"version": 1, "shared": shared, "inputs": inputs})
+    note = json.dumps(
+        {"version": 1, "shared": shared, "inputs": inputs, "shapes": shapes_of(model)}
+    )
     path = folder / FILE
     save_file(tensors, path, metadata={"format": "pt", _NOTE: note})
     save_configuration(model, folder)
@@ -52,12 +55,13 @@ def save_packed(model: nn.Module, folder: str | Path) -> Path:
 def load_packed(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> nn.Module:
     """Load packed weights into a model whose weights are not packed, and return the model.
 
-    Its modules become packed, and quantize their inputs as the saved ones did.
+    Its modules become packed, as small as the saved ones, and quantize their inputs as those did.
 
     Args:
-        model: a model of the same architecture, as small as the saved one; changed in place.
+        model: a model of the same architecture, as it was before pruning; changed in place.
         source: the folder that `save_packed` wrote, its file, or a state dict. A state dict says
-            nothing of quantized inputs: call `init_compression` before, if there are any.
+            nothing of quantized inputs and smaller modules: call `init_compression` before, if
+            inputs are quantized.
 
     Raises:
         UsageError: there is no such file, or `save_packed` did not write it.
@@ -68,6 +72,7 @@ def load_packed(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> 
         load_state(model, source)
         return model
     state, note = _read(Path(source))
+    take_shapes(model, note.get("shapes", {}))
     for name, settings in note["inputs"].items():
         _quantize_inputs(model, name, ActivationRule(**settings))
     load_state(model, state)

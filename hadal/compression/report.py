@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hadal.compression.layers import Compressed, compressible
 from hadal.compression.packed import Packed, grid_left
+from hadal.compression.shrinking import pruned_by
 from hadal.units import shown_nbytes
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ def _row(name: str, module: nn.Module, before: int | None) -> ModuleRow:
         if state.activation is not None:
             techniques.append("activation_quantization")
             input_bits = state.activation.bits if state.activation_is_on else None
+        techniques += [rule.technique for rule in state.prunings]
+    techniques += pruned_by(module)
     after = _nbytes(module)
     sparsity = _sparsity(module)
     return ModuleRow(name, tuple(techniques), bits, input_bits, sparsity, before or after, after)

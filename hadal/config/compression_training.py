@@ -7,14 +7,17 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hadal.config.section import NO_EFFECT, UNBUILT, Section, key, section
+from hadal.config.section import NO_EFFECT, Section, key, section
 from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOrTexts, Texts, whole
 
 _Symmetry: TypeAlias = Literal["symmetric", "asymmetric"]
 _Related: TypeAlias = tuple[Texts, ...]
 _OFFSET = "Updates before it starts."
 _MODULES = "Regular expressions searched in module names; `*` matches every suitable module."
-_RELATED = "Modules that shrink along with these, one list for each entry of modules."
+_RELATED = (
+    "Regular expressions of modules that get smaller along with these, one list for each entry of"
+    " modules. Without it, pruned weights become zeros."
+)
 _UNREAD = "Accepted for every technique; has no meaning here."
 _KEPT = "Fraction to keep."
 _GROUPS = "Maps a free name to a group: its modules and settings."
@@ -155,7 +158,7 @@ class _PruningShared(Section):
 
     switch: ClassVar[str | None] = "enabled"
 
-    enabled: Boolean = key(False, "Prune. Requires different_groups.", mark=UNBUILT)
+    enabled: Boolean = key(False, "Prune. Requires different_groups.")
     schedule_offset: Integer = key(1000, _OFFSET, ge=0)
 
 
@@ -185,20 +188,24 @@ class SparsePruningShared(_PruningShared):
 class RowPruningShared(_PruningShared):
     """Settings shared by all groups of row pruning."""
 
-    method: Literal["l1", "topk"] = key("l1", "Criterion.")
+    method: Literal["l1", "topk"] = key(
+        "l1", "Keep the largest rows of the first weights (l1), or the largest scores (topk)."
+    )
 
 
 class HeadPruningShared(_PruningShared):
     """Settings shared by all groups of head pruning."""
 
-    method: Literal["topk"] = key("topk", "Criterion.")
+    method: Literal["topk"] = key("topk", "Keep the largest trained scores.")
     num_heads: Integer | None = key(None, "Number of attention heads. Required.", ge=1)
 
 
 class ChannelPruningShared(_PruningShared):
     """Settings shared by all groups of channel pruning."""
 
-    method: Literal["l1", "topk"] = key("l1", "Criterion.")
+    method: Literal["l1", "topk"] = key(
+        "l1", "Keep the largest channels of the first weights (l1), or the largest scores (topk)."
+    )
 
 
 class PruningParams(Section):

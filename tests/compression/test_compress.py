@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from compression.toys import TOKENS, Bert, config, inputs, section, weights
+from compression.toys import TOKENS, Bert, config, inputs, weights
 from hadal.compression import CompressionScheduler, init_compression, redundancy_clean
 from hadal.compression.layers import Compressed, compressed_modules
-from hadal.errors import ConfigError, UnbuiltConfigError, UsageError
+from hadal.errors import ConfigError, UsageError
 
 NOW = {"quantize_weight_in_forward": True}
 
@@ -70,9 +70,6 @@ def test_what_cannot_be_done_is_told():
         init_compression(Bert(), 3)
     with pytest.raises(ConfigError, match="No such file or directory"):
         init_compression(Bert(), "/nope.json")
-    with pytest.raises(UnbuiltConfigError, match=r"row_pruning.*enabled +true is not"):
-        ratio = {"dense_ratio": 0.5}
-        init_compression(Bert(), config(section("row_pruning", {}, ratio)))
 
 
 @pytest.mark.claims(

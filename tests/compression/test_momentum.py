@@ -13,6 +13,7 @@ from torch import nn
 
 import hadal
 from compression.test_pruning import blocks, sparse
+from compression.test_shrinking import LAYER, channels, heads, rows
 from compression.test_training import train
 from compression.toys import Bert, config
 from hadal import comm
@@ -89,10 +90,37 @@ def test_blocks_are_pruned_as_by_neural_compressor(ranks: RankPools, name):
 
 
 EXCLUDED = {"excluded_modules": ["classifier"]}
+
+
+@pytest.mark.claims(
+    *(
+        f"compression_training.{name}_pruning.shared_parameters.schedule_offset"
+        for name in ("row", "head", "channel")
+    )
+)
+def test_techniques_begin_after_their_own_number_of_updates():
+    model = Bert()
+    model.image = nn.Conv2d(1, 2, 1)
+    late = [rows(schedule_offset=1), heads(schedule_offset=2)]
+    late += [channels(schedule_offset=3, modules=["image"])]
+    engine = engine_of(0, model, **config(*late))
+    seen = []
+    for step in range(5):
+        train(engine, range(step, step + 1))
+        parts = [module.compression.active for _, module in compressed_modules(model)]
+        seen.append(len({rule.technique for part in parts for rule in part}))
+    assert seen == [0, 1, 2, 3, 3]
+    engine.destroy()
+
+
 GROWING = blocks(schedule_offset=1, schedule_offset_end=4, schedule_offset_stride=1, **EXCLUDED)
 FIXED = sparse("l1", 0.3, ["attention.self"], schedule_offset=2)
 LEARNED = sparse("topk", 0.3, ["attention.self"], schedule_offset=2)
-ALL = {"blocks": GROWING, "l1": FIXED, "topk": LEARNED}
+SMALLER = {
+    **rows("l1", schedule_offset=2, related=[[LAYER + "output"]]),
+    **heads(schedule_offset=3, related=[["self.query", "self.key", "self.value"]]),
+}
+ALL = {"blocks": GROWING, "l1": FIXED, "topk": LEARNED, "rows and heads": SMALLER}
 
 
 def seeded_engine(wish: dict, stage: int, **changes):
@@ -109,7 +137,7 @@ def losses_of(name: str, stage: int, changes: dict) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALL)
 def test_every_stage_trains_alike(ranks: RankPools, name, dtype):
     changes = {"gradient_accumulation_steps": 2} if dtype == "fp32" else {"bf16": {"enabled": True}}

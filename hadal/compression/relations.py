@@ -1,0 +1,195 @@
+"""Which modules get smaller along with a pruned one, and in which dimension.
+
+Tests: tests/compression/test_relations.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hadal.compression.layers import why_not
+from hadal.compression.matching import Match
+from hadal.compression.pruning import matrix_shape
+from hadal.compression.rules import BlockRule, PruneRule
+from hadal.config.compression_training import CompressionTraining
+from hadal.errors import Fault
+
+_CONSUMERS: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "row_pruning": (nn.Linear,),
+    "head_pruning": (nn.Linear,),
+    "channel_pruning": (nn.Conv2d, nn.BatchNorm2d, nn.Linear),
+}
+"""The related modules that each technique knows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutDimension:
+    """A dimension of one module that loses what a mask prunes."""
+
+    name: str
+    module: nn.Module
+    dimension: int
+    """0: outputs; 1: inputs."""
+    each: int
+    """The number of neighbouring indices that belong to one entry of the mask."""
+
+
+def cuts_of(
+    model: nn.Module,
+    section: CompressionTraining,
+    prunings: list[tuple[Match, PruneRule | BlockRule]],
+    faults: list[Fault],
+) -> dict[tuple[str, str], tuple[CutDimension, ...]]:
+    """Return what gets smaller with each pruned module, itself first.
+
+    Keys are the technique and the module's full name; modules of groups without `related_modules`
+    are missing. What does not fit goes to `faults`.
+    """
+    found: dict[tuple[str, str], tuple[CutDimension, ...]] = {}
+    numbers: dict[tuple[str, str, int], int] = {}
+    for match, rule in prunings:
+        if not isinstance(rule, PruneRule) or rule.technique == "sparse_pruning":
+            continue
+        key = match.technique, match.group, match.pattern
+        number = numbers[key] = numbers.get(key, -1) + 1
+        group = getattr(section, match.technique).different_groups[match.group]
+        if group.related_modules is None or match.pattern >= len(group.related_modules):
+            continue
+        total = sum(1 for each, _ in prunings if _key(each) == key)
+        cuts = [_own(match, rule)]
+        for index, pattern in enumerate(group.related_modules[match.pattern]):
+            where = f"{match.path}.related_modules[{match.pattern}][{index}]"
+            named = _named(model, pattern, where, match, total, faults)
+            if named is None:
+                continue
+            name, module = named[number]
+            cut, reason = _consumer(name, module, match, rule)
+            if reason is not None:
+                faults.append(Fault(where, f"{pattern!r} names {name}: {reason}"))
+            elif cut is not None:
+                cuts.append(cut)
+        found[match.technique, match.name] = tuple(cuts)
+    faults += _lengths(section)
+    faults += _twice(found)
+    faults += _tied(model, found)
+    return found
+
+
+def _key(match: Match) -> tuple[str, str, int]:
+    return match.technique, match.group, match.pattern
+
+
+def _own(match: Match, rule: PruneRule) -> CutDimension:
+    module: Any = match.module
+    if rule.technique == "head_pruning":
+        return CutDimension(match.name, module, 1, max(1, module.in_features // rule.heads))
+    return CutDimension(match.name, module, 0, 1)
+
+
+def _named(
+    model: nn.Module, pattern: str, where: str, match: Match, total: int, faults: list[Fault]
+) -> list[tuple[str, nn.Module]] | None:
+    """The modules of a pattern, of which one belongs to each module that is pruned."""
+    kinds = _CONSUMERS[match.technique]
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        faults.append(Fault(where, f"{pattern!r} is not a regular expression: {error}"))
+        return None
+    named = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and search(name)
+    ]
+    if len(named) == total:
+        return named
+    known = ", ".join(kind.__name__ for kind in kinds)
+    listed = ", ".join(name for name, _ in named[:3]) + (", ..." if len(named) > 3 else "")
+    told = f"names {len(named)} modules ({listed})" if named else "names no module"
+    message = (
+        f"{pattern!r} {told} of {known}, but modules[{match.pattern}] names {total}; expected one"
+        " for each, in the same order"
+    )
+    if Fault(where, message) not in faults:
+        faults.append(Fault(where, message))
+    return None
+
+
+def _consumer(
+    name: str, module: nn.Module, match: Match, rule: PruneRule
+) -> tuple[CutDimension | None, str | None]:
+    """The cut of a related module, or why there is none."""
+    pruned: Any = match.module
+    is_norm = isinstance(module, nn.BatchNorm2d)
+    reason = None if is_norm else why_not(module)
+    if reason is not None:
+        return None, reason
+    if getattr(module, "groups", 1) > 1 or getattr(pruned, "groups", 1) > 1:
+        return None, "convolutions with groups cannot lose channels"
+    is_of_heads = rule.technique == "head_pruning"
+    expected = pruned.in_features if is_of_heads else matrix_shape(pruned)[0]
+    if is_of_heads:
+        number = matrix_shape(module)[0]
+    elif isinstance(module, nn.BatchNorm2d):
+        number = module.num_features
+    else:
+        number = module.in_channels if isinstance(module, nn.Conv2d) else matrix_shape(module)[1]
+    # A flattened image has several inputs for each channel.
+    is_flat = rule.technique == "channel_pruning" and isinstance(module, nn.Linear)
+    if number != expected and not (is_flat and number % expected == 0):
+        what = "outputs" if is_of_heads else "inputs"
+        return None, f"it has {number:,} {what}, but {match.name} has {expected:,} to prune"
+    each = expected // rule.heads if is_of_heads else number // expected
+    return CutDimension(name, module, 0 if is_of_heads or is_norm else 1, max(1, each)), None
+
+
+def _lengths(section: CompressionTraining) -> Iterator[Fault]:
+    for technique in _CONSUMERS:
+        wanted = getattr(section, technique)
+        for name, group in (wanted.different_groups or {}).items():
+            if not wanted.is_on or group.related_modules is None:
+                continue
+            lists, patterns = len(group.related_modules), len(group.modules)
+            if lists != patterns:
+                yield Fault(
+                    f"compression_training.{technique}.different_groups.{name}.related_modules",
+                    f"{lists} lists for {patterns} entries of modules; expected one for each",
+                )
+
+
+def _twice(found: Mapping[tuple[str, str], tuple[CutDimension, ...]]) -> Iterator[Fault]:
+    owners: dict[tuple[str, int], tuple[str, str]] = {}
+    for owner, cuts in found.items():
+        for cut in cuts:
+            other = owners.setdefault((cut.name, cut.dimension), owner)
+            if other != owner:
+                what = "inputs" if cut.dimension else "outputs"
+                yield Fault(
+                    f"compression_training.{owner[0]}.different_groups",
+                    f"the {what} of {cut.name} get fewer with {owner[1]}, and with {other[1]}"
+                    f" by {other[0]}; expected one of them",
+                )
+
+
+def _tied(
+    model: nn.Module, found: Mapping[tuple[str, str], tuple[CutDimension, ...]]
+) -> Iterator[Fault]:
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            holders.setdefault(id(weight), []).append(name)
+    for owner, cuts in found.items():
+        for cut in cuts:
+            others = [name for name in holders.get(id(cut.module.weight), ()) if name != cut.name]
+            if others:
+                yield Fault(
+                    f"compression_training.{owner[0]}.different_groups",
+                    f"the weight of {cut.name} is also that of {others[0]}, so it cannot get"
+                    " smaller; leave related_modules out, and it gets zeros",
+                )

@@ -1,0 +1,75 @@
+"""Related modules: what does not fit is refused before training, all at once."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from compression.test_shrinking import LAYER, Images, channels, heads, rows
+from compression.toys import Bert, config
+from hadal.compression import init_compression
+from hadal.errors import ConfigError
+
+GROUPS = "compression_training.{}.different_groups.g"
+
+
+def faults(*sections, model: nn.Module | None = None) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        init_compression(model or Bert(), config(*sections))
+    return {fault.path: fault.message for fault in caught.value.faults}
+
+
+def test_everything_that_does_not_fit_is_told_at_once():
+    found = faults(
+        rows(related=[["nope", "attention.output", "(", "classifier"], ["x"]]),
+        heads(3, related=[["intermediate", "self.query"]]),
+    )
+    row, head = GROUPS.format("row_pruning"), GROUPS.format("head_pruning")
+    first = f"{row}.related_modules[0]"
+    assert (
+        "'nope' names no module of Linear, but modules[0] names 2; expected one for each"
+        in (found[f"{first}[0]"])
+    )
+    assert (
+        "attention.output.dense: it has 16 inputs, but bert.encoder.layer.0.intermediate"
+        in (found[f"{first}[1]"])
+    )
+    assert "is not a regular expression" in found[f"{first}[2]"]
+    assert "names 1 modules (classifier) of Linear" in found[f"{first}[3]"]
+    assert "2 lists for 1 entries of modules" in found[f"{row}.related_modules"]
+    assert "it has 64 outputs" in found[f"{head}.related_modules[0][0]"]
+    path = "compression_training.head_pruning.shared_parameters.num_heads"
+    assert "3 does not divide the inputs of" in found[path]
+
+
+def test_a_dimension_gets_smaller_for_one_reason_only():
+    found = faults(
+        rows(modules=["self.query"], related=[["attention.output"]]),
+        heads(related=[["self.query", "self.key", "self.value"]]),
+    )
+    (message,) = found.values()
+    assert "expected one of them" in message
+
+
+def test_tied_weights_and_grouped_convolutions_do_not_get_smaller():
+    model = Bert()
+    first, second = model.bert.encoder.layer
+    second.intermediate["dense"].weight = first.intermediate["dense"].weight
+    (message,) = faults(rows(related=[[LAYER + "output"]]), model=model).values()
+    assert "so it cannot get smaller; leave related_modules out" in message
+    images = Images()
+    images[3] = nn.Conv2d(6, 4, 3, groups=2)
+    (message,) = faults(channels(related=[["3"]]), model=images).values()
+    assert "convolutions with groups cannot lose channels" in message
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.01, -1])
+def test_a_ratio_out_of_range_is_refused(ratio):
+    (path,) = faults(rows(ratio=ratio))
+    assert path == f"{GROUPS.format('row_pruning')}.params.dense_ratio"
+
+
+def test_techniques_know_their_kinds_of_modules():
+    found = faults(rows(modules=["word_embeddings"]), channels(modules=["query"]))
+    assert "this technique knows Linear" in found[f"{GROUPS.format('row_pruning')}.modules[0]"]
+    assert "knows Conv2d" in found[f"{GROUPS.format('channel_pruning')}.modules[0]"]
