@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hadal.cli import bench_comm
 from hadal.cli.arguments import number, size
-from hadal.cli.parser import add_command, add_group
+from hadal.cli.parser import add_actions, add_command
 from hadal.cli.terminal import CommandError, note, progress, show, table, write_file
 from hadal.units import shown_binary
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 def add_to(group: Any) -> None:
     """Add the subcommand and its own."""
-    parser = add_command(
+    own = add_actions(
         group,
         "bench",
         help="Measure collectives or a disk",
         description="Measure how fast ranks send to each other, or how fast a disk is.",
         examples=("hadal bench comm", "hadal bench io /nvme"),
     )
-    own = add_group(parser, "action")
     bench_comm.add_to(own)
     disk = add_command(
         own,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.arguments import add_json, integer, size
-from hadal.cli.parser import add_command, add_group
+from hadal.cli.parser import add_actions, add_command
 from hadal.cli.terminal import (
     FAILED,
     CommandError,
@@ -40,7 +40,7 @@ _DIR = "The directory or URL given to save_checkpoint, or one checkpoint; also D
 
 def add_to(group: Any) -> None:
     """Add the subcommand and its own."""
-    parser = add_command(
+    own = add_actions(
         group,
         "checkpoint",
         help="Inspect, verify, export or convert checkpoints; scan pickles",
@@ -48,7 +48,6 @@ def add_to(group: Any) -> None:
         " without the program that wrote them, and scan other pickles for code.",
         examples=("hadal checkpoint inspect checkpoints",),
     )
-    own = add_group(parser, "action")
     exporting = add_command(
         own,
         "export",

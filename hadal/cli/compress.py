@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hadal.cli.arguments import integer
-from hadal.cli.parser import add_command, add_group
+from hadal.cli.parser import add_actions, add_command
 from hadal.cli.terminal import CommandError, show, table
 from hadal.units import shown_nbytes
 
@@ -26,14 +26,13 @@ _ROUNDS = 10
 
 def add_to(group: Any) -> None:
     """Add the subcommand and its own."""
-    parser = add_command(
+    own = add_actions(
         group,
         "compress",
         help="Write a trained model with quantized weights in fewer bytes",
         description="Write a trained model with quantized weights in fewer bytes.",
         examples=("hadal compress export exported small --config ds_config.json",),
     )
-    own = add_group(parser, "action")
     exporting = add_command(
         own,
         "export",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadal.cli.arguments import add_json, integer, positive
-from hadal.cli.parser import add_command, add_group
+from hadal.cli.parser import add_actions, add_command
 from hadal.cli.pictures import COLOURS, FAINT, INK
 from hadal.cli.terminal import (
     CommandError,
@@ -37,7 +37,7 @@ _DOCUMENTS = ("line", "paragraph", "file")
 
 def add_to(group: Any) -> None:
     """Add the subcommand and its own."""
-    parser = add_command(
+    own = add_actions(
         group,
         "data",
         help="Index texts as tokens, and measure samples for a curriculum",
@@ -48,7 +48,6 @@ def add_to(group: Any) -> None:
             "hadal data analyze corpus --output analysis",
         ),
     )
-    own = add_group(parser, "action")
     _add_index(own)
     _add_analyze(own)
 

@@ -201,6 +201,11 @@ def add_group(parser: argparse.ArgumentParser, dest: str) -> Any:
     return group
 
 
+def add_actions(parent: Any, name: str, **texts: Any) -> Any:
+    """Add a subcommand that only has subcommands, and return their group; `add_command`'s texts."""
+    return add_group(add_command(parent, name, **texts), "action")
+
+
 def underscored(flag: str) -> str:
     """A flag with underscores in place of dashes, save those that it begins with."""
     return "--" + flag[2:].replace("-", "_") if flag.startswith("--") else flag
