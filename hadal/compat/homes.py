@@ -73,6 +73,10 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COLLECTIVES,
     "deepspeed.comm.comm": _COLLECTIVES,
+    "deepspeed.compression": {
+        "hadal.compression": "init_compression redundancy_clean",
+        _TOOLS: "convert_conv1d_to_linear",
+    },
     "deepspeed.compression.compress": {
         "hadal.compression": "init_compression redundancy_clean student_initialization"
     },
@@ -270,9 +274,21 @@ _ALIKE: dict[str, dict[str, str]] = {
 }
 # Names that differ here.
 _OTHERS: dict[str, str] = {
-    "deepspeed.compression.basic_layer.LinearLayer_Compress": (
-        "hadal.compression.layers:CompressedLinear"
+    "deepspeed.compression.basic_layer.BNLayer_Compress": "torch.nn:BatchNorm2d",
+    "deepspeed.compression.scheduler.compression_scheduler": (
+        "hadal.compression:CompressionScheduler"
     ),
+    **{
+        f"deepspeed.compression.basic_layer.{name}": f"hadal.compression.{home}"
+        for name, home in {
+            "ColumnParallelLinear_Compress": "parallel:ColumnParallelLinear",
+            "Conv2dLayer_Compress": "layers:CompressedConv2d",
+            "Embedding_Compress": "layers:CompressedEmbedding",
+            "LinearLayer_Compress": "layers:CompressedLinear",
+            "QuantAct": "layers:RunningRange",
+            "RowParallelLinear_Compress": "parallel:RowParallelLinear",
+        }.items()
+    },
     **{
         f"deepspeed.{module}._CUDA_RNG_STATE_TRACKER": f"{_RANDOM_STATES}:TRACKER"
         for module in ("checkpointing", "runtime.activation_checkpointing.checkpointing")

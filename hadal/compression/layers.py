@@ -203,7 +203,7 @@ class Compressed(nn.Module):
 class CompressedLinear(Compressed, nn.Linear):
     """`nn.Linear` with an effective weight and input."""
 
-    plain = nn.Linear
+    plain: ClassVar[type[nn.Module]] = nn.Linear
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -285,8 +285,17 @@ def change(module: nn.Module) -> Compressed:
 
 def change_back(module: Compressed) -> None:
     """Give a module its own class again."""
+    if module.plain is type(module):
+        module.begin()
+        return
     del module.compression, module.activation_quantizer
     module.__class__ = module.plain  # type: ignore[assignment]
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Return whether any technique acts on a module of a model."""
+    states = [module.compression for _, module in compressed_modules(model)]
+    return any(state.weight or state.activation or state.prunings for state in states)
 
 
 def compressed_modules(model: nn.Module) -> Iterator[tuple[str, Compressed]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hadal.compression.compress import is_on, prepare, with_old_form
-from hadal.compression.layers import compressed_modules, is_score
+from hadal.compression.layers import is_prepared, is_score
 from hadal.config import Config
 from hadal.errors import UsageError
 from hadal.zero.access import GatheredParameters
@@ -26,7 +26,7 @@ def prepare_model(config: Config, model: nn.Module) -> None:
         ConfigError: the groups of `compression_training` do not fit the model.
     """
     section = with_old_form(config.compression_training, config.quantize_training)
-    if not is_on(section) or any(compressed_modules(model)):
+    if not is_on(section) or is_prepared(model):
         return
     # Masks are chosen by whole weights, one at a time: these may have been born sharded.
     prepare(model, section, GatheredParameters)
