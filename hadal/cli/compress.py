@@ -20,7 +20,7 @@ from hadal.cli.parser import add_actions, add_command
 from hadal.cli.terminal import CommandError, show, table
 from hadal.units import shown_nbytes
 
-_LAYOUTS = ("hadal", "compressed-tensors")
+_LAYOUTS = ("hadal", "compressed-tensors", "torchao")
 _ROUNDS = 10
 
 
@@ -69,8 +69,8 @@ def add_to(group: Any) -> None:
         "--layout",
         choices=_LAYOUTS,
         default="hadal",
-        help="What reads the files: hadal.compression.load_packed, or compressed-tensors, by which"
-        " from_pretrained of transformers reads them (default: %(default)s)",
+        help="What reads the files: hadal.compression.load_packed, or from_pretrained of"
+        " transformers, with compressed-tensors or torchao (default: %(default)s)",
     )
     exporting.add_argument(
         "--eval",
@@ -110,6 +110,9 @@ def _model(folder: Path) -> Any:
             f"transformers cannot be imported ({error}); pip install transformers, or call"
             " hadal.compression.pack_weights and save_packed in a program of your own"
         ) from error
+    from hadal.compression import register_with_transformers
+
+    register_with_transformers()
     if not (folder / "config.json").is_file():
         raise CommandError(
             f"{folder} has no config.json; pass a folder that save_pretrained wrote, or that"

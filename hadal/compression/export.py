@@ -19,7 +19,7 @@ from hadal.compression.packed import Packed, packed_modules
 from hadal.compression.packing import levels_of
 from hadal.errors import UsageError
 
-LAYOUTS = ("hadal", "compressed-tensors")
+LAYOUTS = ("hadal", "compressed-tensors", "torchao")
 _BUFFERS = ("codes", "scale", "zero", "spec")
 
 
@@ -30,16 +30,17 @@ def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -
     `hadal` is what `load_packed` reads; it holds everything. `compressed-tensors` is what
     `from_pretrained` of transformers reads where compressed-tensors is installed: symmetric weights
     of linear layers as 4-bit or 8-bit integers with a scale per row or slice of a row, the values
-    unchanged. What that layout cannot express is written unpacked, and inputs are not quantized.
+    unchanged. `torchao` is the same for torchao, with one byte per element. What these two cannot
+    express is written unpacked, and inputs are not quantized.
 
     Args:
-        model: a model after `pack_weights`; for `compressed-tensors` one of transformers.
+        model: a model after `pack_weights`; for layouts but `hadal` one of transformers.
         folder: is created if it does not exist.
         layout: one of `LAYOUTS`.
 
     Raises:
         UsageError: the layout is unknown, its package is not installed, the model is not one of
-            transformers, or no weight is packed.
+            transformers, no weight is packed, or only Hadal can say the shapes of the model.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
@@ -51,18 +52,65 @@ def export_packed(model: nn.Module, folder: str | Path, layout: str = "hadal") -
     if layout == "hadal":
         save_packed(model, folder)
         return []
+    if layout == "torchao":
+        return _torchao(model, Path(folder))
     return _compressed_tensors(model, Path(folder))
 
 
 def _compressed_tensors(model: nn.Module, folder: Path) -> list[str]:
     package = _needed("compressed_tensors.compressors", "compressed-tensors")
-    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+    state, packed, left = _parts(model, "compressed-tensors")
+    groups: dict[tuple[int, int | None], list[str]] = {}
+    for name, (module, slice_size) in packed.items():
+        bits = 4 if module.layout.bits <= 4 else 8
+        whole_rows = slice_size == module.layout.columns
+        groups.setdefault((bits, None if whole_rows else slice_size), []).append(name)
+        state |= _integers(name, module, bits, package)
+    _write(model, folder, distinct(state)[0], {}, _description(groups))
+    return left
+
+
+def _torchao(model: nn.Module, folder: Path) -> list[str]:
+    quantization: Any = _needed("torchao.quantization", "torchao")
+    core: Any = _needed("torchao.core.config", "torchao")
+    safetensors: Any = _needed("torchao.prototype.safetensors.safetensors_support", "torchao")
+    state, packed, left = _parts(model, "torchao")
+    tensors, _ = distinct(state)
+    for name, (module, slice_size) in packed.items():
+        levels, scale = _levels_and_scale(module)
+        tensors[f"{name}.weight"] = quantization.IntxUnpackedToInt8Tensor(
+            qdata=levels,
+            scale=scale,
+            zero_point=torch.zeros_like(scale, dtype=torch.int8),
+            target_dtype=torch.int8,
+            block_size=[1, slice_size],
+            dtype=scale.dtype,
+            activation_quantization=None,
+        )
+    flat, notes = safetensors.flatten_tensor_state_dict(tensors)
+    kind = core.config_to_dict(quantization.IntxWeightOnlyConfig())
+    description = {"quant_method": "torchao", "quant_type": {"default": kind}}
+    _write(model, folder, flat, notes, description)
+    return left
+
+
+def _parts(
+    model: nn.Module, layout: str
+) -> tuple[dict[str, Tensor], dict[str, tuple[Packed, int]], list[str]]:
+    """The unpacked tensors, the packed modules with the size of their slices, and what is left."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
         raise UsageError(
-            f"compressed-tensors needs a model of transformers, whose config.json says how to load"
-            f" it; {type(model).__name__} has none: use the layout hadal"
+            f"{layout} needs a model of transformers, whose config.json says how to load it;"
+            f" {type(model).__name__} has none: use the layout hadal"
+        )
+    if getattr(config, "quantization_config", None):
+        raise UsageError(
+            f"the configuration of {type(model).__name__} has a quantization_config already, which"
+            f" says the shapes that pruning left; {layout} needs its place: use the layout hadal"
         )
     state = dict(model.state_dict())
-    groups: dict[tuple[int, int | None], list[str]] = {}
+    packed: dict[str, tuple[Packed, int]] = {}
     left = []
     for name, module in packed_modules(model):
         for part in _BUFFERS:
@@ -71,22 +119,27 @@ def _compressed_tensors(model: nn.Module, folder: Path) -> list[str]:
         if slice_size is None:
             state[f"{name}.weight"] = module.weight
             left.append(name)
-            continue
-        bits = 4 if module.layout.bits <= 4 else 8
-        whole_rows = slice_size == module.layout.columns
-        groups.setdefault((bits, None if whole_rows else slice_size), []).append(name)
-        state |= _integers(name, module, bits, package)
+        else:
+            packed[name] = module, slice_size
+    return state, packed, left
+
+
+def _write(
+    model: nn.Module,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    notes: dict[str, str],
+    description: dict[str, Any],
+) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, _ = distinct(state)
-    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / FILE, metadata={"format": "pt", **notes})
     save_configuration(model, folder)
     path = folder / "config.json"
     told = json.loads(path.read_text("utf-8"))
-    told["quantization_config"] = _description(groups)
+    told["quantization_config"] = description
     path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", "utf-8")
-    return left
 
 
 def _slice_size(module: Packed) -> int | None:
@@ -100,18 +153,24 @@ def _slice_size(module: Packed) -> int | None:
 
 
 def _integers(name: str, module: Packed, bits: int, package: ModuleType) -> dict[str, Tensor]:
-    layout = module.layout
-    levels = levels_of(module.weight_codes, layout, torch.float32).to(torch.int8)
-    rows = layout.shape[0]
-    scale = module.weight_scale.repeat_interleave(max(1, rows // layout.groups)).view(rows, -1)
+    levels, scale = _levels_and_scale(module)
     found = {f"{name}.weight_scale": scale}
     if bits == 8:
         return {**found, f"{name}.weight": levels}
     return {
         **found,
         f"{name}.weight_packed": package.pack_to_int32(levels, bits),
-        f"{name}.weight_shape": torch.tensor(layout.shape),
+        f"{name}.weight_shape": torch.tensor(module.layout.shape),
     }
+
+
+def _levels_and_scale(module: Packed) -> tuple[Tensor, Tensor]:
+    """A weight's integers (int8), and a scale for each slice of its rows."""
+    layout = module.layout
+    levels = levels_of(module.weight_codes, layout, torch.float32).to(torch.int8)
+    rows = layout.shape[0]
+    scale = module.weight_scale.repeat_interleave(max(1, rows // layout.groups)).view(rows, -1)
+    return levels, scale
 
 
 def _description(groups: dict[tuple[int, int | None], list[str]]) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from compression.test_shrinking import heads
 from compression.toys import Bert, config, weights
 from hadal.cli.main import main
 from hadal.compression import init_compression, load_packed, pack_weights, redundancy_clean
-from hadal.compression.export import export_packed
+from hadal.compression.export import _parts, export_packed
 from hadal.errors import UsageError
 
 NOW = {"quantize_weight_in_forward": True}
+EIGHT = (weights(8, 8, modules=["encoder"], **NOW),)
+QUERIES = [["self.query", "self.key", "self.value"]]
 TOKENS = torch.arange(20).view(2, 10)
 
 
@@ -50,6 +53,9 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors.compressors", None)
     with pytest.raises(UsageError, match="needs the package compressed-tensors, which cannot be"):
         export_packed(model, tmp_path, "compressed-tensors")
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(UsageError, match="torchao needs the package torchao, which cannot be"):
+        export_packed(model, tmp_path, "torchao")
 
 
 @pytest.mark.parametrize(("bits", "groups", "most"), [(8, 1, 0.6), (4, 64, 0.6), (2, 32, 0.6)])
@@ -65,6 +71,35 @@ def test_transformers_loads_the_same_values(tmp_path: Path, bits, groups, most):
     assert (tmp_path / "model.safetensors").stat().st_size < most * size + 8000
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+
+
+@pytest.mark.parametrize(("bits", "groups"), [(8, 1), (4, 64)])
+def test_torchao_loads_the_same_values(tmp_path: Path, bits, groups):
+    transformers = pytest.importorskip("transformers")
+    torchao = pytest.importorskip("torchao.quantization")
+    modules = ["encoder", "word_embeddings"]
+    model = packed(
+        tiny(), config(weights(bits, bits, modules=modules, quantize_groups=groups, **NOW))
+    )
+    left = export_packed(model, tmp_path, "torchao")
+    assert left == ["bert.embeddings.word_embeddings"]
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+    weight = loaded.bert.encoder.layer[0].output.dense.weight
+    assert isinstance(weight, torchao.IntxUnpackedToInt8Tensor)
+
+
+def test_a_pruned_model_is_packed_and_keeps_its_shapes(tmp_path: Path):
+    pytest.importorskip("transformers")
+    wishes = config(heads(modules=["attention.output.dense"], related=QUERIES), *EIGHT)
+    model = packed(tiny(), wishes)
+    export_packed(model, tmp_path)
+    loaded = load_packed(tiny(), tmp_path)
+    assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+    with pytest.raises(
+        UsageError, match=r"has a quantization_config already.*use the layout hadal"
+    ):
+        _parts(model, "torchao")
 
 
 def test_the_command_quantizes_and_compares(tmp_path: Path, capsys, monkeypatch):
