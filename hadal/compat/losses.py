@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hadal.compat.placeholders import unbuilt
-from hadal.errors import UsageError
+from hadal.errors import SequenceError, UsageError
 from hadal.sequence import linear_cross_entropy, mean_over_sequence
 from hadal.sequence import vocab_parallel_cross_entropy as over_split_vocabulary
 from hadal.sequence.loss import whole_value
@@ -112,7 +112,7 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - the signature is DeepSpeed'
     gather_sequence_loss: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return the cross entropy of logits whose vocabulary is split evenly over ranks.
+    """Return the cross entropy of logits whose vocabulary is split over ranks, evenly or not.
 
     Args:
         vocab_parallel_logits: [..., this rank's slice of the vocabulary].
@@ -120,7 +120,7 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - the signature is DeepSpeed'
         tp_group: the ranks that share the vocabulary; None: it is whole.
         sp_group: the ranks that share sequences, whose losses are reduced together; the gradient is
             that of this rank's part.
-        vocab_start_index: where this rank's slice begins; checked.
+        vocab_start_index: where this rank's slice begins; by default in the ranks' order.
         vocab_end_index: where it ends; checked.
         global_vocab_size: checked.
         ignore_index: a target that does not count.
@@ -129,17 +129,21 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - the signature is DeepSpeed'
         backend: "torch".
 
     Raises:
-        NotBuiltYetError: slices of unequal size, the backend "liger", or a gathered loss.
-        SequenceError: shapes do not fit, or the reduction is unknown.
+        NotBuiltYetError: the backend "liger", or a gathered loss.
+        SequenceError: shapes or the ends of the slice do not fit, or the reduction is unknown.
     """
     name = "vocab_parallel_cross_entropy"
     _check_backend(name, backend, ("torch",))
     if gather_sequence_loss:
         raise unbuilt(f"{name}(gather_sequence_loss=True)")
     size = vocab_parallel_logits.shape[-1]
-    _check_slice(name, size, (vocab_start_index, vocab_end_index, global_vocab_size), tp_group)
+    _check_slice(name, size, vocab_start_index, vocab_end_index, global_vocab_size)
     losses = over_split_vocabulary(
-        vocab_parallel_logits, target, tp_group, ignore_index=ignore_index, reduction="none"
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start_index,
     )
     return _reduced(losses, target, sp_group, ignore_index, reduction)
 
@@ -166,18 +170,17 @@ def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913 - the signature is Dee
         bias: [this rank's slice of the vocabulary].
         tp_group: as in `vocab_parallel_cross_entropy`, like the arguments that follow.
         sp_group: the ranks that share sequences.
-        vocab_start_index: checked.
-        vocab_end_index: checked.
+        vocab_start_index: where this rank's slice begins.
+        vocab_end_index: where it ends; checked.
         ignore_index: a target that does not count.
         reduction: "mean", "sum" or "none".
         chunk_size: how many rows have logits at a time.
 
     Raises:
-        NotBuiltYetError: slices of unequal size.
-        SequenceError: shapes do not fit, or the reduction is unknown.
+        SequenceError: shapes or the ends of the slice do not fit, or the reduction is unknown.
     """
     name = "vocab_parallel_linear_cross_entropy"
-    _check_slice(name, weight.shape[0], (vocab_start_index, vocab_end_index, None), tp_group)
+    _check_slice(name, weight.shape[0], vocab_start_index, vocab_end_index, None)
     found = linear_cross_entropy(
         hidden,
         weight,
@@ -187,6 +190,7 @@ def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913 - the signature is Dee
         reduction="sum" if reduction == "mean" else reduction,
         rows=chunk_size,
         vocab_group=tp_group,
+        vocab_start=vocab_start_index,
     )
     return _reduced(found, target, sp_group, ignore_index, reduction)
 
@@ -256,13 +260,11 @@ def _check_backend(name: str, backend: str, built: tuple[str, ...]) -> None:
 
 
 def _check_slice(
-    name: str, size: int, told: tuple[int | None, int | None, int | None], group: Group
+    name: str, size: int, start: int | None, end: int | None, whole: int | None
 ) -> None:
-    rank = 0 if group is None else dist.get_rank(group)
-    ranks = 1 if group is None else dist.get_world_size(group)
-    even = (size * rank, size * (rank + 1), size * ranks)
-    if any(given not in (None, wanted) for given, wanted in zip(told, even, strict=True)):
-        raise unbuilt(
-            f"{name} over slices of unequal size (this rank's is {told[0]} to {told[1]} of"
-            f" {told[2]}, and an even one {even[0]} to {even[1]} of {even[2]})"
+    differs = start is not None and end is not None and end - start != size
+    if differs or (whole is not None and (size if end is None else end) > whole):
+        raise SequenceError(
+            f"{name}: this rank has {size} columns of the vocabulary, and was told that they are"
+            f" {start} to {end} of {whole}; give as many, without columns that pad the vocabulary"
         )

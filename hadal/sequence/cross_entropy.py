@@ -8,13 +8,14 @@ Tests: tests/sequence/test_cross_entropy.py
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hadal.comm import Ranks
 from hadal.comm.functions import all_gather_into_tensor, all_reduce, labelled
 from hadal.errors import SequenceError
 from hadal.sequence.tiles import IGNORED, recomputed
@@ -25,7 +26,36 @@ ROWS_NUMEL = 1 << 25
 _LABEL = "the cross entropy over a split vocabulary"
 
 
-def linear_cross_entropy(
+class _Slice(NamedTuple):
+    """This rank's columns of a vocabulary, which may be split unevenly."""
+
+    group: Group
+    """The ranks that share the vocabulary; None: it is whole."""
+    start: int
+    """The first column."""
+    rows: int
+    """How many rows fill `ROWS_NUMEL` on the rank with most columns: the same on all ranks."""
+
+
+def _slice_of(size: int, group: Group, start: int | None) -> _Slice:
+    """Return the slice of `size` columns; all ranks must call it."""
+    if group is None:
+        if start:
+            raise SequenceError(
+                f"the slice of the vocabulary begins at {start}, but no group of ranks shares the"
+                " rest; pass the group"
+            )
+        return _Slice(None, 0, max(1, ROWS_NUMEL // max(1, size)))
+    ranks = Ranks.of(group)
+    found = torch.empty(ranks.size, dtype=torch.int64, device="cpu")
+    mine = torch.tensor([size], device="cpu")
+    labelled(_LABEL, all_gather_into_tensor, found, mine, group=ranks.host_group)
+    sizes = found.tolist()
+    first = sum(sizes[: ranks.rank]) if start is None else start
+    return _Slice(group, first, max(1, ROWS_NUMEL // max(sizes)))
+
+
+def linear_cross_entropy(  # noqa: PLR0913 - of a layer, a loss and a split
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -35,6 +65,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     rows: int | None = None,
     vocab_group: Group = None,
+    vocab_start: int | None = None,
 ) -> Tensor:
     """Return `cross_entropy(linear(hidden, weight, bias), target)` without the whole logits.
 
@@ -46,7 +77,8 @@ def linear_cross_entropy(
         ignore_index: a target that does not count.
         reduction: "mean" over the targets that count (0 if there are none), "sum", or "none".
         rows: how many rows have logits at a time; by default as many as fill 128 MiB.
-        vocab_group: ranks among which the vocabulary is split evenly, in their order.
+        vocab_group: ranks among which the vocabulary is split, evenly or not.
+        vocab_start: where this rank's slice begins; by default slices are in the ranks' order.
 
     Returns:
         The loss in fp32, without dimensions; with "none" of the shape of `target`.
@@ -55,15 +87,16 @@ def linear_cross_entropy(
         SequenceError: shapes do not fit, or the reduction is unknown.
     """
     _check(hidden, weight, target, reduction)
-    rows = rows or max(1, ROWS_NUMEL // max(1, weight.shape[0]))
+    vocab = _slice_of(weight.shape[0], vocab_group, vocab_start)
+    rows = rows or vocab.rows
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     if reduction == "none":
         parts = [
-            recomputed(_losses_of_rows, some, weight, bias, goal, ignore_index, vocab_group)
+            recomputed(_losses_of_rows, some, weight, bias, goal, ignore_index, vocab)
             for some, goal in zip(flat.split(rows), targets.split(rows), strict=True)
         ]
         return torch.cat(parts).view(target.shape)
-    arguments = (flat, weight, bias, targets, ignore_index, rows, vocab_group)
+    arguments = (flat, weight, bias, targets, ignore_index, rows, vocab)
     total: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
@@ -77,15 +110,17 @@ def vocab_parallel_cross_entropy(
     *,
     ignore_index: int = IGNORED,
     reduction: str = "none",
+    vocab_start: int | None = None,
 ) -> Tensor:
     """Return the cross entropy of logits whose vocabulary is split over ranks.
 
     Args:
-        logits: [..., this rank's slice of the vocabulary], of equal size on all ranks.
+        logits: [..., this rank's slice of the vocabulary]; slices may differ in size.
         target: [...], integers in the whole vocabulary.
         vocab_group: the ranks that share the vocabulary; None: it is whole.
         ignore_index: a target that does not count; its loss is 0.
         reduction: "none", "sum", or "mean" over the targets that count.
+        vocab_start: where this rank's slice begins; by default slices are in the ranks' order.
 
     Returns:
         The loss in fp32. Logits are read row by row; no fp32 copy of all of them is made.
@@ -100,8 +135,9 @@ def vocab_parallel_cross_entropy(
             f" {tuple(logits.shape[:-1])}, and got {tuple(target.shape)}"
         )
     flat, targets = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    vocab = _slice_of(flat.shape[-1], vocab_group, vocab_start)
     found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, targets, ignore_index, max(1, ROWS_NUMEL // max(1, flat.shape[-1])), vocab_group
+        flat, targets, ignore_index, vocab.rows, vocab
     )
     return reduce_losses(found.view(target.shape), target, ignore_index, reduction)
 
@@ -179,18 +215,18 @@ def _check_reduction(reduction: str) -> None:
 
 
 def _rows_loss(
-    logits: Tensor, target: Tensor, ignore_index: int, group: Group
+    logits: Tensor, target: Tensor, ignore_index: int, vocab: _Slice
 ) -> tuple[Tensor, Tensor]:
     """Return the losses [rows] of fp32 logits, and each row's log of the sum of exponentials."""
-    here, counts, place = _placed(logits, target, ignore_index, group)
+    here, counts, place = _placed(logits, target, ignore_index, vocab)
     top = logits.amax(-1)
-    if group is not None:
-        labelled(_LABEL, all_reduce, top, dist.ReduceOp.MAX, group=group)
+    if vocab.group is not None:
+        labelled(_LABEL, all_reduce, top, dist.ReduceOp.MAX, group=vocab.group)
     exponentials = (logits - top[:, None]).exp().sum(-1)
     chosen = torch.where(here, logits.gather(-1, place[:, None])[:, 0], 0.0)
-    if group is not None:
+    if vocab.group is not None:
         both = torch.stack([exponentials, chosen])
-        labelled(_LABEL, all_reduce, both, group=group)
+        labelled(_LABEL, all_reduce, both, group=vocab.group)
         exponentials, chosen = both
     log_sum = top + exponentials.log()
     return torch.where(counts, log_sum - chosen, 0.0), log_sum
@@ -202,10 +238,10 @@ def _rows_gradient(
     target: Tensor,
     scale: Tensor | None,
     ignore_index: int,
-    group: Group,
+    vocab: _Slice,
 ) -> Tensor:
     """Turn logits [rows, vocabulary], which are overwritten, into the gradient of their losses."""
-    here, counts, place = _placed(logits, target, ignore_index, group)
+    here, counts, place = _placed(logits, target, ignore_index, vocab)
     factor = counts.to(logits.dtype) if scale is None else torch.where(counts, scale, 0.0)
     gradient = logits.sub_(log_sum[:, None]).exp_()
     gradient.scatter_add_(-1, place[:, None], -here[:, None].to(logits.dtype))
@@ -213,13 +249,13 @@ def _rows_gradient(
 
 
 def _placed(
-    logits: Tensor, target: Tensor, ignore_index: int, group: Group
+    logits: Tensor, target: Tensor, ignore_index: int, vocab: _Slice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which targets are in this slice of the vocabulary, which count, and their columns."""
     counts = target != ignore_index
     size = logits.shape[-1]
-    column = target - (0 if group is None else size * dist.get_rank(group))
-    here = counts & (column >= 0) & (column < size) if group is not None else counts
+    column = target - vocab.start
+    here = counts & (column >= 0) & (column < size) if vocab.group is not None else counts
     return here, counts, torch.where(here, column, 0)
 
 
@@ -234,13 +270,13 @@ def _losses_of_rows(
     bias: Tensor | None,
     target: Tensor,
     ignore_index: int,
-    group: Group,
+    vocab: _Slice,
 ) -> Tensor:
-    if group is not None:
-        hidden = _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
+    if vocab.group is not None:
+        hidden = _SumGradient.apply(hidden, vocab.group)  # type: ignore[no-untyped-call]
     logits = torch.nn.functional.linear(hidden, weight, bias)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target, ignore_index, max(1, logits.shape[0]), group
+        logits, target, ignore_index, max(1, logits.shape[0]), vocab
     )
     return losses
 
@@ -250,27 +286,27 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, rows: int, group: Group
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, rows: int, vocab: _Slice
     ) -> Tensor:
         found = [
-            _rows_loss(_wide(some), goal, ignore_index, group)
+            _rows_loss(_wide(some), goal, ignore_index, vocab)
             for some, goal in zip(logits.split(rows), target.split(rows), strict=True)
         ]
         log_sums = torch.cat([log_sum for _, log_sum in found])
         ctx.save_for_backward(logits, target, log_sums)
-        ctx.choices = (ignore_index, rows, group)
+        ctx.choices = (ignore_index, rows, vocab)
         return torch.cat([losses for losses, _ in found])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, target, log_sums = ctx.saved_tensors
-        ignore_index, rows, group = ctx.choices
+        ignore_index, rows, vocab = ctx.choices
         result = torch.empty_like(logits)
         parts = (one.split(rows) for one in (logits, log_sums, target, gradient, result))
         for some, log_sum, goal, scale, out in zip(*parts, strict=True):
             wide = _wide(some, copy=True)
-            out.copy_(_rows_gradient(wide, log_sum, goal, scale, ignore_index, group))
+            out.copy_(_rows_gradient(wide, log_sum, goal, scale, ignore_index, vocab))
         return result, None, None, None, None
 
 
@@ -290,7 +326,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         ignore_index: int,
         rows: int,
-        group: Group,
+        vocab: _Slice,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -305,11 +341,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             some, goal = hidden[start : start + rows].to(dtype), target[start : start + rows]
             logits = _wide(torch.nn.functional.linear(some, plain, added))
-            losses, log_sum = _rows_loss(logits, goal, ignore_index, group)
+            losses, log_sum = _rows_loss(logits, goal, ignore_index, vocab)
             total += losses.sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            gradient = _rows_gradient(logits, log_sum, goal, None, ignore_index, group)
+            gradient = _rows_gradient(logits, log_sum, goal, None, ignore_index, vocab)
             if by_bias is not None:
                 by_bias += gradient.sum(0)
             narrow = gradient.to(dtype)
@@ -318,8 +354,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 by_hidden[start : start + rows] = narrow @ plain
             if by_weight is not None:
                 _add_product(by_weight, narrow.t(), some)
-        if by_hidden is not None and group is not None:
-            labelled(_LABEL, all_reduce, by_hidden, group=group)
+        if by_hidden is not None and vocab.group is not None:
+            labelled(_LABEL, all_reduce, by_hidden, group=vocab.group)
         ctx.save_for_backward(by_hidden, by_weight, by_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, (weight if bias is None else bias).dtype)
         return total

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hadal import comm
 from hadal.compat import losses
 from hadal.compat.offloading import get_checkpoint_hidden_states_offloading_ctx_manager
-from hadal.errors import NotBuiltYetError, UsageError
+from hadal.errors import NotBuiltYetError, SequenceError, UsageError
 
 ROWS, WORDS, WIDTH = 6, 8, 4
 
@@ -57,7 +57,7 @@ def _split(by_words: bool) -> None:
     rank, size = comm.get_rank(), comm.get_world_size()
     hidden, weight, logits, target = inputs()
     group = dist.group.WORLD
-    columns = slice(rank * WORDS // size, (rank + 1) * WORDS // size)
+    columns = (slice(5), slice(5, WORDS))[rank]
     rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     whole, all_hidden = (one.clone().requires_grad_() for one in (logits, hidden))
     expected = F.cross_entropy(whole, target)
@@ -85,8 +85,9 @@ def _split(by_words: bool) -> None:
     torch.testing.assert_close(lm(shown, labels), expected)
     counted = lm(shown, shift_labels=F.pad(target, (0, 1), value=-100)[None], num_items_in_batch=10)
     torch.testing.assert_close(counted, expected * 5 / 10)
+    with pytest.raises(SequenceError, match=r"has \d columns of the vocabulary.* 1 to 3 of None"):
+        losses.vocab_parallel_cross_entropy(mine, goal, vocab_start_index=1, vocab_end_index=3)
     for name, choices in (
-        ("slices of unequal size", {"vocab_start_index": 1, "vocab_end_index": 3}),
         ("backend='liger'", {"backend": "liger"}),
         ("gather_sequence_loss", {"gather_sequence_loss": True}),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,11 +140,14 @@ def test_a_cross_entropy_of_logits_is_torchs(dtype: torch.dtype) -> None:
 # ---- over ranks ----------------------------------------------------------------------------------
 
 
-def _over_words() -> None:
-    """A vocabulary split over the ranks."""
+def _over_words(uneven: bool) -> None:
+    """A vocabulary split over the ranks, where later ones may have fewer columns."""
     hidden, weight, bias, target = inputs()
-    rank, share = comm.get_rank(), WORDS // comm.get_world_size()
-    here = slice(rank * share, (rank + 1) * share)
+    rank, size = comm.get_rank(), comm.get_world_size()
+    ends = [WORDS * place // size for place in range(size + 1)]
+    if uneven:
+        ends = [0, *(end + 1 for end in ends[1:-1]), WORDS]
+    here = slice(ends[rank], ends[rank + 1])
     group = dist.group.WORLD
     for reduction in ("none", "mean", "sum"):
         expected = plain(hidden, weight, target, bias, reduction)
@@ -164,8 +168,31 @@ def _over_words() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_vocabulary_over_ranks(world: int, ranks: RankPools) -> None:
-    ranks(world).run(_over_words)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_vocabulary_over_ranks(world: int, uneven: bool, ranks: RankPools) -> None:
+    ranks(world).run(_over_words, uneven)
+
+
+def _in_another_order() -> None:
+    """Slices that are not in the ranks' order, and row counts that differ if each takes its own."""
+    hidden, weight, bias, target = inputs()
+    first = comm.get_rank() == 0
+    here = slice(WORDS - 3, WORDS) if first else slice(0, WORDS - 3)
+    expected = plain(hidden, weight, target, bias, "mean")
+    with mock.patch("hadal.sequence.cross_entropy.ROWS_NUMEL", 2 * (WORDS - 3)):
+        loss = linear_cross_entropy(
+            hidden,
+            weight[here],
+            target,
+            bias[here],
+            vocab_group=dist.group.WORLD,
+            vocab_start=here.start,
+        )
+    torch.testing.assert_close(loss, expected)
+
+
+def test_slices_of_a_vocabulary_in_any_order(ranks: RankPools) -> None:
+    ranks(2).run(_in_another_order)
 
 
 def _over_positions() -> None:
@@ -244,5 +271,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         linear_cross_entropy(hidden, weight, target, reduction="all")
     with pytest.raises(SequenceError, match=r"need targets of shape \(2, 5\), and got \(5,\)"):
         vocab_parallel_cross_entropy(torch.zeros(2, 5, WORDS), target[0])
+    with pytest.raises(SequenceError, match="begins at 4, but no group of ranks shares the rest"):
+        linear_cross_entropy(hidden, weight, target, vocab_start=4)
     with pytest.raises(SequenceError, match="backend is 'triton'"):
         vocab_sequence_parallel_cross_entropy(hidden, target, None, backend="triton")
