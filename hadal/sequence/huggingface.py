@@ -84,8 +84,11 @@ class UlyssesSPAttentionHF(nn.Module):
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.disable_in_eval = disable_in_eval
+        self._takes_head_range = getattr(attn, "takes_head_range", False)
         if attn_head_count >= self.world_size:
             share_heads(attn_head_count, kv_head_count, self.world_size)
+        else:
+            self._check_ring(attn_head_count)
         self._length = None if seq_length_is_variable else local_seq_length
         if self._length is None and not seq_length_is_variable and global_seq_length is not None:
             self._length = global_seq_length // self.world_size
@@ -176,6 +179,7 @@ class UlyssesSPAttentionHF(nn.Module):
             )
         positions = self._cache.of(mine)
         if query.shape[1] < self.world_size:
+            self._check_ring(query.shape[1])
             return _in_a_ring(module, (query, key, value), self.process_group, positions, kwargs)
         heads = share_heads(query.shape[1], key.shape[1], self.world_size)
         rank = dist.get_rank(self.process_group)
@@ -185,10 +189,21 @@ class UlyssesSPAttentionHF(nn.Module):
         rest = {name: value for name, value in kwargs.items() if name not in _OF_SLICE}
         if given is not None:
             rest["position_ids"] = positions.whole
+        if self._takes_head_range:
+            rest["head_range"] = heads.queries[rank].start, query.shape[1]
         with _grouped(module, heads.local_group(rank) or 1):
             output, weights = _attend(self.attn, module, local, positions.documents, args, rest)
         found = to_sequence(output, heads.queries, self.process_group)
         return found, weights
+
+    def _check_ring(self, heads: int) -> None:
+        if self._takes_head_range:
+            raise SequenceError(
+                f"attention over a pattern ({getattr(self.attn, '__name__', 'hadal_sparse')}) needs"
+                f" a head on each of the {self.world_size} ranks of a sequence, and there are"
+                f" {heads}: keys that travel around a ring know no pattern; set"
+                f" sequence_parallel_size to {heads} or less, or attn_implementation to 'sdpa'"
+            )
 
     def take_positions(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -337,6 +352,8 @@ def _attend(
         mask = _window_mask(local[0], window)
         return attn(module, *local, mask, *args, **kwargs)
     rows = []
+    if len(documents) == 1:  # positions of one row are those of all
+        documents *= local[0].shape[0]
     for row, lengths in enumerate(documents):
         parts = []
         for start, length, count in _equal_neighbours(lengths):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ from hadal.sequence.tiles import IGNORED
 _LOSS = "ForCausalLM"
 
 
+class _LossOfSlices:
+    """A model's loss function, which shows whether the model gave it the targets of a slice."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.is_used = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.is_used = kwargs.get("shift_labels") is not None
+        return self.function(*args, **kwargs)
+
+
 class SequenceSlices(Listener):
     """Gives a model this rank's slices of batches, and their loss the value of the whole.
 
@@ -44,6 +56,9 @@ class SequenceSlices(Listener):
         self._is_loss_cut = False
         self._is_compared = False
         attach(model, group, disable_in_eval=True)
+        # The module that computes the loss, of transformers' classes: others may be around it.
+        self._owner = next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)
+        self._loss: _LossOfSlices | None = None
         self._handle: RemovableHandle = model.register_forward_hook(self._join_loss)
 
     @classmethod
@@ -73,6 +88,8 @@ class SequenceSlices(Listener):
             whole["labels"] = targets
             whole.setdefault("num_items_in_batch", (targets != IGNORED).sum().clamp(min=1))
         self._is_loss_cut = isinstance(labels, Tensor)
+        if self._loss is not None:
+            self._loss.is_used = False
         mine = {
             name: slice_of_rank(value, self._rank, self._size) if is_cut(value) else value
             for name, value in whole.items()
@@ -86,6 +103,8 @@ class SequenceSlices(Listener):
     def close(self) -> None:
         """Give the model its own attention back."""
         self._handle.remove()
+        if self._loss is not None and self._owner is not None:
+            self._owner.loss_function = self._loss.function  # type: ignore[assignment]
         detach(self._model)
 
     def _check(self, batch: Mapping[str, Any], labels: Any) -> None:
@@ -95,13 +114,8 @@ class SequenceSlices(Listener):
                 f"sequence_parallel_size: attention_mask has the shape {tuple(mask.shape)};"
                 " expected [batch, length], as masks between positions cannot be split over ranks"
             )
-        kind = getattr(self._model, "loss_type", None)
-        if labels is not None and kind != _LOSS:
-            raise SequenceError(
-                f"sequence_parallel_size: the loss of {type(self._model).__name__} ({kind}) is not"
-                f" built for sequences split over ranks, only that of {_LOSS}; leave labels out and"
-                " compute the loss from this rank's logits with hadal.sequence.sequence_loss"
-            )
+        if labels is not None and self._loss is None:
+            self._take_loss()
         assert length is not None
         if not any(getattr(one, "is_causal", True) is False for one in self._model.modules()):
             return
@@ -111,6 +125,23 @@ class SequenceSlices(Listener):
                 f" so that padding would be seen; give batches without padding, of a length that"
                 f" {self._size} ranks divide (found {length})"
             )
+
+    def _take_loss(self) -> None:
+        kind = getattr(self._owner, "loss_type", None)
+        found = getattr(self._owner, "loss_function", None)
+        # Models whose class name says nothing (GPT2LMHeadModel) have it, too.
+        if kind != _LOSS and (kind or getattr(found, "__name__", "") != f"{_LOSS}Loss"):
+            raise self._no_loss(str(kind))
+        assert self._owner is not None  # it has a loss
+        self._loss = _LossOfSlices(found)  # type: ignore[arg-type]
+        self._owner.loss_function = self._loss  # type: ignore[assignment]
+
+    def _no_loss(self, kind: str) -> SequenceError:
+        return SequenceError(
+            f"sequence_parallel_size: the loss of {type(self._model).__name__} ({kind}) is not"
+            f" built for sequences split over ranks, only that of {_LOSS}; leave labels out and"
+            " compute the loss from this rank's logits with hadal.sequence.sequence_loss"
+        )
 
     def _compare(self, tokens: Tensor) -> None:
         """Raise an error on all ranks if they were given different sequences: slices do not fit."""
@@ -134,6 +165,8 @@ class SequenceSlices(Listener):
         if not self._is_loss_cut:
             return None
         self._is_loss_cut = False
+        if self._loss is None or not self._loss.is_used:
+            raise self._no_loss("computed by itself, not by its loss_function")
         if isinstance(output, tuple):
             return (whole_value(output[0], self._group), *output[1:])
         output["loss"] = whole_value(output["loss"], self._group)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from hadal.device import (
     fused_attention,
@@ -28,6 +29,7 @@ from hadal.errors import ModelError, NotBuiltYetError
 from hadal.sparse_attention.flex import flex
 from hadal.sparse_attention.masks import Masks
 from hadal.sparse_attention.plan import RUN, Group, Part, parts_of
+from hadal.sparse_attention.scores import Scores, attend
 
 # Elements of the largest tensor of gathered blocks: larger ones leave the cache.
 _CHUNK_NUMEL = 1 << 19
@@ -127,7 +129,7 @@ class BlockLayout:
             yield Group(some, others, group.ends_on_diagonal)
 
 
-def sparse_attention(
+def sparse_attention(  # noqa: PLR0913 - all that an attention function may be given
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,10 +137,13 @@ def sparse_attention(
     masks: Masks | None = None,
     scale: float | None = None,
     first_row: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(query key^T scale + masks) value over the blocks of a layout.
 
-    A row without any column gives 0.
+    A row without any column gives 0. Scores with a `softcap` are computed by plain operations.
 
     Args:
         query: [batch, heads, rows, D]; under autocast it is cast, as torch's attention does.
@@ -148,6 +153,8 @@ def sparse_attention(
         scale: factor of the scores; 1 / sqrt(D) by default.
         first_row: the position of the first query if there are fewer queries than keys; by default
             they are the last ones.
+        softcap: products become softcap * tanh(product / softcap) before masks are added.
+        sinks: [heads], the score of one more key with a value of zero for each head.
 
     Returns:
         [batch, heads, rows, D].
@@ -162,26 +169,32 @@ def sparse_attention(
     masks = masks.of_dtype(query.dtype)
     _check_shapes(query, key, value, layout)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = Scores(factor, softcap, sinks)
     rows, length = query.shape[2], key.shape[2]
     if rows < length or (
         not has_flex_attention(query.device)
-        and (length < _SHORT or layout.is_dense or layout.is_full(is_causal=masks.is_causal))
+        and (length < _SHORT or _is_better_whole(layout, scores, is_causal=masks.is_causal))
     ):
         first = length - rows if first_row is None else first_row
-        return _dense(query, key, value, layout, masks, factor, first)
+        return _dense(query, key, value, layout, masks, scores, first)
     query, key, value = (_to_blocks(each, layout.length) for each in (query, key, value))
     masks = masks.padded(length, layout.length, query)
     if masks.is_trained:
-        found = _gathering(query, key, value, layout, masks, factor)
+        found = _gathering(query, key, value, layout, masks, scores)
     elif has_flex_attention(query.device):
-        found = flex(query, key, value, layout, masks, factor)
-    elif has_fused_attention(query.device):
+        found = flex(query, key, value, layout, masks, scores)
+    elif has_fused_attention(query.device) and softcap is None:
         found = _TwoParts.apply(  # type: ignore[no-untyped-call]
-            query, key, value, layout, masks, factor
+            query, key, value, sinks, layout, masks, factor
         )
     else:
-        found = _gathering(query, key, value, layout, masks, factor)
+        found = _gathering(query, key, value, layout, masks, scores)
     return found[:, :, :rows]
+
+
+def _is_better_whole(layout: BlockLayout, scores: Scores, *, is_causal: bool) -> bool:
+    """Return whether all pairs are faster at once; plain operations would store them."""
+    return scores.is_plain and (layout.is_dense or layout.is_full(is_causal=is_causal))
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout) -> None:
@@ -222,22 +235,23 @@ def _dense(
     value: Tensor,
     layout: BlockLayout,
     masks: Masks,
-    scale: float,
+    scores: Scores,
     first: int,
 ) -> Tensor:
     """Return the attention of rows from `first` on by one call with a mask of [heads, rows, L]."""
     rows, length = query.shape[2], key.shape[2]
     places = torch.arange(first, first + rows, device="cpu")
     added = masks.of_tokens(places.to(query.device), length, query)
-    if layout.is_dense and added is None and (rows == length or not masks.is_causal):
+    is_square = rows == length or not masks.is_causal
+    if layout.is_dense and added is None and is_square and scores.is_plain:
         return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=masks.is_causal, scale=scale
+            query, key, value, is_causal=masks.is_causal, scale=scores.scale
         )
     allowed = _token_mask(layout, places, length, is_causal=masks.is_causal).to(query.device)
     mask = allowed[None]
     if added is not None:
         mask = added.masked_fill(~mask, -torch.inf)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return attend(query, key, value, mask, scores)
 
 
 def _token_mask(layout: BlockLayout, rows: Tensor, length: int, *, is_causal: bool) -> Tensor:
@@ -268,9 +282,12 @@ def _taken(blocks: Tensor, which: Tensor, width: int) -> Tensor:
 
 
 def _gathering(
-    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scale: float
+    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scores: Scores
 ) -> Tensor:
-    """Return the attention by torch's public operations, in one part, with any gradient."""
+    """Return the attention by torch's public operations, in one part, with any gradient.
+
+    Plain operations store the scores for backward; they are recomputed there instead.
+    """
     heads, width = query.shape[1], query.shape[3]
     flat = [_blocks(each, layout.block) for each in (query, key, value)]
     parts = layout.chunks(query.shape, query.device, is_causal=masks.is_causal, splits=False)
@@ -282,7 +299,13 @@ def _gathering(
             _taken(flat[1], group.columns, width),
             _taken(flat[2], group.columns, width),
         )
-        out = functional.scaled_dot_product_attention(*taken, attn_mask=bias, scale=scale)
+        own = scores.of_heads(group.rows[:, 0] // layout.layout.shape[1] % heads)
+        if own.is_plain:
+            out = attend(*taken, bias, own)
+        else:
+            out = checkpoint(
+                attend, *taken, bias, own, use_reentrant=False, preserve_rng_state=False
+            )
         found.append(out.reshape(-1, layout.block * width))
         where.append(group.rows.flatten())
     if not found:
@@ -300,6 +323,7 @@ class _TwoParts(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         layout: BlockLayout,
         masks: Masks,
         scale: float,
@@ -323,7 +347,9 @@ class _TwoParts(torch.autograd.Function):
                 if bias is not None:
                     sums = sums.masked_fill(bias.amax(-1) == -torch.inf, _NOTHING)
                 _put(out, lse, group.rows.flatten(), (found, sums), merges=number > 0)
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sinks is not None:
+            _put_sinks(out.view(query.shape), lse.view(query.shape[:3]), sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.others = layout, masks, scale
         return out.view(query.shape)
 
@@ -331,7 +357,7 @@ class _TwoParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Add up the gradients of the parts."""
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         layout, masks, scale = ctx.others
         block, heads, width = layout.block, query.shape[1], query.shape[3]
         flat = [_blocks(each, block) for each in (query, key, value, gradient.contiguous())]
@@ -357,7 +383,13 @@ class _TwoParts(torch.autograd.Function):
                 for total, place, one in zip(totals, places, found, strict=True):
                     total.index_add_(0, place, one.reshape(len(place), -1).to(total.dtype))
         gradients = [total.to(query.dtype).view(query.shape) for total in totals]
-        return (*gradients, None, None, None)
+        by_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # A sink's value is zero, so that of dS = P (dP - rowsum(dO O)) the second term is left.
+            sums = (flat[3].view(query.shape) * out.view(query.shape)).sum(-1, dtype=lse.dtype)
+            shares = (sinks.to(lse.dtype)[:, None] - lse.view(sums.shape)).exp_()
+            by_sinks = -(shares * sums).sum((0, 2)).to(sinks.dtype)
+        return (*gradients, by_sinks, None, None, None)
 
 
 def _put(
@@ -373,3 +405,10 @@ def _put(
         new, sums = (old * of_old).add_(new * of_new).to(out.dtype), total
     out.index_copy_(0, rows, new.reshape(len(rows), -1))
     lse.index_copy_(0, rows, sums)
+
+
+def _put_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merge a key with a value of zero into the output and the log-sum-exp."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out *= (lse - total).exp_()[..., None].to(out.dtype)
+    lse.copy_(total)

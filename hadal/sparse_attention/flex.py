@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hadal.sparse_attention.masks import Masks, PairMask
+from hadal.sparse_attention.scores import Scores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -24,17 +25,25 @@ _EDGE = 128
 
 
 def flex(
-    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scale: float
+    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scores: Scores
 ) -> Tensor:
     """Return the attention of [batch, heads, L, D] tensors, L being the layout's length."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     block_mask = block_mask_of(layout, query.device, is_causal=masks.is_causal)
     function: Any = flex_attention if query.device.type == "cpu" else _compiled()
-    found: Tensor = function(
-        query, key, value, score_mod=_score_of(masks), block_mask=block_mask, scale=scale
-    )
-    return found
+    choices = {"block_mask": block_mask, "scale": scores.scale}
+    choices["score_mod"] = _score_of(masks, scores.softcap)
+    found: Tensor
+    if scores.sinks is None:
+        found = function(query, key, value, **choices)
+        return found
+    found, sums = function(query, key, value, return_aux=AuxRequest(lse=True), **choices)
+    lse: Tensor = sums.lse
+    # A key with a value of zero takes its share of the weights from all others.
+    share = (lse - scores.sinks.to(lse.dtype)[:, None]).sigmoid()
+    less: Tensor = found * share[..., None].to(found.dtype)
+    return less
 
 
 @cache
@@ -119,13 +128,15 @@ def _mask_mod(layout: Tensor, block: int, *, is_causal: bool) -> Callable[..., T
     return allowed
 
 
-def _score_of(masks: Masks) -> Callable[..., Tensor] | None:
-    """Return the function that adds the masks to a score; None if there are none."""
+def _score_of(masks: Masks, softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return the function that caps a score and adds the masks; None if it changes nothing."""
     keys, pairs = masks.keys, tuple(masks.pairs)
-    if keys is None and not pairs:
+    if keys is None and not pairs and softcap is None:
         return None
 
     def score(value: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if softcap is not None:
+            value = softcap * torch.tanh(value / softcap)
         if keys is not None:
             value = value + keys[batch, column]
         for one in pairs:

@@ -14,7 +14,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from hadal.sparse_attention.attention import BlockLayout, sparse_attention
 from hadal.sparse_attention.layouts import SparsityConfig
 from hadal.sparse_attention.masks import Masks, PairMask, key_mask
 from hadal.sparse_attention.modules import SparseSelfAttention
+from hadal.sparse_attention.scores import Scores, attend
 from hadal.sparse_attention.settings import from_config, get_sparse_attention_config
 
 NAME = "hadal_sparse"
@@ -35,7 +36,7 @@ NAME = "hadal_sparse"
 _log = logging.getLogger("hadal")
 Model = TypeVar("Model", bound=nn.Module)
 # Arguments of other attention functions that change the result.
-_UNKNOWN = ("softcap", "s_aux", "head_mask", "block_table")
+_UNKNOWN = ("head_mask", "block_table")
 
 
 def register_with_transformers() -> None:
@@ -138,28 +139,46 @@ def hadal_sparse(
         scaling: factor of the scores.
         is_causal: whether later tokens are not seen; by default what the module says.
         others: what other attention functions take. `position_bias`, [batch or 1, heads, rows, L],
-            is added to the scores, and may need a gradient.
+            is added to the scores, and may need a gradient; `softcap` limits them; `s_aux`,
+            [heads], are the scores of sinks. `head_range` says which of how many heads these are,
+            if ranks share them: (first, number of all).
 
     Returns:
         [batch, rows, heads, D] and None.
 
     Raises:
         UsageError: dropout, or no pattern.
-        NotBuiltYetError: cross-attention, or a feature of other functions.
+        NotBuiltYetError: a feature of other functions.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    _check_call(module, dropout, others, causal=causal)
+    _check_call(module, dropout, others)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    if query.shape[2] != key.shape[2] and not causal:
-        raise _of_two_sequences(module)
-    layout = _layout(module, query.shape[1], key.shape[2])
-    masks = _masks(attention_mask, key, causal, others.get("position_bias"))
-    first = _first_row(attention_mask, query.shape[2], key.shape[2])
-    out = _disabled(query, key, value, layout, masks, scaling, first)
+    rows, length = query.shape[2], key.shape[2]
+    is_cross = _is_cross(module, causal=causal) or (rows != length and not causal)
+    masks = _masks(attention_mask, key, causal and not is_cross, others.get("position_bias"))
+    heads = query.shape[1]
+    first_head, all_heads = others.get("head_range") or (0, heads)
+    softcap, sinks = others.get("softcap"), others.get("s_aux")
+    if sinks is not None:
+        sinks = sinks[first_head : first_head + heads]
+    if is_cross:
+        _tell_cross(type(module).__name__)
+        added = masks.of_tokens(torch.arange(rows, device=query.device), length, query)
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = attend(query, key, value, added, Scores(factor, softcap, sinks))
+    else:
+        layout = _layout(module, length, all_heads, range(first_head, first_head + heads))
+        first = _first_row(attention_mask, rows, length)
+        out = _disabled(
+            query, key, value, layout, masks, scaling, first, softcap=softcap, sinks=sinks
+        )
     return out.transpose(1, 2).contiguous(), None
 
+
+# Sequence parallelism says which heads of a pattern a rank computes.
+hadal_sparse.takes_head_range = True  # type: ignore[attr-defined]
 
 # A plan is no tensor: compiled models leave the graph here.
 _disabled: Callable[..., Tensor] = torch.compiler.disable(sparse_attention)
@@ -186,7 +205,7 @@ def _first_row(mask: Tensor | None, rows: int, length: int) -> int | None:
     return max(0, int(seen[-1]) + 1 - rows) if len(seen) else None
 
 
-def _check_call(module: nn.Module, dropout: float, others: dict[str, Any], *, causal: bool) -> None:
+def _check_call(module: nn.Module, dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise UsageError(
             f"{NAME} has no dropout, and {type(module).__name__} asks for {dropout}; set"
@@ -198,19 +217,26 @@ def _check_call(module: nn.Module, dropout: float, others: dict[str, Any], *, ca
             f"{NAME} with {unknown[0]} ({type(module).__name__}) is not built yet; choose another"
             " attn_implementation for this model"
         )
-    is_cross = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False)
-    if is_cross or (getattr(module, "is_decoder", False) and not causal):
-        raise _of_two_sequences(module)
 
 
-def _of_two_sequences(module: nn.Module) -> NotBuiltYetError:
-    return NotBuiltYetError(
-        f"{NAME} between two sequences ({type(module).__name__}) is not built yet: it is for"
-        " self-attention; choose another attn_implementation for this part of the model"
+def _is_cross(module: nn.Module, *, causal: bool) -> bool:
+    """Return whether a module attends to another sequence."""
+    says = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False)
+    return bool(says or (getattr(module, "is_decoder", False) and not causal))
+
+
+@cache
+def _tell_cross(name: str) -> None:
+    """Log it once for each class."""
+    _log.info(
+        "%s: %s attends to another sequence, and is computed whole; the pattern is for"
+        " self-attention",
+        NAME,
+        name,
     )
 
 
-def _layout(module: nn.Module, heads: int, length: int) -> BlockLayout:
+def _layout(module: nn.Module, length: int, heads: int, mine: range) -> BlockLayout:
     values = getattr(getattr(module, "config", None), "sparse_attention", None)
     if values is None:
         raise UsageError(
@@ -219,7 +245,18 @@ def _layout(module: nn.Module, heads: int, length: int) -> BlockLayout:
             ' "sparse_attention" of the configuration'
         )
     written = json.dumps(dict(values), sort_keys=True)
-    return _made(written, heads, length, int(getattr(module, "layer_idx", None) or 0))
+    layer = int(getattr(module, "layer_idx", None) or 0)
+    if len(mine) == heads:
+        return _made(written, heads, length, layer)
+    return _some_heads(written, heads, length, layer, mine)
+
+
+@lru_cache(maxsize=256)
+def _some_heads(written: str, heads: int, length: int, layer: int, mine: range) -> BlockLayout:
+    whole = _made(written, heads, length, layer)
+    if len(whole.layout) == 1:
+        return whole
+    return BlockLayout(whole.layout[mine.start : mine.stop], whole.block)
 
 
 @lru_cache(maxsize=256)

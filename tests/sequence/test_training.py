@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPools
-from torch import nn
+from torch import Tensor, nn
 
 import hadal
 from hadal import comm
 from hadal.errors import SequenceError
-from sequence.models import llama, tokens
+from hadal.sparse_attention import use_sparse_attention
+from sequence.models import WORDS, llama, tokens
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed"
@@ -218,8 +219,54 @@ def test_evaluation_and_other_models_are_whole(ranks: RankPools) -> None:
     ranks(2).run(_evaluated)
 
 
-def _refused(kind: str) -> None:
-    model = llama(heads=1, key_heads=1) if kind == "dropout" else llama()
+def _of_another_class(name: str) -> tuple[float, float]:
+    """The loss of whole sequences, and of slices: of GPT-2, and over a pattern of each head's."""
+    given = batch(0, 0)
+    if name == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "attn_pdrop": 0.0, "n_positions": 32}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **sizes, attn_implementation="sdpa"))
+        model.eval()  # no dropout
+    else:
+        own = {"different_layout_per_head": True, "num_different_global_patterns": 4}
+        model = use_sparse_attention(llama(), {"mode": "fixed", "block": 1, **own})
+    expected = model(**given).loss.item()
+    engine = hadal.initialize(model=model.train(), config=config_of(2, 2, 1))[0]
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    found = engine(**given).loss.item()
+    engine.destroy()
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    return found, expected
+
+
+@pytest.mark.parametrize("name", ["gpt2", "patterns"])
+def test_losses_of_other_models(name: str, ranks: RankPools) -> None:
+    for found, expected in ranks(2).run(_of_another_class, name):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _own_loss(model: Any) -> None:
+    """Let a model compute its loss itself, from labels that it shifts."""
+    forward = model.forward
+
+    def shifted(input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
+        found = forward(input_ids)
+        logits = found.logits[:, :-1].flatten(0, 1)
+        found["loss"] = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return found
+
+    model.forward = shifted
+
+
+def _change(model: Any, kind: str) -> None:
+    if kind == "ring":
+        use_sparse_attention(model, {"mode": "fixed"})
+    if kind == "own loss":
+        _own_loss(model)
     if kind == "dropout":
         model.model.layers[0].self_attn.attention_dropout = 0.1
     if kind == "eager":
@@ -228,6 +275,11 @@ def _refused(kind: str) -> None:
         model.loss_type = "ForMaskedLM"
     if kind == "both ways":
         model.model.layers[0].self_attn.is_causal = False
+
+
+def _refused(kind: str) -> None:
+    model = llama(heads=1, key_heads=1) if kind in ("dropout", "ring") else llama()
+    _change(model, kind)
     engine = hadal.initialize(model=model, config=config_of(2, 1, 1))[0]
     given = batch(0, 0, 11)
     if kind == "mask":
@@ -247,6 +299,11 @@ def _refused(kind: str) -> None:
         ("dropout", r"attends with dropout, which is not built for more ranks than heads"),
         ("eager", "the attention 'eager' cannot be distributed"),
         ("loss", r"LlamaForCausalLM \(ForMaskedLM\) is not built.*sequence_loss"),
+        ("own loss", r"\(computed by itself, not by its loss_function\) is not built"),
+        (
+            "ring",
+            r"over a pattern \(hadal_sparse\) needs a head on each .* 1 or less",
+        ),
         ("both ways", "attends in both directions"),
         ("mask", r"attention_mask has the shape \(2, 1, 11, 11\); expected \[batch, length\]"),
         ("nothing", "got no input_ids or inputs_embeds"),

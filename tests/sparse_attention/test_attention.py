@@ -29,6 +29,7 @@ from hadal.sparse_attention import (
 from hadal.sparse_attention.attention import BlockLayout, sparse_attention
 from hadal.sparse_attention.masks import Masks, PairMask, key_mask, pair_mask
 from hadal.sparse_attention.plan import parts_of
+from hadal.sparse_attention.scores import Scores
 
 GOLDEN = json.loads(Path(__file__).with_name("values.json").read_text())
 
@@ -115,10 +116,12 @@ def test_values_and_gradients_are_deepspeeds(name, path):
 # ---- any layout, length and masks ----------------------------------------------------------------
 
 
-def written_out(query, key, value, layout, masks):
+def written_out(query, key, value, layout, masks, softcap=None, sinks=None):
     """The softmax with everything in full; rows without keys give 0."""
     length, block = query.shape[2], layout.block
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     allowed = layout.layout.repeat_interleave(block, 1).repeat_interleave(block, 2)
     allowed = allowed[:, :length, :length]
     if masks.is_causal:
@@ -129,6 +132,9 @@ def written_out(query, key, value, layout, masks):
         scores = scores + one.added(one.values, scores.dtype)
     scores = scores.masked_fill(~allowed, -torch.inf)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ value
     return scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0) @ value
 
 
@@ -147,6 +153,8 @@ def cases(draw):
         "causal": draw(st.booleans()),
         "keys": draw(st.sampled_from(["none", "add", "mul"])),
         "pairs": draw(st.sampled_from(["none", "add", "mul", "trained"])),
+        "softcap": draw(st.sampled_from([None, None, 0.7])),
+        "sinks": draw(st.booleans()),
     }
 
 
@@ -182,7 +190,11 @@ def made(case):
 def test_any_layout_equals_the_written_out_softmax(case):
     operands, layout, masks = made(case)
     leaves = [*operands, *(one.values for one in masks.pairs if one.values.requires_grad)]
-    expected = written_out(*operands, layout, masks)
+    more = {"softcap": case["softcap"]}
+    if case["sinks"]:
+        more["sinks"] = torch.randn(case["shape"][1], dtype=torch.float64).requires_grad_()
+        leaves.append(more["sinks"])
+    expected = written_out(*operands, layout, masks, **more)
     gradient = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, leaves, gradient, materialize_grads=True)
     for short in (0, 1 << 40):
@@ -192,7 +204,7 @@ def test_any_layout_equals_the_written_out_softmax(case):
             patched.setattr("hadal.sparse_attention.plan._TILE", 16)
             patched.setattr("hadal.sparse_attention.plan._FEWEST", 8)
             patched.setattr(attention, "_CHUNK_NUMEL", 64)
-            found = sparse_attention(*operands, layout, masks)
+            found = sparse_attention(*operands, layout, masks, **more)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
             grads = torch.autograd.grad(found, leaves, gradient, materialize_grads=True)
             torch.testing.assert_close(grads, wanted, rtol=1e-9, atol=1e-9)
@@ -517,8 +529,11 @@ def test_flex_attention_computes_the_same(causal, masked):
         PairMask((torch.rand(2, 1, 256, 256) < 0.8).float(), multiplies=True),
     ]
     masks = Masks(keys, pairs, causal) if masked else Masks(is_causal=causal)
-    found = flex.flex(*operands, layout, masks, 1 / math.sqrt(8))
-    torch.testing.assert_close(found, written_out(*operands, layout, masks))
+    for softcap, sinks in ((None, None), (0.7, torch.tensor([0.3, -1.0]))):
+        scores = Scores(1 / math.sqrt(8), softcap, sinks)
+        found = flex.flex(*operands, layout, masks, scores)
+        expected = written_out(*operands, layout, masks, softcap, sinks)
+        torch.testing.assert_close(found, expected)
 
 
 def test_layouts_that_are_nearly_full_are_computed_whole(monkeypatch):

@@ -230,9 +230,64 @@ def test_what_cannot_be_done_is_said():
         use_sparse_attention(sliding, WINDOW).generate(
             tokens(16), max_new_tokens=4, pad_token_id=0, eos_token_id=None
         )
-    decoder = transformers.T5ForConditionalGeneration(t5_config(num_decoder_layers=1))
-    with pytest.raises(NotImplementedError, match=r"between two sequences \(T5Attention\)"):
-        use_sparse_attention(decoder, WINDOW)(tokens(16), labels=tokens(4))
+
+
+def gemma2(**changes):
+    config = transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=1.5, **changes
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def bart():
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**sizes, **heads, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    )
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(t5_config(num_decoder_layers=1))
+
+
+# Scores with a cap, sinks, and attention to another sequence.
+@pytest.mark.parametrize("make", [gemma2, gpt_oss, bart, t5])
+def test_scores_and_sequences_of_many_models(make, monkeypatch, caplog):
+    torch.manual_seed(0)
+    model, ids = make(), tokens(37)
+    model.set_attn_implementation("eager")
+    given = {"input_ids": ids, "labels": ids, "attention_mask": padding(37, 37, 30)}
+
+    def computed():
+        model.zero_grad()
+        loss = model(**given, use_cache=False).loss
+        loss.backward()
+        return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = computed()
+    with caplog.at_level("INFO", logger="hadal"):
+        use_sparse_attention(model, {"mode": "dense", "block": 8})
+        for shortest in (0, 1024):
+            monkeypatch.setattr("hadal.sparse_attention.attention._SHORT", shortest)
+            torch.testing.assert_close(computed(), expected, rtol=1e-4, atol=1e-5)
+    told = f"{make.__name__.title()}Attention attends to another sequence"
+    assert (told.lower() in caplog.text.lower()) == (make in (bart, t5))
 
 
 def test_generation_with_a_static_cache():
