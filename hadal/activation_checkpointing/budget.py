@@ -97,6 +97,10 @@ class Verdict:
     choices: Mapping[str, ModuleChoice]
     peak: int
     budget: int
+    least: int
+    """Peak bytes if every module is recomputed, its input on the device."""
+    most: int
+    """Peak bytes if none is."""
 
     @property
     def fits(self) -> bool:
@@ -124,12 +128,13 @@ def choose(
         return max(step.peak(choices) for step in steps)
 
     choices = dict.fromkeys(modules, ModuleChoice.RECOMPUTED)
-    if peak(choices) > budget:
+    least, most = peak(choices), peak(dict.fromkeys(modules, ModuleChoice.STORED))
+    if least > budget:
         for name in modules if offloads else ():
             if peak(choices) <= budget:
                 break
             choices[name] = ModuleChoice.OFFLOADED
-        return Verdict(choices, peak(choices), budget)
+        return Verdict(choices, peak(choices), budget, least, most)
     costs = costs_of(steps)
     alike: dict[int, list[float]] = {}
     for seconds, nbytes, _ in costs.values():
@@ -144,7 +149,7 @@ def choose(
         wider = {**choices, name: ModuleChoice.STORED}
         if peak(wider) <= budget:
             choices = wider
-    return Verdict(choices, peak(choices), budget)
+    return Verdict(choices, peak(choices), budget, least, most)
 
 
 def costs_of(steps: Iterable[MeasuredStep]) -> dict[str, tuple[float, int, int]]:
@@ -181,14 +186,9 @@ def table(steps: Sequence[MeasuredStep], verdict: Verdict) -> Iterator[str]:
             f"{name:<{width}}  {stored / _MIB:15.1f}  {inputs / _MIB:9.1f}"
             f"  {seconds * 1000:16.2f}  {choice.value}"
         )
-    each = {
-        one: dict.fromkeys(verdict.choices, one)
-        for one in (ModuleChoice.RECOMPUTED, ModuleChoice.STORED)
-    }
-    least, most = (max(step.peak(all_of) for step in steps) for all_of in each.values())
     yield (
         f"peak: {verdict.peak / _MIB:,.1f} MiB of {verdict.budget / _MIB:,.1f} MiB"
-        f" (all recomputed {least / _MIB:,.1f}, all stored {most / _MIB:,.1f})"
+        f" (all recomputed {verdict.least / _MIB:,.1f}, all stored {verdict.most / _MIB:,.1f})"
     )
     if not verdict.fits:
         yield (
