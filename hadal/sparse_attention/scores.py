@@ -14,7 +14,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How products of queries and keys become weights."""
+    """The steps from products of queries and keys to weights."""
 
     scale: float
     softcap: float | None = None
