@@ -14,31 +14,23 @@ from transformers import BertConfig, BertForSequenceClassification
 import hadal
 from hadal.compression import init_compression, redundancy_clean, register_with_transformers
 
-half = {"dense_ratio": 0.5}
+
+def pruning(modules: str, related: list[str], **shared: object) -> dict[str, object]:
+    group = {"params": {"dense_ratio": 0.5}, "modules": [modules], "related_modules": [related]}
+    return {
+        "shared_parameters": {"enabled": True, "schedule_offset": 20, **shared},
+        "different_groups": {"half": group},
+    }
+
+
 config = {
     "train_micro_batch_size_per_gpu": 32,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
     "compression_training": {
-        "head_pruning": {
-            "shared_parameters": {"enabled": True, "num_heads": 4, "schedule_offset": 20},
-            "different_groups": {
-                "heads": {
-                    "params": half,
-                    "modules": ["attention.output.dense"],
-                    "related_modules": [["self.query", "self.key", "self.value"]],
-                }
-            },
-        },
-        "row_pruning": {
-            "shared_parameters": {"enabled": True, "method": "topk", "schedule_offset": 20},
-            "different_groups": {
-                "inner": {
-                    "params": half,
-                    "modules": ["intermediate.dense"],
-                    "related_modules": [[r"layer\.\d+\.output.dense"]],
-                }
-            },
-        },
+        "head_pruning": pruning(
+            "attention.output.dense", ["self.query", "self.key", "self.value"], num_heads=4
+        ),
+        "row_pruning": pruning("intermediate.dense", [r"layer\.\d+\.output.dense"], method="topk"),
     },
 }
 
@@ -51,8 +43,6 @@ def main() -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=64,
-        max_position_embeddings=8,
-        num_labels=2,
     )
     model = init_compression(BertForSequenceClassification(shape), config)
     engine, *_ = hadal.initialize(model=model, config=config)
