@@ -25,7 +25,9 @@ from hadal.data_efficiency.chunks import (
 from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder, bin_path
 from hadal.data_efficiency.measures import IDS, BatchMeasures, Measure, measures_of
 from hadal.data_efficiency.metric_files import (
+    Origin,
     write_accumulated,
+    write_origin,
     write_single,
     write_values,
 )
@@ -272,6 +274,7 @@ class DataAnalyzer(_Analysis):
         write_single(
             self._folder, measure.name, values, ids, reducers=max(1, self.num_threads_reduce)
         )
+        write_origin(self._folder, measure.name, Origin.of(self.dataset))
 
     def _all(self, measure: Measure, kind: str) -> list[IndexedRows]:
         """Return the files of all workers and threads that have samples."""
@@ -283,7 +286,9 @@ class DataAnalyzer(_Analysis):
             if span.stop > span.start
         ]
         try:
-            return [IndexedRows(self._prefix(measure, kind, *each)) for each in threads]
+            return [
+                IndexedRows(self._prefix(measure, kind, *each), is_whole=True) for each in threads
+            ]
         except UsageError as error:
             raise UsageError(
                 f"metric {measure.name}: {error}; run_map has to be complete on every worker, with"
@@ -433,3 +438,4 @@ class DistributedDataAnalyzer(_Analysis):
         has_ids = parts[0][1] is not None
         ids = np.concatenate([part[1] for part in parts]) if has_ids else None
         write_single(self._folder, measure.name, values, ids, by_id=True)
+        write_origin(self._folder, measure.name, Origin.of(self.dataset))

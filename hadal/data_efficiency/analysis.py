@@ -19,6 +19,7 @@ from hadal.data_efficiency.chunks import Arrays, KeptChunks, Span, compute_kept,
 from hadal.data_efficiency.indexed import IndexedRows
 from hadal.data_efficiency.metric_files import (
     Distribution,
+    Origin,
     write_accumulated,
     write_origin,
     write_single,
@@ -75,7 +76,7 @@ def analyze(
     rows = IndexedRows(prefix)
     if not len(rows):
         raise UsageError(f"{prefix} has no rows; there is nothing to measure")
-    run = _RowAnalysis(rows, Path(folder), rows.checksum(), chunks_of(rows), workers, progress)
+    run = _RowAnalysis(rows, Path(folder), Origin.of(rows), chunks_of(rows), workers, progress)
     return {name: run.measured(run.metric(name, model)) for name in dict.fromkeys(metrics)}
 
 
@@ -118,7 +119,7 @@ class _WordCounts:
 class _RowAnalysis:
     rows: IndexedRows
     folder: Path
-    checksum: str
+    origin: Origin
     spans: list[Span]
     workers: int
     progress: Progress | None
@@ -142,7 +143,7 @@ class _RowAnalysis:
                 total, found = found, total
             total[: len(found)] += found
         write_accumulated(self.folder, WORDS, total)
-        write_origin(self.folder, WORDS, len(self.rows), self.checksum)
+        write_origin(self.folder, WORDS, self.origin)
         kept.remove()
         return total
 
@@ -153,10 +154,10 @@ class _RowAnalysis:
         compute_kept(_RowValues(self.rows, metric), self.spans, kept, workers, self.progress)
         values: Any = joined(kept, self.spans, _VALUES)
         found = write_single(self.folder, metric.name, values)
-        write_origin(self.folder, metric.name, len(self.rows), self.checksum)
+        write_origin(self.folder, metric.name, self.origin)
         kept.remove()
         return found
 
     def _kept(self, name: str, identity: str) -> KeptChunks:
-        told = {"data_set": self.checksum, "metric": identity, "chunks": len(self.spans)}
+        told = {"data_set": self.origin.checksum, "metric": identity, "chunks": len(self.spans)}
         return KeptChunks(self.folder / f".unfinished_{name}", told)

@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hadal.data_efficiency.indexed import IndexedRows, smallest_dtype
 from hadal.errors import UsageError
 
-Ids = npt.NDArray[np.int64]
+Ids = npt.NDArray[Any]
+"""Numbers of samples, in the smallest unsigned type for the data set."""
+_PART = 1 << 20
+_WIDE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +35,33 @@ class Metric:
     """True if a difficulty is a percentile of the samples, not a value of the measure."""
     percentiles: int
     """The maximum difficulty: the number of percentiles."""
-    ids: Ids | None = None
-    """Samples from easy to hard; None: all samples are admitted, whatever their difficulty."""
-    values: Ids | None = None
+    rows: IndexedRows | None = None
+    """Samples from easy to hard; with values, one row for each. None: all samples are admitted,
+    whatever their difficulty."""
+    values: npt.NDArray[Any] | None = None
     """Ascending distinct values of the measure, if difficulties are values."""
-    starts: Ids | None = None
-    """The place in `ids` of each value's first sample, and their number at the end."""
 
-    def between(self, before: float, now: float) -> Ids:
-        """Return the samples with a difficulty in (before, now]."""
-        assert self.ids is not None
+    def between(self, before: float, now: float) -> tuple[int, int]:
+        """Return the places in `rows` of the samples with a difficulty in (before, now]."""
+        assert self.rows is not None
         if self.is_percentile:
-            each = len(self.ids) // self.percentiles
-            start = each * int(max(before, 0))
-            return self.ids[start : None if now >= self.percentiles else each * int(now)]
+            count = self.rows.count
+            each = count // self.percentiles
+            stop = count if now >= self.percentiles else each * int(now)
+            return each * int(max(before, 0)), stop
+        first, last = (self.rows.start(self._place(bound)) for bound in (before, now))
+        return first, last
+
+    def _place(self, bound: float) -> int:
+        """Return how many values are not larger."""
         assert self.values is not None
-        assert self.starts is not None
-        first, last = np.searchsorted(self.values, [before, now], side="right")
-        return self.ids[self.starts[first] : self.starts[last]]
+        # By the file's own type: comparing with another one would copy all values.
+        kind = np.iinfo(self.values.dtype)
+        if bound < kind.min:
+            return 0
+        if bound >= kind.max:
+            return len(self.values)
+        return int(np.searchsorted(self.values, self.values.dtype.type(bound), side="right"))
 
 
 Difficulties = Mapping[str, int]
@@ -63,6 +76,8 @@ def admitted(
 ) -> Ids:
     """Return the samples that a change of the difficulties admits.
 
+    No array of all samples is made but the one returned, and with several metrics a byte for each.
+
     Args:
         metrics: the measures; a sample must be admitted by all of them.
         count: all samples.
@@ -70,18 +85,47 @@ def admitted(
         now: the new ones.
         earlier: the samples of all clusters so far.
     """
-    choosing = [metric for metric in metrics if metric.ids is not None]
+    kind = smallest_dtype(0, max(0, count - 1))
+    choosing = [metric for metric in metrics if metric.rows is not None]
     if not choosing:
-        return np.arange(0 if earlier else count, dtype=np.int64)
+        return np.arange(0 if earlier else count, dtype=kind)
     if len(choosing) == 1:
         (metric,) = choosing
-        return np.array(metric.between(before.get(metric.name, -math.inf), now[metric.name]))
-    found = np.unique(choosing[0].between(-math.inf, now[choosing[0].name]))
-    for metric in choosing[1:]:
-        found = np.intersect1d(found, metric.between(-math.inf, now[metric.name]))
+        assert metric.rows is not None
+        first, stop = metric.between(before.get(metric.name, -math.inf), now[metric.name])
+        found = np.empty(max(0, stop - first), kind)
+        for start in range(0, len(found), _PART):
+            found[start : start + _PART] = metric.rows.read(
+                first + start, min(first + start + _PART, stop)
+            )
+        return found
+    wanted = np.ones(count, np.bool_)
+    for metric in choosing:
+        assert metric.rows is not None
+        own = np.zeros(count, np.bool_)
+        first, stop = metric.between(-math.inf, now[metric.name])
+        for start in range(first, stop, _PART):
+            own[metric.rows.read(start, min(start + _PART, stop))] = True
+        wanted &= own
     for cluster in earlier:
-        found = np.setdiff1d(found, cluster, assume_unique=True)
+        wanted[cluster] = False
+    found, place = np.empty(np.count_nonzero(wanted), kind), 0
+    for start in range(0, count, _PART):
+        some = np.flatnonzero(wanted[start : start + _PART])
+        found[place : place + len(some)] = some + start
+        place += len(some)
     return found
+
+
+def shuffle(ids: Ids, generator: np.random.Generator) -> None:
+    """Shuffle in place: the order that `generator.shuffle` gives numbers of any type."""
+    if len(ids) > _WIDE:
+        generator.shuffle(ids)
+        return
+    # numpy swaps numbers of 8 bytes faster than any others.
+    wide = ids.astype(np.int64)
+    generator.shuffle(wide)
+    ids[:] = wide
 
 
 def state_of_generator(generator: np.random.Generator) -> tuple[Any, ...]:
@@ -118,6 +162,11 @@ class Cluster:
     position: int = 0
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """The values that its samples and their order follow from."""
+        return (tuple(self.before.items()), tuple(self.now.items()), self.shuffles)
+
+    @property
     def name(self) -> str:
         """The name of its file."""
         return "cluster" + "".join(f"_{name}{value}" for name, value in self.now.items())
@@ -125,17 +174,16 @@ class Cluster:
     def shuffle(self, generator: np.random.Generator) -> None:
         """Shuffle, and begin again."""
         self.shuffles = (*self.shuffles, state_of_generator(generator))
-        self.ids = self.ids.copy()
-        generator.shuffle(self.ids)
+        shuffle(self.ids, generator)
         self.position = 0
 
     def next(self, count: int, generator: np.random.Generator) -> Ids:
         """Return the next samples; a cluster that runs out is shuffled as often as needed."""
-        found = [self.ids[self.position : self.position + count]]
+        found = [self.ids[self.position : self.position + count].copy()]
         self.position += len(found[0])
         while (rest := count - sum(map(len, found))) > 0:
             self.shuffle(generator)
-            found.append(self.ids[:rest])
+            found.append(self.ids[:rest].copy())
             self.position = len(found[-1])
         return np.concatenate(found)
 
@@ -230,30 +278,37 @@ class SampleStream:
         """
         self.step = int(state["curriculum_step"])
         self.difficulties = dict(state["current_difficulties"])
-        known = {self._key(cluster): cluster for cluster in self.clusters}
+        wanted = [_cluster_of(saved) for saved in state["clusters"]]
+        keys = {cluster.key for cluster in wanted}
+        # What is not used again is let go before anything is made.
+        known = {cluster.key: cluster.ids for cluster in self.clusters if cluster.key in keys}
         self.clusters = []
-        for saved in state["clusters"]:
-            self.clusters.append(self._again(saved, known))
+        for made, saved in zip(wanted, state["clusters"], strict=True):
+            ids = known.get(made.key)
+            made.ids = self._again(made, int(saved["samples"])) if ids is None else ids
+            self.clusters.append(made)
         self.generator = generator_of(state["np_rng_state"])
 
-    def _key(self, cluster: Cluster) -> tuple[Any, ...]:
-        return (tuple(cluster.now.items()), cluster.shuffles)
+    def _again(self, made: Cluster, count: int) -> Ids:
+        """Return the samples of a cluster in the order of its last shuffle."""
+        ids = self._admitted(made.before, made.now)
+        if len(ids) != count:
+            raise UsageError(
+                f"{self.path}: the files of the metrics admit {len(ids)} samples to {made.name},"
+                f" and the checkpoint has {count}; resume with the files, and the data set, that it"
+                " was saved with"
+            )
+        for state in made.shuffles:
+            shuffle(ids, generator_of(state))
+        return ids
 
-    def _again(self, saved: Mapping[str, Any], known: Mapping[Any, Cluster]) -> Cluster:
-        shuffles = tuple(tuple(shuffle) for shuffle in saved["shuffles"])
-        made = Cluster(dict(saved["before"]), dict(saved["now"]), np.empty(0, np.int64), shuffles)
-        same = known.get(self._key(made))
-        if same is not None:
-            made.ids = same.ids
-        else:
-            made.ids = self._admitted(made.before, made.now)
-            if len(made.ids) != saved["samples"]:
-                raise UsageError(
-                    f"{self.path}: the files of the metrics admit {len(made.ids)} samples to"
-                    f" {made.name}, and the checkpoint has {saved['samples']}; resume with the"
-                    " files, and the data set, that it was saved with"
-                )
-            for shuffle in shuffles:
-                generator_of(shuffle).shuffle(made.ids)
-        made.position = int(saved["position"])
-        return made
+
+def _cluster_of(saved: Mapping[str, Any]) -> Cluster:
+    shuffles = tuple(tuple(state) for state in saved["shuffles"])
+    return Cluster(
+        dict(saved["before"]),
+        dict(saved["now"]),
+        np.empty(0, np.uint8),
+        shuffles,
+        int(saved["position"]),
+    )

@@ -84,14 +84,16 @@ class IndexedRows(Dataset[Row]):
     Args:
         prefix: the path of the two files without their endings.
         dtype: the type of the numbers, if the index leaves it open (Megatron's code 7).
+        is_whole: True if the numbers are whole ones, so that nothing is open.
 
     Raises:
         UsageError: a file is missing, damaged, or not of this format.
     """
 
-    def __init__(self, prefix: str | Path, dtype: Any = None) -> None:
+    def __init__(self, prefix: str | Path, dtype: Any = None, *, is_whole: bool = False) -> None:
         self.prefix = Path(prefix)
         self._asked: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
+        self._is_whole = is_whole
         self._open()
 
     def _open(self) -> None:
@@ -148,7 +150,7 @@ class IndexedRows(Dataset[Row]):
             return self._asked
         if found is None:
             raise ValueError(f"no dtype has code {code} and {width} bytes")
-        if (code, width) == (7, 4):
+        if (code, width) == (7, 4) and not self._is_whole:
             _log.warning(
                 "%s may hold uint32 (DeepSpeed) or float32 (Megatron-LM): read as uint32; pass the"
                 " dtype",
@@ -221,6 +223,16 @@ class IndexedRows(Dataset[Row]):
         """The numbers of all rows, end to end."""
         return self._numbers.view(self.dtype)
 
+    @property
+    def count(self) -> int:
+        """The number of numbers in all rows."""
+        return len(self._numbers) // self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> Row:
+        """Return a copy of `numbers[start:stop]`, of which no mapped page stays in memory."""
+        first = start * self.dtype.itemsize
+        return np.fromfile(bin_path(self.prefix), self.dtype, max(0, stop - start), offset=first)
+
     def size(self, index: int) -> int:
         """Return the number of elements of a row."""
         return int(self.sizes[index])
@@ -228,7 +240,7 @@ class IndexedRows(Dataset[Row]):
     def start(self, index: int) -> int:
         """Return the place of a row's first number in `numbers`; `len(self)` gives their count."""
         if index == len(self):
-            return len(self.numbers)
+            return self.count
         return int(self.offsets[index]) // self.dtype.itemsize
 
     def checksum(self) -> str:
@@ -245,7 +257,8 @@ class IndexedRows(Dataset[Row]):
         return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"prefix": self.prefix, "_asked": self._asked}
+        names = ("prefix", "_asked", "_is_whole")
+        return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -73,7 +73,7 @@ def read_lengths(folder: str | Path) -> Ids:
     Raises:
         UsageError: the file is damaged.
     """
-    return read_rows(str(path_of(folder)), _WHERE).values.astype(np.int64)
+    return read_rows(str(path_of(folder)), _WHERE).numbers.astype(np.int64)
 
 
 def lengths_of(dataset: Sequence[Any], folder: str | None, *, writes: bool) -> Ids:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,31 @@ from hadal.errors import UsageError
 _log = logging.getLogger(__name__)
 Values = npt.NDArray[Any]
 _ORIGIN = "origin.json"
+_PART = 1 << 20
+
+
+class Origin(NamedTuple):
+    """The data set that a metric is of."""
+
+    samples: int
+    dtype: str | None = None
+    """The type of its numbers; None: it is not told."""
+    checksum: str | None = None
+    """Its checksum; None: it has none, and only samples are compared."""
+
+    @classmethod
+    def of(cls, dataset: Any) -> Origin:
+        """Return a data set's samples, and what `IndexedRows` and others tell by `checksum`."""
+        told = getattr(dataset, "checksum", None)
+        if not callable(told):
+            return cls(len(dataset))
+        dtype = getattr(dataset, "dtype", None)
+        return cls(len(dataset), None if dtype is None else str(dtype), str(told()))
+
+    def __str__(self) -> str:
+        kind = "" if self.dtype is None else f" of {self.dtype}"
+        checksum = "" if self.checksum is None else f", checksum {self.checksum}"
+        return f"{self.samples} samples{kind}{checksum}"
 
 
 class Distribution(NamedTuple):
@@ -31,27 +56,22 @@ class Distribution(NamedTuple):
     counts: Values
 
 
-class MetricRows(NamedTuple):
-    """Rows of a file, end to end, without a copy."""
-
-    values: npt.NDArray[Any]
-    starts: Ids
-    """The place of each row's first value, and the number of values at the end."""
-
-
-def read_rows(path: str, where: str) -> MetricRows:
-    """Return the rows of `path`.bin and `path`.idx.
+def read_rows(path: str, where: str) -> IndexedRows:
+    """Return the rows of `path`.bin and `path`.idx, which are whole numbers.
 
     Raises:
-        UsageError: a file is missing or damaged; `where` is the JSON path.
+        UsageError: a file is missing or damaged, or holds other numbers; `where` is the JSON path.
     """
     try:
-        rows = IndexedRows(path)
+        rows = IndexedRows(path, is_whole=True)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    starts = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(rows.sizes, out=starts[1:])
-    return MetricRows(rows.numbers, starts)
+    if rows.dtype.kind not in "iu":
+        raise UsageError(
+            f"{where}: {path} holds {rows.dtype}, expected whole numbers; give the files of an"
+            " analysis"
+        )
+    return rows
 
 
 def write_row(path: Path, values: Ids) -> None:
@@ -185,12 +205,13 @@ def write_accumulated(folder: Path, metric: str, total: Values) -> None:
         builder.end_document()
 
 
-def write_origin(folder: Path, metric: str, samples: int, checksum: str) -> None:
-    """Write which data set a metric is of: its samples, and `IndexedRows.checksum`."""
-    told = {"samples": samples, "data_set": checksum}
+def write_origin(folder: Path, metric: str, origin: Origin) -> None:
+    """Write which data set a metric is of, if it can be told from others."""
+    if origin.checksum is None:
+        return
     path = prefix_of(folder, metric, _ORIGIN)
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    draft.write_text(json.dumps(told) + "\n", "utf-8")
+    draft.write_text(json.dumps(origin._asdict()) + "\n", "utf-8")
     os.replace(draft, path)
 
 
@@ -200,7 +221,7 @@ def write_origin(folder: Path, metric: str, samples: int, checksum: str) -> None
 def read_metric(
     name: str,
     where: str,
-    count: int,
+    data: Origin,
     samples: str | None,
     values: str | None,
     *,
@@ -213,7 +234,7 @@ def read_metric(
     Args:
         name: its name.
         where: its JSON path.
-        count: the samples of the data set.
+        data: the data set to sample from.
         samples: `index_to_sample_path`.
         values: `index_to_metric_path`.
         is_percentile: whether difficulties are percentiles.
@@ -227,20 +248,56 @@ def read_metric(
         return Metric(name, is_percentile, maximum)
     assert samples is not None  # the rules of the configuration check it
     here = f"{where}.index_to_sample_path"
-    ids, starts = read_rows(samples, here)
-    if len(ids) != count or (len(ids) and int(ids.max()) >= count):
+    ids = read_rows(samples, here)
+    _check_origin(here, samples, data)
+    lowest, highest = _range_of(ids)
+    if ids.count != data.samples or lowest < 0 or highest >= max(data.samples, 1):
         raise UsageError(
-            f"{here}: {samples} is of {len(ids)} samples, the highest of which is"
-            f" {ids.max(initial=0)}, and the data set has {count}; analyze this data set"
+            f"{here}: {samples} is of {ids.count} samples, numbered from {lowest} to {highest}, and"
+            f" the data set has {data.samples}; analyze this data set"
         )
     if is_percentile:
         return Metric(name, is_percentile, maximum, ids)
     assert values is not None
     there = f"{where}.index_to_metric_path"
-    found, _ = read_rows(values, there)
-    if len(found) != len(starts) - 1 or (np.diff(found.astype(np.int64)) <= 0).any():
+    found = read_rows(values, there)
+    _check_origin(there, values, data)
+    if found.count != len(ids) or not _is_ascending(found):
         raise UsageError(
-            f"{there}: {values} has {len(found)} values, and {samples} has {len(starts) - 1} rows;"
+            f"{there}: {values} has {found.count} values, and {samples} has {len(ids)} rows;"
             " expected an ascending value for each row (not the percentile_merged file)"
         )
-    return Metric(name, is_percentile, maximum, ids, found.astype(np.int64), starts)
+    return Metric(name, is_percentile, maximum, ids, found.numbers)
+
+
+def _parts(rows: IndexedRows) -> Iterator[Values]:
+    """Yield all numbers in parts; each begins with the last one of the part before."""
+    for start in range(0, rows.count, _PART):
+        yield rows.read(max(0, start - 1), min(start + _PART, rows.count))
+
+
+def _range_of(rows: IndexedRows) -> tuple[int, int]:
+    """Return the lowest and the highest number; 0 and 0 if there are none."""
+    ends = [(int(part.min()), int(part.max())) for part in _parts(rows)]
+    return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
+
+
+def _is_ascending(rows: IndexedRows) -> bool:
+    return all(bool((part[1:] > part[:-1]).all()) for part in _parts(rows))
+
+
+def _check_origin(where: str, path: str, data: Origin) -> None:
+    """Compare the data set with the one that was analyzed, if both are known."""
+    metric, found, _ = Path(path).name.rpartition("_index_to_")
+    told = Path(path).with_name(f"{metric}_{_ORIGIN}")
+    if data.checksum is None or not found or not told.is_file():
+        return
+    try:
+        known = Origin(**json.loads(told.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{where}: {told} is damaged ({error}); analyze the data set") from error
+    if known.checksum != data.checksum:
+        raise UsageError(
+            f"{where}: {path} is of another data set ({known}; by {told.name}), and the training"
+            f" data are {data}; analyze this data set, or give the files of its analysis"
+        )

@@ -11,7 +11,7 @@ import numpy as np
 
 from hadal.config.data_efficiency import CurriculumMetric, DataEfficiency
 from hadal.data_efficiency.clusters import Metric, SampleStream
-from hadal.data_efficiency.metric_files import read_metric, write_row
+from hadal.data_efficiency.metric_files import Origin, read_metric, write_row
 from hadal.data_efficiency.pacing import Pacer, pace_rule_of
 from hadal.order import Picked
 
@@ -52,7 +52,7 @@ class CurriculumOrder:
 
     is_own = False
 
-    def __init__(self, section: DataEfficiency, count: int, taking: Taking) -> None:
+    def __init__(self, section: DataEfficiency, data: Origin, taking: Taking) -> None:
         sampling = section.data_sampling
         curriculum = sampling.curriculum_learning
         metrics = curriculum.curriculum_metrics or {}
@@ -61,15 +61,15 @@ class CurriculumOrder:
             for name, metric in metrics.items()
         }
         """The schedules by metric."""
-        self._count = count
+        self._count = data.samples
         self._taking = taking
         self._epochs = sampling.num_epochs
         folder = curriculum.data_cluster_path
         self._folder = Path(folder) if folder is not None and taking.replica == 0 else None
-        read = [_read(name, metric, count) for name, metric in metrics.items()]
+        read = [_read(name, metric, data) for name, metric in metrics.items()]
         drawing = np.random.default_rng(section.seed)
         batch = taking.stride * taking.accumulation
-        self._stream = SampleStream(read, count, batch, drawing, path=PATH)
+        self._stream = SampleStream(read, data.samples, batch, drawing, path=PATH)
         self._pending: list[int] = []
         self._consumed = 0
         self._start: Mapping[str, Any] = self._state()
@@ -118,11 +118,11 @@ class CurriculumOrder:
             pacer.current = self._stream.difficulties.get(name, pacer.rule.first)
 
 
-def _read(name: str, metric: CurriculumMetric, count: int) -> Metric:
+def _read(name: str, metric: CurriculumMetric, data: Origin) -> Metric:
     return read_metric(
         name,
         f"{PATH}.curriculum_metrics.{name}",
-        count,
+        data,
         metric.index_to_sample_path,
         metric.index_to_metric_path,
         is_percentile=metric.difficulty_type == "percentile",

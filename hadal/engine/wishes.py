@@ -23,6 +23,7 @@ from hadal.comm.faults import told_to_all
 from hadal.config import Config
 from hadal.data_efficiency import batching as by_tokens
 from hadal.data_efficiency.lengths import lengths_of
+from hadal.data_efficiency.metric_files import Origin
 from hadal.data_efficiency.sampler import PATH as CURRICULUM
 from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.device import current_device
@@ -197,7 +198,7 @@ def _chosen_order(
     )
 
     def by_metrics(dataset: Any) -> Order:
-        return CurriculumOrder(section, len(dataset), taking)
+        return CurriculumOrder(section, Origin.of(dataset), taking)
 
     def in_packs(dataset: Any) -> Order:
         folder = sampling.dynamic_batching.metrics_path

@@ -18,7 +18,10 @@ import hadal
 from hadal import comm
 from hadal.config import load_config
 from hadal.config.data_efficiency import DataEfficiency
-from hadal.data_efficiency.metric_files import read_rows, write_row
+from hadal.data_efficiency import clusters
+from hadal.data_efficiency.analysis import analyze
+from hadal.data_efficiency.indexed import IndexedRows, RowsBuilder
+from hadal.data_efficiency.metric_files import Origin, read_rows, write_row
 from hadal.data_efficiency.sampler import CurriculumOrder, Taking
 from hadal.errors import ConfigError, UsageError
 
@@ -81,7 +84,9 @@ def order_of(
     source = {"train_batch_size": 4, "data_efficiency": section_of(folder, case, **changes)}
     section: DataEfficiency = load_config(source).data_efficiency
     micro, accumulation = (2, 2) if replicas == 1 else (1, 4 // replicas)
-    return CurriculumOrder(section, COUNT, Taking(micro, replicas, replica, accumulation, False))
+    return CurriculumOrder(
+        section, Origin(COUNT), Taking(micro, replicas, replica, accumulation, False)
+    )
 
 
 def first(order: CurriculumOrder, count: int, done: int = 0) -> list[Any]:
@@ -105,15 +110,15 @@ def first(order: CurriculumOrder, count: int, done: int = 0) -> list[Any]:
     "data_efficiency.seed",
 )
 def test_streams_are_those_of_deepspeed(folder: Path, case: str) -> None:
-    clusters = folder / "clusters"
-    order = order_of(folder, case, curriculum={"data_cluster_path": str(clusters)})
+    written = folder / "clusters"
+    order = order_of(folder, case, curriculum={"data_cluster_path": str(written)})
     expected = STREAMS[case]
     found = first(order, len(expected["batches"]))
     assert [picked.indices for picked in found] == expected["batches"]
     told = [picked.state["current_difficulties"] for picked in found]
     assert told == expected["difficulties"]
     for name, row in expected["clusters"].items():
-        assert read_rows(str(clusters / name), "x").values.tolist() == row
+        assert read_rows(str(written / name), "x").numbers.tolist() == row
     assert len(order) == 60
 
 
@@ -165,7 +170,7 @@ def test_a_cluster_smaller_than_its_share_is_used_again_and_again(tmp_path: Path
     curriculum = {"enabled": True, "curriculum_metrics": {"x": metric}}
     keys = {"data_sampling": {"curriculum_learning": curriculum}}
     section = load_config({"train_batch_size": 8, "data_efficiency": keys}).data_efficiency
-    order = CurriculumOrder(section, 3, Taking(8, 1, 0, 1, False))
+    order = CurriculumOrder(section, Origin(3), Taking(8, 1, 0, 1, False))
     (picked,) = order.batches(0, 0)
     assert sorted(set(picked.indices)) == [0, 1, 2]
     assert len(picked.indices) == 8
@@ -270,6 +275,49 @@ def test_files_of_another_data_set_are_refused(folder: Path) -> None:
         engine_with(folder)
 
 
+def test_files_of_a_data_set_with_as_many_samples_are_refused(tmp_path: Path) -> None:
+    for name, shift in (("one", 0), ("other", 1)):
+        with RowsBuilder(tmp_path / name, np.uint16) as builder:
+            builder.add_all([[number + shift] * (1 + number % 3) for number in range(COUNT)])
+    analyze(tmp_path / "one", tmp_path / "a", ["length"])
+    paths = {
+        f"index_to_{kind}_path": str(tmp_path / f"a/length/length_index_to_{kind}")
+        for kind in ("sample", "metric")
+    }
+    metric = {**STREAMS["value"]["metrics"]["ma"], **paths, "min_difficulty": 1}
+    metric.pop("measure")
+    changes = {"curriculum": {"curriculum_metrics": {"length": metric}}}
+    engine_with(tmp_path, data=IndexedRows(tmp_path / "one"), sampling=changes).destroy()
+    expected = r"metrics\.length\.index_to_sample_path: .* is of another data set \(120 samples of"
+    with pytest.raises(UsageError, match=expected + r" uint16.*length_origin\.json\)"):
+        engine_with(tmp_path, data=IndexedRows(tmp_path / "other"), sampling=changes)
+    (tmp_path / "a/length/length_origin.json").write_text("{")
+    with pytest.raises(UsageError, match=r"index_to_sample_path: .*origin\.json is damaged"):
+        engine_with(tmp_path, data=IndexedRows(tmp_path / "one"), sampling=changes)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.int64])
+@pytest.mark.parametrize("wide", [0, 1 << 24])
+def test_an_order_does_not_depend_on_the_type(
+    kind: type, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "_WIDE", wide)
+    one, other = np.random.default_rng(7), np.random.default_rng(7)
+    ids, expected = np.arange(200, dtype=kind), np.arange(200)
+    clusters.shuffle(ids, one)
+    other.shuffle(expected)
+    assert ids.tolist() == expected.tolist() and ids.dtype == kind
+    assert one.bit_generator.state == other.bit_generator.state
+
+
+def test_an_analysis_of_many_samples_is_not_ambiguous(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_rows(tmp_path / "s", [np.array([70000, 1])], 7, np.uint32)
+    assert read_rows(str(tmp_path / "s"), "x").dtype == np.uint32
+    assert not caplog.text
+
+
 def test_values_need_a_row_each(folder: Path) -> None:
     metrics = metrics_of(folder, "value")
     metrics["ma"]["index_to_metric_path"] = str(folder / "mb_index_to_metric")
@@ -331,6 +379,6 @@ def test_faults_are_told_by_path(folder: Path, name: str, value: Any) -> None:
 def test_a_row_is_read_as_it_was_written(tmp_path: Path, values: list[int]) -> None:
     write_row(tmp_path / "deep" / "row", np.array(values))
     rows = read_rows(str(tmp_path / "deep" / "row"), "x")
-    assert rows.values.tolist() == values
-    assert rows.starts.tolist() == [0, len(values)]
+    assert rows.numbers.tolist() == values
+    assert (rows.start(0), rows.start(1)) == (0, len(values))
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["row.bin", "row.idx"]
