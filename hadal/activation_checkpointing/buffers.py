@@ -35,7 +35,9 @@ class LentMemory:
 class HostMemory:
     """Pinned host memory. Buffers fit any shape, so that batches of all lengths share them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """Set how many free buffers are kept for reuse; None keeps all."""
+        self._most = most
         self._free: list[tuple[Tensor, Event]] = []
 
     def borrow(self, numel: int, dtype: torch.dtype) -> LentMemory:
@@ -52,7 +54,10 @@ class HostMemory:
             buffer, event = host_empty(nbytes, torch.uint8, pinned=True), Event()
 
         def take_back(loan: LentMemory) -> None:
-            self._free.append((buffer, loan.free_after))
+            if self._most is None or len(self._free) < self._most:
+                self._free.append((buffer, loan.free_after))
+            else:
+                loan.free_after.wait_on_host()
 
         return LentMemory(buffer[:nbytes].view(dtype), take_back, event)
 

@@ -7,9 +7,10 @@ A call's inputs are the only tensors that autograd saves for it. `InputKeeper.ar
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +22,46 @@ from hadal.comm.collectives import start_all_gather
 from hadal.comm.pending import Pending
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import Event, SideStream, is_host_memory, saved_tensors_hooks_here
+from hadal.errors import UsageError
 
 _LABEL = "the gather of a recomputed block's inputs"
+
+
+class HostLimits(NamedTuple):
+    """Limits of inputs that leave for the host."""
+
+    copies: int | None = None
+    """Copies in flight; the host waits for the oldest before it starts another."""
+    buffers: int | None = None
+    """Free buffers that are kept for reuse."""
+    newest: int = 0
+    """Inputs that stay on the device until as many newer ones have come."""
 
 
 class InputKeeper:
     """Stores the inputs of recomputed calls as the options say, until their backward."""
 
-    def __init__(self, options: ActivationCheckpointing, ranks: Ranks | None) -> None:
+    def __init__(
+        self,
+        options: ActivationCheckpointing,
+        ranks: Ranks | None,
+        limits: HostLimits = HostLimits(),  # noqa: B008 - it is frozen
+    ) -> None:
         """Set the options.
 
         Args:
             options: the section, or the same from a program.
             ranks: the tensor-parallel ranks; None if there is one only.
+            limits: of what leaves for the host.
         """
         self.on_host = options.cpu_checkpointing
         self.ranks = ranks if options.partition_activations and ranks and ranks.size > 1 else None
         number = options.number_checkpoints if options.contiguous_memory_optimization else None
         self.slots = None if number is None else Slots(number)
-        self.host = HostMemory()
+        self.limits = limits
+        self.host = HostMemory(limits.buffers)
+        self._staying: deque[weakref.ref[KeptInput]] = deque()
+        self._leaving: deque[Event] = deque()
         self.streams: dict[torch.device, tuple[SideStream, SideStream]] = {}
         self.newest: weakref.ref[RecomputedCall] | None = None
 
@@ -79,6 +101,22 @@ class InputKeeper:
         """Return whether a tensor is stored in any other way than as it is."""
         leaves = self.on_host and not is_host_memory(tensor.device)
         return leaves or self.ranks is not None or self.slots is not None
+
+    def stay(self, kept: KeptInput) -> None:
+        """Let an input stay on the device, and the oldest of too many leave."""
+        self._staying.append(weakref.ref(kept))
+        while len(self._staying) > self.limits.newest:
+            oldest = self._staying.popleft()()
+            if oldest is not None:
+                oldest.leave()
+
+    def left(self, event: Event) -> None:
+        """Count a copy to the host, and wait for the oldest of too many."""
+        if self.limits.copies is None:
+            return
+        self._leaving.append(event)
+        while len(self._leaving) > self.limits.copies:
+            self._leaving.popleft().wait_on_host()
 
     def reset(self) -> None:
         """Free the memory that no input is stored in."""
@@ -145,8 +183,28 @@ class KeptInput:
         self._full: tuple[Pending, Tensor] | None = None
         keeper = call.keeper
         flat = tensor.detach().as_strided((self._numel,), (1,))
+        self._position, self._version = position, tensor._version
+        if keeper.limits.newest:
+            self._part = flat
+            keeper.stay(self)
+            return
         part = flat if keeper.ranks is None else _slice(flat, keeper.ranks)
         self._part = self._stored(part, keeper, position)
+
+    def leave(self) -> None:
+        """Leave the device, if backward has not come meanwhile."""
+        if not self.is_coming:
+            self._check_version()
+            self._part = self._stored(self._part, self._call.keeper, self._position)
+            self._version = self._part._version
+
+    def _check_version(self) -> None:
+        if self._part._version != self._version:
+            raise UsageError(
+                f"the input of a recomputed layer, of size {tuple(self._size)}, was changed in"
+                " place before its backward; change a copy, or let every input leave at once"
+                " (keep_last_count=0)"
+            )
 
     def _stored(self, part: Tensor, keeper: InputKeeper, position: int) -> Tensor:
         leaves = keeper.on_host and not is_host_memory(part.device)
@@ -167,6 +225,7 @@ class KeptInput:
         out.copy(loan.memory, part)
         out.keep(part)
         loan.free_after = out.event()
+        keeper.left(loan.free_after)
         return loan.memory
 
     def begin_upload(self) -> None:
@@ -206,6 +265,8 @@ class KeptInput:
         if not self.is_coming:
             self._call.bring()
         if self._full is None:
+            if self._call.keeper.limits.newest:
+                self._check_version()
             values = self._here()
         else:
             pending, values = self._full

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hadal.activation_checkpointing.keeping import InputKeeper
+from hadal.activation_checkpointing.keeping import HostLimits, InputKeeper
 from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.errors import MissingPackageError, UsageError
 
@@ -29,9 +29,9 @@ class CheckpointHiddenStatesOffload:
         use_pin_memory: accepted; memory is pinned where the device needs it.
         use_streams: accepted; copies overlap with work where the device can.
         min_offload_bytes: smaller hidden states stay on the device.
-        max_fwd_stash_count: accepted; no copy waits for another.
-        max_cpu_buffer_pool_count: accepted; memory is used again as soon as it is free.
-        keep_last_count: accepted; the last layer's hidden states leave too, and are back first.
+        max_fwd_stash_count: copies to the host in flight; the next waits for the oldest.
+        max_cpu_buffer_pool_count: free buffers in host memory that are kept for reuse.
+        keep_last_count: hidden states that stay on the device until as many newer ones have come.
 
     Raises:
         ValueError: a count or size is negative.
@@ -56,7 +56,8 @@ class CheckpointHiddenStatesOffload:
             if value < 0:
                 raise ValueError(f"{name} is {value}; expected 0 or more")
         self.min_offload_bytes = min_offload_bytes
-        self._keeper = InputKeeper(ActivationCheckpointing(cpu_checkpointing=True), None)
+        limits = HostLimits(max_fwd_stash_count, max_cpu_buffer_pool_count, keep_last_count)
+        self._keeper = InputKeeper(ActivationCheckpointing(cpu_checkpointing=True), None, limits)
         self._replaced: tuple[Any, Callable[..., Any] | None] | None = None
 
     def __enter__(self) -> CheckpointHiddenStatesOffload:
@@ -97,25 +98,6 @@ class CheckpointHiddenStatesOffload:
             return call(module, *args, **kwargs)
 
 
-def get_checkpoint_hidden_states_offloading_ctx_manager(
-    use_pin_memory: bool = True,
-    use_streams: bool = True,
-    min_offload_bytes: int = 1024,
-    max_fwd_stash_count: int = 2,
-    max_cpu_buffer_pool_count: int = 64,
-    keep_last_count: int = 1,
-) -> CheckpointHiddenStatesOffload:
-    """Return a `CheckpointHiddenStatesOffload`."""
-    return CheckpointHiddenStatesOffload(
-        use_pin_memory,
-        use_streams,
-        min_offload_bytes,
-        max_fwd_stash_count,
-        max_cpu_buffer_pool_count,
-        keep_last_count,
-    )
-
-
 def _layer_class() -> Any:
     try:
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -125,3 +107,6 @@ def _layer_class() -> Any:
             " 'transformers>=5'"
         ) from error
     return GradientCheckpointingLayer
+
+
+get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from activation_checkpointing.test_keeping import OPTIONS, recomputation, same_n
 from activation_checkpointing.test_modules import engine_of, losses_of
 from ranks import RankPools
 from sequence.models import llama, recomputes, tokens
+from torch.utils.checkpoint import checkpoint
 
 import npu
+from hadal.activation_checkpointing.keeping import HostLimits, InputKeeper
 from hadal.compat.offloading import get_checkpoint_hidden_states_offloading_ctx_manager
+from hadal.config.activation_checkpointing import ActivationCheckpointing
 from hadal.device import current_device
+from hadal.errors import UsageError
 
 _FILE = Path(__file__).parents[2] / "benchmarks/activation_checkpointing.py"
 _SPEC = importlib.util.spec_from_file_location("gpt_benchmark", _FILE)
@@ -58,13 +63,13 @@ def test_no_input_stays_on_the_device(npus: RankPools) -> None:
     npus(1).run(_host_residence)
 
 
-def _bytes_of_transformers(offloads: bool) -> tuple[int, list[torch.Tensor]]:
+def _bytes_of_transformers(**counts: int) -> tuple[int, list[torch.Tensor]]:
     """The bytes between forward and backward of a recomputed model, and its gradients."""
     model = recomputes(llama().to(current_device()))
     batch = {name: value.to(current_device()) for name, value in tokens(0).items()}
     make = get_checkpoint_hidden_states_offloading_ctx_manager
     before = torch.accelerator.memory_allocated()
-    with make() if offloads else contextlib.nullcontext():
+    with make(**counts) if counts else contextlib.nullcontext():
         loss = model(**batch, use_cache=False).loss
         torch.accelerator.synchronize()
         found = torch.accelerator.memory_allocated() - before
@@ -75,16 +80,50 @@ def _bytes_of_transformers(offloads: bool) -> tuple[int, list[torch.Tensor]]:
 def _offloads_hidden_states() -> None:
     hidden = 2 * 12 * 32 * 4
     with npu.asynchronous(), npu.with_float64():
-        (stored, expected), (left, found) = map(_bytes_of_transformers, (False, True))
-    # Of the two layers' inputs, the first is the embeddings, which nobody else stores.
-    assert stored - left == 2 * hidden
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        stored, expected = _bytes_of_transformers()
+        for kept in (0, 1, 2):
+            for copies in (0, 2):
+                left, found = _bytes_of_transformers(
+                    keep_last_count=kept,
+                    max_fwd_stash_count=copies,
+                    max_cpu_buffer_pool_count=copies,
+                )
+                # Of the two layers' inputs, the first is the embeddings, which nobody else stores.
+                assert stored - left == (2 - kept) * hidden
+                assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def _limits() -> None:
+    """Few buffers are kept, few copies in flight, and changes in place are seen."""
+    limits = HostLimits(copies=1, buffers=1, newest=1)
+    keeper = InputKeeper(ActivationCheckpointing(cpu_checkpointing=True), None, limits)
+    with npu.asynchronous():
+        device, values = current_device(), []
+        for number in range(4):
+            one = torch.full((64,), float(number), device=device, requires_grad=True) * 1
+            with keeper.around([one]):
+                values.append((one, checkpoint(torch.sin, one, use_reentrant=False)))
+            assert len(keeper._leaving) <= 1
+        one, out = values[-1]
+        with torch.no_grad():
+            one += 1
+        with pytest.raises(UsageError, match=r"of size \(64,\), was changed in place"):
+            out.sum().backward()
+        for _, out in values[:-1]:
+            out.sum().backward()
+        del values, one, out, _
+        gc.collect()
+        assert len(keeper.host._free) == 1
+
+
+def test_what_leaves_for_the_host_is_limited(npus: RankPools) -> None:
+    npus(1).run(_limits)
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-def test_layers_of_transformers_store_nothing_on_the_device(npus: RankPools) -> None:
+def test_layers_of_transformers_store_little_on_the_device(npus: RankPools) -> None:
     npus(1).run(_offloads_hidden_states)
 
 
