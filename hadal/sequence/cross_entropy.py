@@ -45,14 +45,25 @@ def _slice_of(size: int, group: Group, start: int | None) -> _Slice:
                 f"the slice of the vocabulary begins at {start}, but no group of ranks shares the"
                 " rest; pass the group"
             )
-        return _Slice(None, 0, max(1, ROWS_NUMEL // max(1, size)))
+        _check_sizes([size])
+        return _Slice(None, 0, max(1, ROWS_NUMEL // size))
     ranks = Ranks.of(group)
     found = torch.empty(ranks.size, dtype=torch.int64, device="cpu")
     mine = torch.tensor([size], device="cpu")
     labelled(_LABEL, all_gather_into_tensor, found, mine, group=ranks.host_group)
     sizes = found.tolist()
+    _check_sizes(sizes)
     first = sum(sizes[: ranks.rank]) if start is None else start
     return _Slice(group, first, max(1, ROWS_NUMEL // max(sizes)))
+
+
+def _check_sizes(sizes: list[int]) -> None:
+    empty = [rank for rank, size in enumerate(sizes) if not size]
+    if empty:
+        raise SequenceError(
+            f"rank {empty[0]} of {len(sizes)} has no columns of the vocabulary (all ranks:"
+            f" {sizes}); give each rank one or more, or share the vocabulary among fewer ranks"
+        )
 
 
 def linear_cross_entropy(  # noqa: PLR0913 - of a layer, a loss and a split
@@ -134,8 +145,8 @@ def vocab_parallel_cross_entropy(
             f"logits of shape {tuple(logits.shape)} need targets of shape"
             f" {tuple(logits.shape[:-1])}, and got {tuple(target.shape)}"
         )
+    vocab = _slice_of(logits.shape[-1], vocab_group, vocab_start)
     flat, targets = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    vocab = _slice_of(flat.shape[-1], vocab_group, vocab_start)
     found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, targets, ignore_index, vocab.rows, vocab
     )

@@ -51,7 +51,8 @@ def share_heads(heads: int, key_heads: int, ranks: int) -> Heads:
     """
     if key_heads < 1 or heads % key_heads:
         raise SequenceError(
-            f"{heads} heads of queries cannot share {key_heads} heads of keys and values evenly"
+            f"{heads} heads of queries cannot share {key_heads} heads of keys and values"
+            " evenly; choose a number of key heads that divides the number of query heads"
         )
     if heads < ranks:
         raise SequenceError(

@@ -28,18 +28,24 @@ def flex(
     query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, masks: Masks, scores: Scores
 ) -> Tensor:
     """Return the attention of [batch, heads, L, D] tensors, L being the layout's length."""
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    from torch.nn.attention import flex_attention as kernels
 
     block_mask = block_mask_of(layout, query.device, is_causal=masks.is_causal)
-    function: Any = flex_attention if query.device.type == "cpu" else _compiled()
+    function: Any = kernels.flex_attention if query.device.type == "cpu" else _compiled()
     choices = {"block_mask": block_mask, "scale": scores.scale}
     choices["score_mod"] = _score_of(masks, scores.softcap)
     found: Tensor
     if scores.sinks is None:
         found = function(query, key, value, **choices)
         return found
-    found, sums = function(query, key, value, return_aux=AuxRequest(lse=True), **choices)
-    lse: Tensor = sums.lse
+    lse: Tensor
+    if hasattr(kernels, "AuxRequest"):
+        found, sums = function(
+            query, key, value, return_aux=kernels.AuxRequest(lse=True), **choices
+        )
+        lse = sums.lse
+    else:  # of older torches
+        found, lse = function(query, key, value, return_lse=True, **choices)
     # A key with a value of zero takes its share of the weights from all others.
     share = (lse - scores.sinks.to(lse.dtype)[:, None]).sigmoid()
     less: Tensor = found * share[..., None].to(found.dtype)

@@ -263,7 +263,25 @@ def test_a_linear_cross_entropy_trains_alike(stage: int, ranks: RankPools) -> No
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
+def _without_columns() -> None:
+    """All ranks raise, so that none waits for another."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    target = torch.zeros(2, dtype=torch.int64)
+    expected = r"rank 1 of 2 has no columns of the vocabulary \(all ranks: \[4, 0\]\)"
+    with pytest.raises(SequenceError, match=expected):
+        vocab_parallel_cross_entropy(torch.zeros(2, 4 * (1 - rank)), target, group)
+    weight = torch.zeros(4 * (1 - rank), 3)
+    with pytest.raises(SequenceError, match=expected):
+        linear_cross_entropy(torch.zeros(2, 3), weight, target, vocab_group=group)
+
+
+def test_a_rank_without_columns_is_an_error(ranks: RankPools) -> None:
+    ranks(2).run(_without_columns)
+
+
 def test_what_does_not_fit_is_an_error() -> None:
+    with pytest.raises(SequenceError, match="rank 0 of 1 has no columns"):
+        vocab_parallel_cross_entropy(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64))
     hidden, weight, _, target = inputs()
     with pytest.raises(SequenceError, match=r"got hidden states \(2, 5, 6\), a weight \(6, 8\)"):
         linear_cross_entropy(hidden, weight.t(), target)
