@@ -12,6 +12,7 @@ _VALUES = "hadal.compat.values"
 _OPTIMIZERS = "hadal.compat.optimizers"
 _TOOLS = "hadal.compat.tools"
 _COMM = "hadal.compat.comm"
+_COMPRESSION = "hadal.compat.compression"
 _RECOMPUTING = "hadal.compat.checkpointing"
 _RANDOM_STATES = "hadal.activation_checkpointing.random_states"
 _LOG = "hadal.compat.log"
@@ -78,10 +79,17 @@ _ALIKE: dict[str, dict[str, str]] = {
         _TOOLS: "convert_conv1d_to_linear",
     },
     "deepspeed.compression.compress": {
-        "hadal.compression": "init_compression redundancy_clean student_initialization"
+        "hadal.compression": "init_compression redundancy_clean student_initialization",
+        _COMPRESSION: "check_deepspeed_config get_compress_methods get_module_name",
     },
+    "deepspeed.compression.config": {_COMPRESSION: "get_compression_config get_quantize_enabled"},
     "deepspeed.compression.helper": {
-        _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr"
+        _TOOLS: "convert_conv1d_to_linear recursive_getattr recursive_setattr",
+        _COMPRESSION: "compression_preparation fix_compression generate_pruners get_mpu"
+        " is_module_compressible module_replacement register_on_step_begin rewrite_optimizer_step",
+    },
+    "deepspeed.compression.utils": {
+        _COMPRESSION: "AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer"
     },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
         "hadal.compat.analyzers": "DataAnalyzer DistributedDataAnalyzer"

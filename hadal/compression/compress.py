@@ -54,6 +54,18 @@ def section_of(config: Any) -> CompressionTraining:
     """
     if isinstance(config, CompressionTraining):
         return config
+    raw = read_config(config)
+    read = ("compression_training", "quantize_training")
+    loaded = load_config({"train_batch_size": 1, **{name: raw.get(name) or {} for name in read}})
+    return with_old_form(loaded.compression_training, loaded.quantize_training)
+
+
+def read_config(config: Any) -> Mapping[str, Any]:
+    """Return the configuration of a dict, or of a JSON file.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     raw = config
     if isinstance(config, (str, Path)):
         try:
@@ -66,9 +78,7 @@ def section_of(config: Any) -> CompressionTraining:
         raise ConfigError(
             f"expected a dict or the path of a configuration, got {type(config).__name__}"
         )
-    read = ("compression_training", "quantize_training")
-    loaded = load_config({"train_batch_size": 1, **{name: raw.get(name) or {} for name in read}})
-    return with_old_form(loaded.compression_training, loaded.quantize_training)
+    return raw
 
 
 def with_old_form(

@@ -36,6 +36,13 @@ def quantize(
     """
     if bits <= 2:
         return _ternary(x, groups) if bits == 2 else _binary(x, groups)
+    return in_steps(x, bits, groups, symmetric=symmetric, stochastic=stochastic)
+
+
+def in_steps(
+    x: Tensor, bits: int, groups: int = 1, *, symmetric: bool = True, stochastic: bool = False
+) -> Tensor:
+    """Return `x` in even steps for any number of bits; as `quantize` does for 3 and more."""
     flat = x.reshape(groups, -1)
     wide = _widened(flat, bits)
     low, high = _range_of(wide, symmetric=symmetric)
