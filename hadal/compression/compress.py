@@ -175,7 +175,7 @@ def _weight_rule(section: CompressionTraining, match: Match) -> WeightRule:
         params.start_bits,
         params.target_bits,
         params.quantization_period,
-        shared.schedule_offset,
+        match.offset(shared.schedule_offset),
         shared.quantize_groups,
         shared.quantization_type == "symmetric",
         shared.rounding == "stochastic",
@@ -188,7 +188,7 @@ def _activation_rule(section: CompressionTraining, match: Match) -> ActivationRu
     shared = section.activation_quantization.shared_parameters
     return ActivationRule(
         match.params.bits,
-        shared.schedule_offset,
+        match.offset(shared.schedule_offset),
         shared.quantization_type == "symmetric",
         shared.range_calibration == "static",
     )

@@ -37,6 +37,11 @@ class Match:
         """The group's JSON path."""
         return f"compression_training.{self.technique}.different_groups.{self.group}"
 
+    def offset(self, shared: int) -> int:
+        """Return the updates before the group begins: its own number, or that of all groups."""
+        own: int | None = self.params.schedule_offset
+        return shared if own is None else own
+
 
 def matches_of(
     model: nn.Module,

@@ -82,7 +82,7 @@ def prunings_of(
         matches = matches_of(model, technique, wanted.different_groups or {}, kinds, faults)
         for match in matches:
             learned = shared.method == "topk"
-            offset, ratio = shared.schedule_offset, match.params.dense_ratio
+            offset, ratio = match.offset(shared.schedule_offset), match.params.dense_ratio
             found.append((match, PruneRule(technique, ratio, offset, learned, heads)))
         if heads:
             faults += _undivided(matches, heads)

@@ -61,6 +61,8 @@ def cuts_of(
         if group.related_modules is None or match.pattern >= len(group.related_modules):
             continue
         total = sum(1 for each, _ in prunings if _key(each) == key)
+        if match.technique == "head_pruning":
+            faults += _shared_heads(model, match)
         cuts = [_own(match, rule)]
         for index, pattern in enumerate(group.related_modules[match.pattern]):
             where = f"{match.path}.related_modules[{match.pattern}][{index}]"
@@ -143,9 +145,35 @@ def _consumer(
     is_flat = rule.technique == "channel_pruning" and isinstance(module, nn.Linear)
     if number != expected and not (is_flat and number % expected == 0):
         what = "outputs" if is_of_heads else "inputs"
-        return None, f"it has {number:,} {what}, but {match.name} has {expected:,} to prune"
+        told = f"it has {number:,} {what}, but {match.name} has {expected:,} to prune"
+        return None, told + (_heads_apart(number, expected) if is_of_heads else "")
     each = expected // rule.heads if is_of_heads else number // expected
     return CutDimension(name, module, 0 if is_of_heads or is_norm else 1, max(1, each)), None
+
+
+def _heads_apart(number: int, expected: int) -> str:
+    """Why a module of attention has another number of outputs, and what to do."""
+    if number < expected:
+        why = "keys and values that several heads share stay as they are"
+    else:
+        why = "a module of queries, keys and values in one has to be split into three"
+    return f"; {why}, or leave related_modules out, and pruned heads become zeros"
+
+
+def _shared_heads(model: nn.Module, match: Match) -> Iterator[Fault]:
+    """Yield a fault if an attention module has fewer heads of keys than of queries."""
+    path = match.name.split(".")[:-1]
+    for length in range(len(path), 0, -1):
+        name = ".".join(path[:length])
+        each = getattr(model.get_submodule(name), "num_key_value_groups", 1)
+        if isinstance(each, int) and each > 1:
+            yield Fault(
+                f"{match.path}.related_modules",
+                f"{each} heads of {name} share one of keys and values (num_key_value_groups), so"
+                " single heads cannot be removed; leave related_modules out, and pruned heads"
+                " become zeros",
+            )
+            return
 
 
 def _lengths(section: CompressionTraining) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ from hadal.config.values import Boolean, Integer, Integers, Number, Text, TextOr
 _Symmetry: TypeAlias = Literal["symmetric", "asymmetric"]
 _Related: TypeAlias = tuple[Texts, ...]
 _OFFSET = "Updates before it starts."
+_OWN_OFFSET = "Updates before it starts in this group; null is that of shared_parameters."
 _MODULES = "Regular expressions searched in module names; `*` matches every suitable module."
 _RELATED = (
     "Regular expressions of modules that get smaller along with these, one list for each entry of"
@@ -86,6 +87,7 @@ class WeightQuantizationParams(Section):
         "Updates until the bit width is reduced by one; doubles each time. 0: one bit per update.",
         ge=0,
     )
+    schedule_offset: Integer | None = key(None, _OWN_OFFSET, ge=0)
 
 
 class _Scope(Section):
@@ -133,6 +135,7 @@ class ActivationQuantizationParams(Section):
     bits: Annotated[Literal[4, 8], BeforeValidator(whole)] | None = key(
         None, "Bit width. Required."
     )
+    schedule_offset: Integer | None = key(None, _OWN_OFFSET, ge=0)
 
 
 class ActivationQuantizationGroup(_Scope):
@@ -212,6 +215,7 @@ class PruningParams(Section):
     """Fraction of one group to keep."""
 
     dense_ratio: Number | None = key(None, _KEPT + " Required.", gt=0, le=1)
+    schedule_offset: Integer | None = key(None, _OWN_OFFSET, ge=0)
 
 
 class PruningGroup(_Scope):

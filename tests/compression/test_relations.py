@@ -73,3 +73,32 @@ def test_techniques_know_their_kinds_of_modules():
     found = faults(rows(modules=["word_embeddings"]), channels(modules=["query"]))
     assert "this technique knows Linear" in found[f"{GROUPS.format('row_pruning')}.modules[0]"]
     assert "knows Conv2d" in found[f"{GROUPS.format('channel_pruning')}.modules[0]"]
+
+
+class Fused(nn.Module):
+    """Attention with queries, keys and values in one module, or with shared keys and values."""
+
+    def __init__(self, shared: int = 1) -> None:
+        super().__init__()
+        self.num_key_value_groups = shared
+        self.qkv, self.query = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.key, self.value = nn.Linear(16, 16 // shared), nn.Linear(16, 16 // shared)
+        self.dense = nn.Linear(16, 16)
+
+
+def test_fused_and_shared_heads_are_refused_by_their_names():
+    model = nn.ModuleDict({"attention": Fused()})
+    path = f"{GROUPS.format('head_pruning')}.related_modules"
+    (found,) = faults(heads(modules=["dense"], related=[["qkv"]]), model=model).items()
+    assert found[0] == f"{path}[0][0]"
+    assert "attention.qkv: it has 48 outputs, but attention.dense has 16 to prune" in found[1]
+    assert "queries, keys and values in one has to be split into three" in found[1]
+    model = nn.ModuleDict({"attention": Fused(2)})
+    found = faults(heads(modules=["dense"], related=[["query", "key"]]), model=model)
+    assert "2 heads of attention share one of keys and values" in found[path]
+    assert "attention.key: it has 8 outputs" in found[f"{path}[0][1]"]
+    assert "keys and values that several heads share stay" in found[f"{path}[0][1]"]
+    # Queries alone fit, but their heads would then read other keys.
+    (path_,) = faults(heads(modules=["dense"], related=[["query"]]), model=model)
+    assert path_ == path
+    init_compression(model, config(heads(modules=["dense"])))

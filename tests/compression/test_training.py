@@ -9,10 +9,11 @@ import pytest
 import torch
 from engine.toys import engine_of
 from ranks import RankPools
+from torch import nn
 
-from compression.toys import TOKENS, Bert, config, inputs, weights
+from compression.toys import TOKENS, Bert, config, inputs, section, weights
 from hadal import comm
-from hadal.compression import init_compression
+from hadal.compression import CompressionScheduler, init_compression
 from hadal.compression.layers import compressed_modules
 
 FALLING = weights(8, 3, 1, schedule_offset=1)
@@ -65,6 +66,41 @@ def test_bits_fall_with_the_applied_updates(caplog, prepared):
     told = "bert.encoder.layer.0.attention.self.query: 7 bits after 2 updates"
     assert told in caplog.messages
     engine.destroy()
+
+
+KEPT = {"dense_ratio": 0.5}
+TECHNIQUES = {
+    "weight_quantization": (
+        {"quantize_weight_in_forward": True},
+        {"start_bits": 8, "target_bits": 8},
+    ),
+    "activation_quantization": ({}, {"bits": 8}),
+    "sparse_pruning": ({"method": "l1"}, KEPT),
+    "row_pruning": ({"method": "topk"}, KEPT),
+    "head_pruning": ({"num_heads": 4}, KEPT),
+    "channel_pruning": ({"method": "l1"}, KEPT),
+}
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_group_may_begin_at_an_update_of_its_own(technique):
+    shared, params = TECHNIQUES[technique]
+    wish = section(technique, {**shared, "schedule_offset": 1}, params, ["first"])
+    late = {"params": {**params, "schedule_offset": 3}, "modules": ["last"]}
+    wish[technique]["different_groups"]["late"] = late
+    is_image = technique == "channel_pruning"
+    made = [nn.Conv2d(4, 4, 1) if is_image else nn.Linear(4, 4) for _ in range(2)]
+    model = nn.ModuleDict({"first": made[0], "last": made[1]})
+    init_compression(model, config(wish))
+    scheduler = CompressionScheduler(model, config(wish))
+    seen = {name: [] for name in model}
+    for _ in range(5):
+        for name, module in compressed_modules(model):
+            state = module.compression
+            seen[name].append(bool(state.bits or state.activation_is_on or state.active))
+        scheduler.step()
+    assert seen == {"first": [False] + 4 * [True], "last": 3 * [False] + 2 * [True]}
+    assert [module.compression.settled for _, module in compressed_modules(model)] == [1, 3]
 
 
 @pytest.mark.claims(
