@@ -1,9 +1,10 @@
 """Python processes that have torch imported already: forked from one that has, within 20 ms.
 
-A `ForkServer` is a process that has imported torch, and nothing of Hadal, and forks itself when it
-is asked to. The child then does what an interpreter would do with the same words (`script.py ...`,
-`-c code ...`, `-m module ...`), in the environment, folder and files that it is given, and ends as
-one: with its threads joined and its `atexit` functions called. `Forked` looks like a `Popen`.
+A `ForkServer` is a process that has imported torch and what tests need beside it (pydantic, pytest,
+hypothesis), and nothing of Hadal. It forks itself when it is asked to. The child then does what an
+interpreter would do with the same words (`script.py ...`, `-c code ...`, `-m module ...`), in the
+environment, folder and files that it is given, and ends as one: with its threads joined and its
+`atexit` functions called. `Forked` looks like a `Popen`.
 
 What makes processes differ stays different: `server(rank)` has a server, and so the hashes of
 strings and the addresses of things, of its own for each of the first ranks.
@@ -318,7 +319,12 @@ def _become(args: list[str]) -> None:
 if __name__ == "__main__":
     import gc
 
+    import hypothesis.strategies
+    import pydantic
+    import pytest
     import torch  # noqa: F401
+
+    _ = pydantic.BaseModel, pytest.mark, hypothesis.strategies  # pydantic imports on first use
 
     # Collections in children pass over what is imported here, and so leave its pages shared.
     gc.collect()

@@ -19,7 +19,8 @@ if "HOME_IS" in os.environ:
     import beside
     atexit.register(print, "at exit")
     print(__name__, sys.argv, sys.path[:2], os.getcwd(), os.environ["HOME_IS"], sys.stdin.read())
-    print(sorted(m for m in sys.modules if m in ("torch", "hadal", "pytest", "forks")))
+    some = ("hypothesis", "pydantic", "pytest", "torch", "hadal", "forks")
+    print([module for module in some if module in sys.modules])
     threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 raise ValueError("no such place") if len(sys.argv) > 3 else SystemExit(7)
 """
@@ -39,9 +40,10 @@ def test_it_finds_what_an_interpreter_gives(tmp_path: Path, way: str) -> None:
     )  # fmt: skip
     assert forked.returncode == started.returncode == 7, forked.stderr
     assert forked.stderr == started.stderr == ""
-    expected = started.stdout.replace("[]", "['torch']")
+    imported = "['hypothesis', 'pydantic', 'pytest', 'torch']"
+    expected = started.stdout.replace("[]", imported)
     assert forked.stdout == expected
-    assert expected.endswith("['torch']\na thread\nat exit\n")
+    assert expected.endswith(f"{imported}\na thread\nat exit\n")
 
 
 def test_an_exception_and_a_signal_end_it() -> None:
