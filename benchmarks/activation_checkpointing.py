@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
     """Train in a new process; in two, if they share the inputs of blocks."""
     start = []
     if section.get("partition_activations"):
-        start = ["-m", "hadal.cli", "run", "--num_accelerators", "2"]
+        start = ["-m", "hadal", "run", "--num_accelerators", "2"]
     command = [sys.executable, *start, __file__, *sys.argv[1:], "--section", json.dumps(section)]
     command += ["--threads", str(args.threads)]  # as many everywhere, or sums are rounded elsewise
     done = subprocess.run(command, capture_output=True, text=True, check=False)

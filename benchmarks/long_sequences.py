@@ -174,7 +174,7 @@ def train(technique: str, length: int) -> dict[str, Any]:
 def run(technique: str, length: int) -> dict[str, Any]:
     """Train in new processes; return the figures of the rank with the highest peak."""
     ranks = TECHNIQUES[technique].get("ranks", 1)
-    start = ["-m", "hadal.cli", "run", "--num_accelerators", str(ranks)] if ranks > 1 else []
+    start = ["-m", "hadal", "run", "--num_accelerators", str(ranks)] if ranks > 1 else []
     words = [sys.executable, *start, __file__, "--case", technique, "--lengths", str(length)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -35,7 +35,7 @@ def train(engine: Any) -> None:
 
 
 def hadal_command(*arguments: str) -> str:
-    command = [sys.executable, "-m", "hadal.cli", *arguments]
+    command = [sys.executable, "-m", "hadal", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

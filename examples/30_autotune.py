@@ -53,7 +53,7 @@ def search() -> None:
     """Write a configuration, search, and print the result."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "ds_config.json").write_text(json.dumps(CONFIG))
-        command = [sys.executable, "-m", "hadal.cli", "run", "--autotuning", "tune"]
+        command = [sys.executable, "-m", "hadal", "run", "--autotuning", "tune"]
         command += ["--num_accelerators", "1", os.path.abspath(__file__)]
         command += ["--deepspeed", "ds_config.json", "--largest", "32"]
         subprocess.run(command, cwd=folder, check=True)

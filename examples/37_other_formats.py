@@ -33,7 +33,7 @@ def model_of() -> nn.Module:
 
 def export(folder: Path, kind: str) -> None:
     words = ["checkpoint", "export", str(folder / "run"), str(folder / kind), "--format", kind]
-    subprocess.run([sys.executable, "-m", "hadal.cli", *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "hadal", *words], check=True, capture_output=True)
 
 
 def load_in_plain_torch(folder: Path) -> nn.Module:

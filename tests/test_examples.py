@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 def launched(script: Path, *arguments: str, processes: int, folder: Path) -> str:
     """Run one example in a folder as a user would; return what it wrote."""
-    launcher = ["-m", "hadal.cli", "run", "--num_accelerators", str(processes)]
+    launcher = ["-m", "hadal", "run", "--num_accelerators", str(processes)]
     if "torchrun" in script.read_text():
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(

@@ -28,7 +28,7 @@ def pasted(folder: Path) -> list[str]:
 
 
 def run(folder: Path, command: str) -> str:
-    words = command.replace("hadal ", "-m hadal.cli ", 1).removeprefix("python ").split()
+    words = command.replace("hadal ", "-m hadal ", 1).removeprefix("python ").split()
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     done = subprocess.run(

@@ -30,7 +30,7 @@ def pasted(folder: Path) -> list[str]:
 def test_the_quickstart_runs_as_pasted(tmp_path: Path, processes: int) -> None:
     command = pasted(tmp_path)[processes - 1].split()
     assert ("2" in command) == (processes == 2)
-    module = {"python": [], "hadal": ["-m", "hadal.cli"]}[command[0]]
+    module = {"python": [], "hadal": ["-m", "hadal"]}[command[0]]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     done = subprocess.run(

@@ -33,7 +33,7 @@ def test_version(capsys):
 def test_a_closed_pipe_is_no_error(written):
     """As of `hadal explain FILE --all | head -1`."""
     config = written({"train_batch_size": 1})
-    command = f"{sys.executable} -m hadal.cli explain {config} --all | head -1"
+    command = f"{sys.executable} -m hadal explain {config} --all | head -1"
     run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stderr == ""
     assert len(run.stdout.splitlines()) == 1
@@ -57,7 +57,7 @@ def test_alone_it_prints_help(words, capsys):
 
 
 def test_it_runs_as_a_module(written):
-    command = [sys.executable, "-m", "hadal.cli", "explain", written({"train_batch_size": 2})]
+    command = [sys.executable, "-m", "hadal", "explain", written({"train_batch_size": 2})]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert "train_batch_size" in ran.stdout
     assert ran.stderr == ""

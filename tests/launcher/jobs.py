@@ -18,7 +18,7 @@ LIMIT_S = 180  # against hanging
 
 
 def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "hadal.cli", "run", *map(str, words)]
+    return [sys.executable, "-m", "hadal", "run", *map(str, words)]
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ def test_every_file_is_linked() -> None:
 @pytest.mark.slow
 def test_the_file_for_slurm(tmp_path: Path) -> None:
     program(tmp_path / "bin" / "srun", f"#!{sys.executable}\n{Path(fakes.__file__).read_text()}")
-    program(tmp_path / "bin" / "hadal", f'#!/bin/sh\nexec {sys.executable} -m hadal.cli "$@"\n')
+    program(tmp_path / "bin" / "hadal", f'#!/bin/sh\nexec {sys.executable} -m hadal "$@"\n')
     os.symlink(ROOT / "examples", tmp_path / "examples")
     variables = {
         "SLURM_SUBMIT_DIR": str(tmp_path),

@@ -155,7 +155,7 @@ main()
 def test_a_program_that_never_destroys_its_engine_has_a_page(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "hadal.cli", "run", "--num_accelerators", "2"]
+    command = [sys.executable, "-m", "hadal", "run", "--num_accelerators", "2"]
     subprocess.run([*command, str(program), str(tmp_path)], check=True)
     page, run = Page(tmp_path / "run" / "report.html"), read_run(tmp_path / "run")
     assert page.figures["updates"] == "4" and page.figures["state"] == "ended"

@@ -1,0 +1,13 @@
+"""`python -m hadal`: the `hadal` command, where its folder is not on the path.
+
+Tests: tests/cli/test_cli.py
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hadal.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
