@@ -44,7 +44,7 @@ def add_to(group: Any) -> None:
         help="Measure collectives between ranks",
         description="Measure collectives over messages of several sizes: the median of some calls,"
         " on the slowest rank. By itself the command starts ranks on this machine; under `hadal run"
-        " --module hadal.cli bench comm`, torchrun, Slurm or MPI it is one of theirs.",
+        " --module hadal bench comm`, torchrun, Slurm or MPI it is one of theirs.",
         examples=(
             "hadal bench comm",
             "hadal bench comm all_reduce --dtype bfloat16 --output all_reduce.svg",
@@ -207,7 +207,7 @@ def _start_ranks(parsed: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         words = [*_words(parsed), "--hand-over", folder]
         with _followed(Path(folder, _PROGRESS), _count(parsed, ranks)):
-            code = start([*started, "hadal.cli", "bench", "comm", *words])
+            code = start([*started, "hadal", "bench", "comm", *words])
         return code or _show(parsed, json.loads(Path(folder, _FIGURES).read_text()))
 
 
