@@ -33,7 +33,15 @@ _log = logging.getLogger(__name__)
 PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
 _jitter = random.Random()
 # These do not go away by themselves.
-_FINAL = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ImportError)
+_FINAL = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    NotImplementedError,
+    TypeError,
+    ImportError,
+)
 # The number of bytes of one request, and of requests at a time.
 _PART_NBYTES, _AT_ONCE = 1 << 23, 8
 # The number of bytes that a short read brings: the next one is often beside it.

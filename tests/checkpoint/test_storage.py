@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,20 @@ def test_what_does_not_arrive_whole_is_uploaded_again(
     monkeypatch.setattr(FaultyDisk, "info", cut)
     write_file(place_of(SCHEME, tmp_path) / "file", [b"text"])
     assert sizes == []
+
+
+@pytest.mark.parametrize("act", ["find", "items", "open"])
+def test_what_lies_below_a_file_is_not_there_at_once(
+    act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that can never succeed is not repeated."""
+    place = place_of(SCHEME, tmp_path)
+    write_file(place / "latest", [b"text"])
+    paused: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", paused.append)
+    with suppress(FileNotFoundError):
+        assert not getattr(storage_of(place), act)(place / "latest" / "index.json")
+    assert paused == []
 
 
 # ---- engines -------------------------------------------------------------------------------------
