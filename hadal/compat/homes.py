@@ -29,6 +29,7 @@ _PARAMETERS = "hadal.compat.parameters"
 _EFFICIENCY = "hadal.compat.efficiency"
 _LOSSES = "hadal.compat.losses"
 _MONITORS = "hadal.compat.monitors"
+_TOPOLOGY = "hadal.pipeline.topology"
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state"
     " safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state"
@@ -173,7 +174,16 @@ _ALIKE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.onebit.lamb": {_OPTIMIZERS: "OnebitLamb"},
     "deepspeed.runtime.fp16.onebit.zoadam": {_OPTIMIZERS: "ZeroOneAdam"},
     "deepspeed.runtime.fp16.unfused_optimizer": {_KINDS: "FP16_UnfusedOptimizer"},
+    "deepspeed.runtime.pipe": {_TOPOLOGY: "ProcessTopology"},
     "deepspeed.runtime.pipe.engine": {_ENGINE: "DeepSpeedEngine"},
+    "deepspeed.runtime.pipe.schedule": {
+        "hadal.pipeline.schedule": "BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule"
+        " ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule"
+        " RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule"
+    },
+    "deepspeed.runtime.pipe.topology": {
+        _TOPOLOGY: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
+    },
     "deepspeed.runtime.lr_schedules": {
         "hadal.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         "hadal": "add_tuning_arguments",
@@ -184,7 +194,8 @@ _ALIKE: dict[str, dict[str, str]] = {
         _TOOLS: "bwc_pipeline_parallel_group bwc_pipeline_parallel_world_size"
         " bwc_tensor_model_parallel_rank call_to_str clip_grad_norm_ copy_to_device empty_cache"
         " ensure_directory_exists get_global_norm get_only_unique_item move_to_device"
-        " noop_decorator see_memory_usage set_random_seed"
+        " noop_decorator see_memory_usage set_random_seed",
+        "hadal.pipeline.partition": "partition_balanced partition_uniform prefix_sum_inc",
     },
     "deepspeed.runtime.zero": {
         _ZERO: "GatheredParameters Init register_external_parameter unregister_external_parameter"
