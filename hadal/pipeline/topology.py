@@ -32,7 +32,8 @@ class ProcessTopology:
                 f"a topology got axes {list(axes)} with {list(dims)} ranks: expected different"
                 " names, and for each a number of at least 1"
             )
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
+        make: Any = namedtuple  # its fields are known at run time only
+        self.ProcessCoord = make("ProcessCoord", self.axes)
         places = product(*map(range, dims))
         self.mapping: dict[Any, int] = {
             self.ProcessCoord(*place): rank for rank, place in enumerate(places)
