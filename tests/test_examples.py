@@ -77,7 +77,7 @@ def processes_wanted(script: Path) -> int:
 
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
 # Those that run in a second or two; the others are slow tests.
-QUICK = (1, 3, 6, 7, 8, 9, 11, 12, 14, 15, 16, 19, 21, 23, 27, 29, 34, 36, 40, 41, 42, 44, 45)
+QUICK = (1, 3, 6, 7, 8, 9, 11, 12, 14, 15, 16, 19, 21, 27, 29, 40, 41, 42, 44)
 
 
 @pytest.mark.parametrize(

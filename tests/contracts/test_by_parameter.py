@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import often
+from cases import diagonal, often
 from ranks import RankPools
 
 from .cells import BY_PARAMETER, NODES
@@ -57,8 +57,7 @@ def test_a_stage_changes_nothing(optimizer: str, model: str, ranks: RankPools) -
                     torch.testing.assert_close(found.weights[name], value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("world", NODES)
-@pytest.mark.parametrize("optimizer", BY_PARAMETER)
+@diagonal(optimizer=list(BY_PARAMETER), world=NODES)
 def test_nodes_change_nothing(optimizer: str, world: str, ranks: RankPools) -> None:
     """Each copy has its own owners, who come to the same values.
 

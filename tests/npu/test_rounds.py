@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import diagonal
 from engine.toys import engine_of
 from ranks import RankPools
 from zero.test_gathering import ALL, CUT, DROPS, blocks, inputs_of
@@ -23,8 +24,7 @@ def _late(*given: Any) -> list[bool]:
         return train_as_plain_torch(*given)
 
 
-@pytest.mark.parametrize("settings", [{}, DROPS], ids=["default", "nothing kept"])
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@diagonal(seed=[0, 1, 3], settings=[{}, DROPS])
 def test_steady_rounds_may_be_left(seed: int, settings: dict[str, Any], npus: RankPools) -> None:
     world = 2 + seed % 2
     meets = bool(settings)

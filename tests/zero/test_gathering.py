@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import often
 from engine.toys import ROWS, assert_close, engine_of
 from ranks import RankPool, RankPools
 from torch import Tensor, nn
@@ -264,7 +265,10 @@ def random_rows(seed: int, world: int, updates: int = 6) -> list[tuple[Sequence[
     return [tuple(each or (0,) for each in row) for row in rows]
 
 
-@pytest.mark.parametrize(("seed", "world"), [(0, 2), (1, 3), (2, 2), (3, 3), (4, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("seed", "world"),
+    often([(0, 2), (1, 3), (2, 2), (3, 3), (4, 2), (5, 3)], (0, 2), (1, 3), (3, 3)),
+)
 def test_any_paths_train_as_plain_torch_does(seed: int, world: int, ranks: RankPools) -> None:
     ranks(world).run(train_along, random_rows(seed, world), LIMITS[seed])
 
