@@ -68,6 +68,13 @@ class Ranks:
         block, row = known[size]
         return Ranks.of(block), Ranks.of(row)
 
+    def some(self, numbers: Sequence[int]) -> Ranks:
+        """Return a new group of some of these ranks, by their numbers in the world.
+
+        It has a communicator of its own. All ranks of the new group must call it.
+        """
+        return Ranks.of(_new_group(list(numbers)))
+
     def apart(self) -> Ranks:
         """Return the same ranks in a new group on the host, whose messages do not mix with these.
 
